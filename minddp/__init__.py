@@ -1,0 +1,1 @@
+"""minddp: DistributedDataParallel for PyTorch, from scratch."""

@@ -1,0 +1,250 @@
+"""Run a function on real ranks: spawned processes joined by a Gloo group on loopback.
+
+Overview
+    ``run_ranks(fn, 2, *args)`` calls ``fn(rank, world_size, *args)`` on two ranks, each inside an
+    initialized default process group, and returns the two results in rank order. The processes are
+    kept between calls (importing torch costs more than most tests), the process group is not: every
+    call gets a new one.
+
+What always holds
+    A call ends within ``timeout`` seconds. When a rank raises, the others get ``grace`` seconds to
+    end by themselves; what still runs then is killed, by process id, and the next call starts anew.
+    The parent's exit ends the ranks.
+
+``fn`` must be importable by name (a module-level function), and its arguments and result picklable;
+tensors travel by value.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["RankError", "RankPool", "free_port", "run_ranks", "shutdown"]
+
+
+class RankError(AssertionError):
+    """At least one rank raised, died, or did not end in time.
+
+    ``failures`` maps a rank to the text of what happened there (a traceback, or how it died);
+    ``results`` maps the ranks that ended well to their results.
+    """
+
+    def __init__(self, message: str, failures: dict[int, str], results: dict[int, Any]):
+        super().__init__(message)
+        self.failures = failures
+        self.results = results
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that was free a moment ago."""
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _serialize(value: Any) -> bytes:
+    import torch
+
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _deserialize(data: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _rank_main(rank: int, world_size: int, pipe: Connection, threads: int) -> None:
+    """The loop of one rank: receive a call, run it in a process group of its own, answer."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    while True:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            return
+        if message is None:
+            return
+        call, store_path, backend, env = message
+        saved = {name: os.environ.get(name) for name in env}
+        os.environ.update(env)
+        try:
+            fn, args = pickle.loads(call)
+            torch.manual_seed(0)
+            if backend is not None:
+                store = dist.FileStore(store_path, world_size)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+            answer = (True, _serialize(fn(rank, world_size, *args)))
+        except BaseException as error:  # the parent raises it again, with every rank's own text
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                return
+            answer = (False, traceback.format_exc())
+        finally:
+            for name, value in saved.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+        try:
+            pipe.send(answer)
+            if backend is not None and dist.is_initialized():
+                dist.destroy_process_group()
+        except (BrokenPipeError, OSError):
+            return
+
+
+class RankPool:
+    """``world_size`` processes that run one function at a time, together."""
+
+    def __init__(self, world_size: int, threads: int = 1):
+        self.world_size = world_size
+        self._threads = threads
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main,
+                args=(rank, self.world_size, theirs, self._threads),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def close(self) -> None:
+        """Ends the ranks: asks, then kills by process id."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except (BrokenPipeError, OSError):
+                pass
+        for process in self._processes:
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+                process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        grace: float = 5.0,
+        backend: str | None = "gloo",
+        env: dict[str, str] | None = None,
+    ) -> list[Any]:
+        """Calls ``fn(rank, world_size, *args)`` on every rank; the results in rank order.
+
+        Raises :class:`RankError` when a rank raises, dies, or does not answer in ``timeout`` seconds.
+        """
+        if not self._processes:
+            self._start()
+        call = pickle.dumps((fn, args))
+        with tempfile.TemporaryDirectory(prefix="minddp-ranks-") as folder:
+            message = (call, os.path.join(folder, "store"), backend, env or {})
+            for pipe in self._pipes:
+                pipe.send(message)
+            results, failures = self._collect(timeout, grace)
+        if failures:
+            self.close()
+            text = "\n".join(f"--- rank {rank}\n{failures[rank]}" for rank in sorted(failures))
+            raise RankError(text, failures, results)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _collect(self, timeout: float, grace: float) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        pending = dict(enumerate(self._pipes))
+        deadline = time.monotonic() + timeout
+        while pending:
+            left = deadline - time.monotonic()
+            ready = wait(list(pending.values()), max(left, 0))
+            if not ready:
+                for rank in pending:
+                    failures[rank] = (
+                        "did not end after another rank failed"
+                        if failures
+                        else f"did not end within {timeout} s"
+                    )
+                break
+            for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
+                pipe = pending.pop(rank)
+                try:
+                    ok, payload = pipe.recv()
+                except (EOFError, OSError):
+                    self._processes[rank].join(1)
+                    ok, payload = False, f"process died, exit code {self._processes[rank].exitcode}"
+                if ok:
+                    results[rank] = _deserialize(payload)
+                else:
+                    if not failures:
+                        deadline = min(deadline, time.monotonic() + grace)
+                    failures[rank] = payload
+        return results, failures
+
+
+_pools: dict[tuple[int, int], RankPool] = {}
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    grace: float = 5.0,
+    backend: str | None = "gloo",
+    env: dict[str, str] | None = None,
+    threads: int = 1,
+) -> list[Any]:
+    """Calls ``fn(rank, world_size, *args)`` on ``world_size`` real ranks; see the module's text.
+
+    Args:
+        fn: a module-level function.
+        world_size: how many ranks.
+        args: picklable arguments, the same for every rank.
+        timeout: seconds after which the call fails and the ranks are killed.
+        grace: seconds that the other ranks get after one has raised.
+        backend: the default group's backend; ``None`` makes no group.
+        env: environment variables set during the call.
+        threads: intra-op threads of each rank.
+
+    Returns:
+        The ranks' results, in rank order.
+
+    Raises:
+        RankError: a rank raised, died or did not end; ``failures`` has each rank's text.
+    """
+    pool = _pools.setdefault((world_size, threads), RankPool(world_size, threads))
+    return pool.run(fn, *args, timeout=timeout, grace=grace, backend=backend, env=env)
+
+
+@atexit.register
+def shutdown() -> None:
+    """Ends every rank that ``run_ranks`` keeps."""
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
