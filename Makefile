@@ -1,0 +1,94 @@
+# make demo         trains a small convolutional net on two ranks (TORCH_DDP=1: with PyTorch's class)
+# make test         the tests
+# make lint         ruff, mypy, clang-format; make format applies what can be applied
+# make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class
+# make tutorials    runs every tutorial        make bench   runs the benchmarks
+# make check-cuda   compiles the CUDA build against a CUDA torch; needs nvcc, but no GPU
+# make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half)
+#
+# Each makes what it needs: .venv with torch, the extension built in place. PYTHON=/path/to/python uses an
+# environment that exists instead (nothing is installed there). TORCH= is the torch that .venv gets.
+
+TORCH ?= torch==2.13.0
+CUDA_TORCH ?= torch==2.11.0
+CUDA_ARCHS ?= 9.0
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.PHONY: build demo test lint format clean distclean
+
+ifdef PYTHON
+PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
+else
+PY := .venv/bin/python
+BASE := .venv/.base
+needs = .venv/.extra-$(1)
+endif
+
+# ninja and torchrun lie beside Python.
+export PATH := $(dir $(abspath $(PY))):$(PATH)
+# The ranks that torchrun starts, and scripts in other folders, find the package built in place.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+# --- the environment ---------------------------------------------------------------------------------
+
+SYSTEM_PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*project["optional-dependencies"][sys.argv[1]], sep="\n")
+
+.venv/bin/python:
+	@test -n "$(SYSTEM_PYTHON)" || { echo "minddp needs Python 3.11 or newer: none found on PATH"; exit 1; }
+	$(SYSTEM_PYTHON) -m venv .venv
+
+.venv/.base: | .venv/bin/python
+	.venv/bin/python -m pip install -q "$(TORCH)" numpy "setuptools>=77" wheel ninja
+	@touch $@
+
+.venv/.extra-%: pyproject.toml | .venv/.base
+	.venv/bin/python -c '$(EXTRA)' $* > .venv/extra-$*.txt
+	.venv/bin/python -m pip install -q -r .venv/extra-$*.txt
+	@touch $@
+
+# --- the extension -----------------------------------------------------------------------------------
+
+SOURCES := setup.py $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+# One stamp for each Python and each choice of CUDA; whichever builds removes the others' stamps, since
+# their extension has just been replaced.
+BUILT := build/built$(subst /,-,$(abspath $(PY)))-$(MINDDP_CUDA)
+
+build: $(BUILT)
+
+$(BUILT): $(SOURCES) | $(BASE)
+	@rm -f build/built-*
+	$(PY) setup.py -q build_ext --inplace
+	@touch $@
+
+# --- what people run -----------------------------------------------------------------------------------
+
+RANKS ?= 2
+DEMO := tutorials/01_digits.py
+
+demo: $(BUILT) $(call needs,tutorials)
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
+
+test: $(BUILT) $(call needs,test)
+	$(PY) -m pytest $(ARGS)
+
+CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
+FORMATTED := $(filter-out setup.py,$(SOURCES))
+
+lint: $(call needs,dev) $(call needs,test)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(CLANG_FORMAT) --dry-run -Werror $(FORMATTED)
+
+format: $(call needs,dev)
+	$(PY) -m ruff check --fix .
+	$(CLANG_FORMAT) -i $(FORMATTED)
+
+clean:
+	rm -rf build dist *.egg-info minddp/_C*.so minddp/_build.json .pytest_cache .mypy_cache .ruff_cache
+
+distclean: clean
+	rm -rf .venv .venv-cuda

@@ -1,0 +1,145 @@
+"""Builds ``minddp._C`` against the torch that is installed; everything declarative is in pyproject.toml.
+
+The CUDA sources are compiled when torch has CUDA and nvcc is found; ``MINDDP_CUDA=0`` leaves them out and
+``MINDDP_CUDA=1`` insists on them. What was chosen is recorded beside the extension in ``_build.json``,
+which ``minddp/_extension.py`` checks before it loads the extension.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+try:
+    import torch
+except ImportError:
+    sys.exit(
+        "minddp is compiled against the torch that you use: install torch first (pip install torch), "
+        "then build with `pip install --no-build-isolation .`"
+    )
+
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parent
+CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"]
+
+
+def sources(*patterns: str) -> list[str]:
+    """Paths relative to the root, as setuptools wants them, in a stable order."""
+    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+
+
+def use_cuda() -> bool:
+    """Whether the CUDA sources are built; an override that cannot be met ends the build."""
+    choice = os.environ.get("MINDDP_CUDA", "")
+    if choice not in ("", "0", "1"):
+        sys.exit(f"MINDDP_CUDA is {choice!r}: set it to 0 (leave CUDA out), 1 (insist on it), or unset it")
+    if choice == "0":
+        return False
+    missing = []
+    if torch.version.cuda is None:
+        missing.append(f"torch {torch.__version__} has no CUDA")
+    if not has_nvcc():
+        missing.append("nvcc is not in CUDA_HOME, on PATH or in /usr/local/cuda")
+    if missing and choice == "1":
+        sys.exit(f"MINDDP_CUDA=1 cannot be met: {' and '.join(missing)}")
+    return not missing
+
+
+def has_nvcc() -> bool:
+    home = cpp_extension.CUDA_HOME
+    return home is not None and shutil.which("nvcc", path=os.path.join(home, "bin")) is not None
+
+
+def toolkit_dirs(name: str) -> list[str]:
+    """The CUDA toolkit's folders that come inside torch's wheels: ``include`` or ``lib``."""
+    site = Path(torch.__file__).parent.parent
+    return [str(path) for path in sorted(site.glob(f"nvidia/*/{name}"))]
+
+
+def cuda_archs() -> str:
+    """The architectures compiled for: the variable's, else the GPUs in sight, else torch's own."""
+    if archs := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return archs
+    seen = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    if seen:
+        return ";".join(f"{major}.{minor}" for major, minor in sorted(seen))
+    flags = [flag for flag in torch._C._cuda_getArchFlags().split() if flag.startswith("sm_")]
+    return ";".join(f"{flag[3:-1]}.{flag[-1]}" for flag in flags)
+
+
+def cuda_extension(files: list[str], headers: list[str]) -> Extension:
+    os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_archs()
+    extension = cpp_extension.CUDAExtension(
+        "minddp._C",
+        files + sources("csrc/cuda/*.cpp", "csrc/cuda/*.cu"),
+        include_dirs=[str(ROOT / "csrc"), *toolkit_dirs("include")],
+        library_dirs=toolkit_dirs("lib"),
+        define_macros=[("MINDDP_WITH_CUDA", "1")],
+        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
+        depends=headers,
+    )
+    # torch's wheels carry libcudart.so.13 without the unversioned name that -lcudart looks for; it is
+    # loaded with torch all the same, and found through libc10_cuda, which names it.
+    if not any((Path(folder) / "libcudart.so").exists() for folder in extension.library_dirs):
+        extension.libraries.remove("cudart")
+    return extension
+
+
+def extension(cuda: bool) -> Extension:
+    files = sources("csrc/*.cpp", "csrc/shm/*.cpp")
+    headers = sources("csrc/**/*.h", "csrc/**/*.cuh")
+    if cuda:
+        return cuda_extension(files, headers)
+    return cpp_extension.CppExtension(
+        "minddp._C",
+        files,
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args=CXX_FLAGS,
+        depends=headers,
+    )
+
+
+def compiler() -> str:
+    command = os.environ.get("CXX") or (sysconfig.get_config_var("CXX") or "c++").split()[0]
+    try:
+        answer = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return command
+    return answer.stdout.splitlines()[0]
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """torch's, which compiles in parallel through ninja, and the record of what was built."""
+
+    def run(self) -> None:
+        os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
+        super().run()
+        # After build_ext has put the extension into its place: the sources' folder for --inplace and
+        # editable installs, the build folder otherwise.
+        built = Path(self.get_ext_fullpath("minddp._C"))
+        built.with_name("_build.json").write_text(json.dumps(self.record(), indent=1) + "\n")
+
+    def record(self) -> dict[str, str | None]:
+        cuda = any(name == "MINDDP_WITH_CUDA" for name, _ in self.extensions[0].define_macros)
+        return {
+            "version": self.distribution.get_version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "compiler": compiler(),
+            "flags": " ".join(CXX_FLAGS),
+            "cuda": torch.version.cuda if cuda else None,
+            "cuda_archs": os.environ["TORCH_CUDA_ARCH_LIST"] if cuda else None,
+        }
+
+
+setup(ext_modules=[extension(use_cuda())], cmdclass={"build_ext": BuildExtension})
