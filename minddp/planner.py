@@ -1,0 +1,552 @@
+"""Which gradients to reduce together: the exact optimum under a cost model.
+
+Overview
+    Gradients become ready one after another while backward runs, and buckets of them are reduced one
+    after another. Let gradient i of n be ready r_i seconds after backward began, let S_i be the bytes
+    of the first i gradients and T(M) the seconds of an allreduce of M bytes. A bucket begins when its
+    last gradient is ready and the previous bucket is done, so the first i gradients can be done at
+
+        C(i) = min over j < i of  max(C(j), r_i) + T(S_i - S_j),    C(0) = 0
+
+    which :func:`optimal_plan` solves exactly: in O(n^2) for any T, in O(n) for a linear T.
+
+What always holds
+    A plan's buckets partition the positions 0..n-1; within a kind (dtype, device) the buckets are
+    contiguous in the order given and launched in that order; no bucket mixes kinds. A plan that knows
+    its model's parameters is refused by any other model.
+
+The collectives that run beside a backward slow it down; the model does not know that. Measure the
+ready times with the collectives on (:mod:`minddp.autotune` does, and plans again until it settles).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import tempfile
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .collective_cost import Cost, LinearCost, TableCost, fit_cost, fit_linear
+
+__all__ = [
+    "BucketPlan",
+    "Cost",
+    "LinearCost",
+    "ParameterInfo",
+    "TableCost",
+    "bucket_spans",
+    "capped_buckets",
+    "fit_cost",
+    "fit_linear",
+    "optimal_plan",
+    "plan_finish",
+]
+
+_FORMAT = "minddp bucket plan"
+_VERSION = 1
+# Transitions that the program over several kinds may take: about two seconds of Python.
+_LATTICE_BUDGET = 2_000_000
+_LATTICE_KINDS = 6
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What a plan remembers of a parameter: enough to recognise its model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Buckets of gradients, in launch order.
+
+    Attributes:
+        buckets: a list per bucket, of positions in ready order.
+        finish_seconds: when the last bucket is done, in seconds since backward began, as the cost
+            model predicts it.
+        parameters: the parameter at each position, or None for a plan of bare numbers.
+        signature: digest of the parameters' names, shapes and dtypes, whatever their order; None
+            without ``parameters``.
+        notes: what else is worth keeping with a plan (how it was found, measured seconds); values
+            that JSON can hold.
+    """
+
+    buckets: list[list[int]]
+    finish_seconds: float
+    parameters: list[ParameterInfo] | None = None
+    signature: str | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        positions = sorted(position for bucket in self.buckets for position in bucket)
+        if positions != list(range(len(positions))) or not all(self.buckets):
+            raise ValueError(
+                "BucketPlan: buckets must hold every position from 0 exactly once, none be empty"
+            )
+        if self.parameters is not None and len(self.parameters) != len(positions):
+            raise ValueError(
+                f"BucketPlan: {len(self.parameters)} parameters for {len(positions)} positions in buckets"
+            )
+
+    def for_parameters(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[Any],
+        order: Sequence[int] | None = None,
+    ) -> BucketPlan:
+        """This plan, tied to a model's parameters, so that it can be saved and pinned.
+
+        Args:
+            names: the model's parameter names; ``shapes`` and ``dtypes`` belong to them in order.
+            order: the parameter index at each position; positions are indices when None.
+        """
+        infos = _parameter_infos(names, shapes, dtypes)
+        order = range(len(infos)) if order is None else order
+        if sorted(order) != list(range(len(infos))):
+            raise ValueError(f"order must hold each parameter index 0..{len(infos) - 1} once")
+        parameters = [infos[index] for index in order]
+        return replace(self, parameters=parameters, signature=_signature(parameters))
+
+    def parameter_buckets(
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]
+    ) -> list[list[int]]:
+        """The plan's buckets as indices into this model's parameters, in launch order.
+
+        Args:
+            names: names of the parameters that are reduced, each once.
+            shapes: their shapes.
+            dtypes: their dtypes.
+
+        Raises:
+            ValueError: the plan knows no parameters, or was made for others; the text names what is
+                missing, left over and different.
+        """
+        if self.parameters is None:
+            raise ValueError(
+                "this bucket plan names no parameters, so it fits no model; tie it to one with "
+                "plan.for_parameters(names, shapes, dtypes, order)"
+            )
+        infos = _parameter_infos(names, shapes, dtypes)
+        if _signature(infos) != self.signature:
+            raise ValueError(_mismatch(self.parameters, infos))
+        index = {info.name: position for position, info in enumerate(infos)}
+        return [[index[self.parameters[position].name] for position in bucket] for bucket in self.buckets]
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> BucketPlan:
+        """The plan in ``text``; ValueError when it is none, is of a later version, or was altered."""
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a bucket plan: the text is no JSON ({error})") from error
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise ValueError("not a bucket plan: this JSON was not written by BucketPlan.save")
+        if document.get("version") != _VERSION:
+            raise ValueError(
+                f"bucket plan of version {document.get('version')!r}; this minddp reads version {_VERSION}"
+            )
+        return cls._from_document(document)
+
+    @classmethod
+    def _from_document(cls, document: dict[str, Any]) -> BucketPlan:
+        try:
+            listed = document["parameters"]
+            parameters = (
+                None
+                if listed is None
+                else [ParameterInfo(p["name"], tuple(p["shape"]), p["dtype"]) for p in listed]
+            )
+            plan = cls(
+                [[int(position) for position in bucket] for bucket in document["buckets"]],
+                float(document["finish_seconds"]),
+                parameters,
+                document["signature"],
+                dict(document["notes"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"bucket plan is incomplete or misshapen: {error!r}") from error
+        if parameters is not None and _signature(parameters) != plan.signature:
+            raise ValueError("bucket plan was altered: its signature is not that of its parameters")
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; a reader sees the old file or the new one, never half of it."""
+        folder = os.path.dirname(os.path.abspath(path))
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".bucket-plan-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(self.to_json())
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BucketPlan:
+        """The plan that ``save`` wrote; OSError when there is no file, ValueError when it is no plan."""
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read()
+        try:
+            return cls.from_json(text)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def optimal_plan(
+    ready_seconds: Sequence[float],
+    nbytes: Sequence[int],
+    cost: Cost,
+    *,
+    kinds: Sequence[Hashable] | None = None,
+    slack_seconds: float = 0.0,
+) -> BucketPlan:
+    """The buckets that finish first under ``cost``, and among those the fewest.
+
+    The finish is exact: the dynamic program of this module's text. For a :class:`LinearCost` no plan
+    with the same finish has fewer buckets; for other costs the number is small, not proven least.
+    With several kinds the program runs over one position per kind; where that would take more than a
+    few seconds (several hundred parameters of each kind), small neighbours are first merged, and the
+    plan is optimal among those that keep them together. More than six kinds are each planned as if
+    alone, which is no optimum, and launched as they become ready.
+
+    Args:
+        ready_seconds: when each gradient is ready, in seconds since backward began, in ready order.
+            A value below an earlier one counts as that one: positions are launched in order.
+        nbytes: each gradient's bytes on the wire.
+        cost: seconds of an allreduce of so many bytes.
+        kinds: what may not share a bucket, e.g. ``(dtype, device)`` of each gradient; one kind if None.
+        slack_seconds: how much later than the optimum the plan may finish to have fewer buckets.
+
+    Raises:
+        ValueError: lengths differ, or a value is negative or not finite.
+    """
+    _check_gradients(ready_seconds, nbytes, kinds, slack_seconds)
+    ready = list(itertools.accumulate(ready_seconds, max))
+    lanes = _lanes(kinds if kinds is not None else [None] * len(nbytes))
+    if 1 < len(lanes) <= _LATTICE_KINDS:
+        buckets = _lattice_buckets(ready, nbytes, cost, lanes)
+    else:
+        buckets = _buckets_lane_by_lane(ready, nbytes, cost, slack_seconds, lanes)
+    return BucketPlan(buckets, plan_finish(buckets, ready, nbytes, cost))
+
+
+def capped_buckets(
+    nbytes: Sequence[int],
+    cap_nbytes: int,
+    first_cap_nbytes: int | None = None,
+    kinds: Sequence[Hashable] | None = None,
+) -> list[list[int]]:
+    """Buckets filled in order and closed once they hold a cap's bytes: the rule of fixed caps.
+
+    A bucket may so exceed the cap by less than its last gradient. Buckets are listed in the order in
+    which their last gradients come.
+
+    Args:
+        nbytes: bytes of each gradient, in ready order.
+        cap_nbytes: the cap, in bytes.
+        first_cap_nbytes: the cap of each kind's first bucket, if another.
+        kinds: what may not share a bucket; one kind when None.
+    """
+    if cap_nbytes <= 0 or (first_cap_nbytes is not None and first_cap_nbytes <= 0):
+        raise ValueError(f"caps must be above 0 bytes, got {cap_nbytes} and {first_cap_nbytes}")
+    filling: dict[Hashable, list[int]] = {}
+    room: dict[Hashable, int] = {}
+    buckets = []
+    for position, size in enumerate(nbytes):
+        kind = kinds[position] if kinds is not None else None
+        filling.setdefault(kind, []).append(position)
+        room[kind] = room.get(kind, first_cap_nbytes or cap_nbytes) - size
+        if room[kind] <= 0:
+            buckets.append(filling.pop(kind))
+            room[kind] = cap_nbytes
+    return sorted(buckets + list(filling.values()), key=lambda bucket: bucket[-1])
+
+
+def bucket_spans(
+    buckets: Sequence[Sequence[int]], ready_seconds: Sequence[float], nbytes: Sequence[int], cost: Cost
+) -> list[tuple[float, float]]:
+    """When each bucket's allreduce begins and ends, in seconds since backward began."""
+    spans, done = [], 0.0
+    for bucket in buckets:
+        begin = max([done, *(ready_seconds[position] for position in bucket)])
+        done = begin + cost(sum(nbytes[position] for position in bucket))
+        spans.append((begin, done))
+    return spans
+
+
+def plan_finish(
+    buckets: Sequence[Sequence[int]], ready_seconds: Sequence[float], nbytes: Sequence[int], cost: Cost
+) -> float:
+    """When the last of ``buckets`` is done, in seconds since backward began; 0 without buckets."""
+    spans = bucket_spans(buckets, ready_seconds, nbytes, cost)
+    return spans[-1][1] if spans else 0.0
+
+
+def _check_gradients(
+    ready_seconds: Sequence[float],
+    nbytes: Sequence[int],
+    kinds: Sequence[Hashable] | None,
+    slack_seconds: float,
+) -> None:
+    lengths = {len(ready_seconds), len(nbytes), len(nbytes if kinds is None else kinds)}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"ready_seconds, nbytes and kinds must have one entry a gradient, got {len(ready_seconds)}, "
+            f"{len(nbytes)} and {'None' if kinds is None else len(kinds)}"
+        )
+    for name, values in (
+        ("ready_seconds", ready_seconds),
+        ("nbytes", nbytes),
+        ("slack_seconds", [slack_seconds]),
+    ):
+        for position, value in enumerate(values):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"{name} must be finite and at least 0, got {value!r} at position {position}"
+                )
+
+
+def _lanes(kinds: Sequence[Hashable]) -> list[list[int]]:
+    """The positions of each kind."""
+    lanes: dict[Hashable, list[int]] = {}
+    for position, kind in enumerate(kinds):
+        lanes.setdefault(kind, []).append(position)
+    return list(lanes.values())
+
+
+# One kind, or each kind alone -----------------------------------------------------------------------
+
+
+def _buckets_lane_by_lane(
+    ready: Sequence[float], nbytes: Sequence[int], cost: Cost, slack: float, lanes: list[list[int]]
+) -> list[list[int]]:
+    buckets = []
+    for lane in lanes:
+        alone = _single_kind_buckets([ready[p] for p in lane], [nbytes[p] for p in lane], cost, slack)
+        buckets += [[lane[position] for position in bucket] for bucket in alone]
+    return sorted(buckets, key=lambda bucket: bucket[-1])
+
+
+def _single_kind_buckets(
+    ready: Sequence[float], nbytes: Sequence[int], cost: Cost, slack: float
+) -> list[list[int]]:
+    prefix = [0, *itertools.accumulate(nbytes)]
+    if isinstance(cost, LinearCost):
+        finish = _finish_times_linear(ready, prefix, cost)
+    else:
+        finish = _finish_times(ready, prefix, cost)
+    return _fewest_buckets(ready, prefix, cost, finish, finish[-1] + slack)
+
+
+def _finish_times(ready: Sequence[float], prefix: Sequence[int], cost: Cost) -> list[float]:
+    """C(0..n) of this module's text for any cost, in O(n^2)."""
+    finish = [0.0]
+    for i, ready_i in enumerate(ready, 1):
+        finish.append(min(max(finish[j], ready_i) + cost(prefix[i] - prefix[j]) for j in range(i)))
+    return finish
+
+
+def _finish_times_linear(ready: Sequence[float], prefix: Sequence[int], cost: LinearCost) -> list[float]:
+    """C(0..n) for T(M) = a + b M, in O(n).
+
+    C never falls, since dropping gradient i from a plan of the first i never makes it later. So for
+    each i the j < i are split by the greatest ``idle`` with C(idle) <= r_i. Up to it a bucket starts
+    at r_i, and the shortest, from ``idle``, is best. Beyond it the bucket starts at C(j), and the best
+    has the least C(j) - b S_j. As r never falls either, both ends of that window only move forward:
+    its minimum is kept in a monotone deque.
+    """
+    a, b = cost.latency_seconds, cost.seconds_per_byte
+    finish = [0.0]
+    idle = 0
+    window: deque[tuple[float, int]] = deque()  # (C(j) - b S_j, j), both rising; j > idle
+    for i, ready_i in enumerate(ready, 1):
+        while idle + 1 < i and finish[idle + 1] <= ready_i:
+            idle += 1
+        while window and window[0][1] <= idle:
+            window.popleft()
+        best = ready_i + a + b * (prefix[i] - prefix[idle])
+        if window:
+            best = min(best, finish[window[0][1]] + a + b * (prefix[i] - prefix[window[0][1]]))
+        finish.append(best)
+        key = best - b * prefix[i]
+        while window and window[-1][0] >= key:
+            window.pop()
+        window.append((key, i))
+    return finish
+
+
+def _fewest_buckets(
+    ready: Sequence[float], prefix: Sequence[int], cost: Cost, finish: Sequence[float], deadline: float
+) -> list[list[int]]:
+    """Few buckets that end by ``deadline``, which is at least C(n): each, from the last, the largest.
+
+    A bucket of gradients j+1..i may end at its deadline d if T <= d - r_i and the first j can be done
+    by d - T, that is C(j) <= d - T; d - T is then the deadline of the first j. For linear costs the
+    largest is also best: of two choices that split the same gradients into as many buckets, both leave
+    the same deadline to what is before them, and the one with the larger later bucket asks its other
+    bucket to be ready sooner, which an earlier gradient is.
+    """
+    rounding = 1e-12 * deadline
+    buckets = []
+    i = len(ready)
+    while i > 0:
+        for j in range(i):
+            begin = deadline - cost(prefix[i] - prefix[j])
+            if begin + rounding >= ready[i - 1] and begin + rounding >= finish[j]:
+                break
+        buckets.append(list(range(j, i)))
+        i, deadline = j, max(begin, finish[j])
+    return buckets[::-1]
+
+
+# Several kinds --------------------------------------------------------------------------------------
+
+_State = tuple[int, ...]
+_Way = tuple[float, int, _State]  # finish, number of buckets, the state before the last bucket
+_Lattice = dict[_State, _Way]
+
+
+def _lattice_buckets(
+    ready: Sequence[float], nbytes: Sequence[int], cost: Cost, lanes: list[list[int]]
+) -> list[list[int]]:
+    """The optimum over buckets of one kind each, in any order of launching.
+
+    The program's state is how many atoms (gradients, or merged neighbours) of each kind are reduced;
+    C of a state is the least over the last bucket's kind and length. States in lexicographic order
+    come after all that they depend on.
+    """
+    atoms = _affordable([[[position] for position in lane] for lane in lanes], nbytes)
+    atom_ready = [[ready[atom[-1]] for atom in lane] for lane in atoms]
+    prefixes = [[0, *itertools.accumulate(sum(nbytes[p] for p in atom) for atom in lane)] for lane in atoms]
+    origin = (0,) * len(atoms)
+    best: _Lattice = {origin: (0.0, 0, origin)}
+    for state in itertools.product(*(range(len(lane) + 1) for lane in atoms)):
+        if state != origin:
+            best[state] = min(_last_buckets(state, best, atom_ready, prefixes, cost))
+    return _trace_back(best, atoms)
+
+
+def _last_buckets(
+    state: tuple[int, ...],
+    best: _Lattice,
+    atom_ready: list[list[float]],
+    prefixes: list[list[int]],
+    cost: Cost,
+) -> list[_Way]:
+    """Every way to reach ``state`` by one more bucket."""
+    ways: list[_Way] = []
+    for lane, end in enumerate(state):
+        for begin in range(end):
+            before = (*state[:lane], begin, *state[lane + 1 :])
+            done, count, _ = best[before]
+            seconds = cost(prefixes[lane][end] - prefixes[lane][begin])
+            ways.append((max(done, atom_ready[lane][end - 1]) + seconds, count + 1, before))
+    return ways
+
+
+def _trace_back(best: _Lattice, atoms: list[list[list[int]]]) -> list[list[int]]:
+    buckets = []
+    state = tuple(len(lane) for lane in atoms)
+    while any(state):
+        before = best[state][2]
+        for lane, begin, end in zip(atoms, before, state, strict=True):
+            if begin < end:
+                buckets.append([position for atom in lane[begin:end] for position in atom])
+        state = before
+    return buckets[::-1]
+
+
+def _affordable(atoms: list[list[list[int]]], nbytes: Sequence[int]) -> list[list[list[int]]]:
+    """``atoms`` with neighbours merged, in the longest lane first, until the program is affordable."""
+    while math.prod(len(lane) + 1 for lane in atoms) * sum(map(len, atoms)) > 2 * _LATTICE_BUDGET:
+        longest = max(range(len(atoms)), key=lambda index: len(atoms[index]))
+        atoms[longest] = _merge_small(atoms[longest], nbytes)
+    return atoms
+
+
+def _merge_small(lane: list[list[int]], nbytes: Sequence[int]) -> list[list[int]]:
+    """The lane in fewer atoms, at most four fifths as many: neighbours join until they hold a share."""
+    sizes = [max(1, sum(nbytes[position] for position in atom)) for atom in lane]
+    share = sum(sizes) / (0.8 * len(lane) - 1)
+    merged: list[list[int]] = []
+    held = share
+    for atom, size in zip(lane, sizes, strict=True):
+        if held >= share:
+            merged.append([])
+            held = 0
+        merged[-1] += atom
+        held += size
+    return merged
+
+
+# A plan's parameters --------------------------------------------------------------------------------
+
+
+def _parameter_infos(
+    names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]
+) -> list[ParameterInfo]:
+    if not len(names) == len(shapes) == len(dtypes):
+        raise ValueError(
+            "names, shapes and dtypes must have one entry a parameter, "
+            f"got {len(names)}, {len(shapes)} and {len(dtypes)}"
+        )
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if list(names).count(name) > 1})
+        raise ValueError(f"names holds a parameter twice: {', '.join(twice)}")
+    return [
+        ParameterInfo(name, tuple(int(extent) for extent in shape), str(dtype).removeprefix("torch."))
+        for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
+    ]
+
+
+def _signature(parameters: Sequence[ParameterInfo]) -> str:
+    rows = sorted((p.name, list(p.shape), p.dtype) for p in parameters)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _mismatch(planned: Sequence[ParameterInfo], given: Sequence[ParameterInfo]) -> str:
+    """Why a plan is refused: what it has that the model has not, the other way round, and changes."""
+    before, now = {p.name: p for p in planned}, {p.name: p for p in given}
+    changed = [
+        f"{name} ({_describe(before[name])} in the plan, {_describe(now[name])} here)"
+        for name in before.keys() & now.keys()
+        if before[name] != now[name]
+    ]
+    facts = [
+        ("missing here", sorted(before.keys() - now.keys())),
+        ("not in the plan", sorted(now.keys() - before.keys())),
+        ("changed", sorted(changed)),
+    ]
+    lines = [f"  {what}: {_shorten(names)}" for what, names in facts if names]
+    return (
+        "bucket_plan: this plan was made for another model\n"
+        + "\n".join(lines)
+        + '\nUse the plan of this model, or drop bucket_plan (bucket_cap_mb="auto" makes a new one).'
+    )
+
+
+def _describe(parameter: ParameterInfo) -> str:
+    return f"{parameter.dtype}[{', '.join(map(str, parameter.shape))}]"
+
+
+def _shorten(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

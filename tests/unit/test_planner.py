@@ -1,0 +1,259 @@
+"""The planner against brute force, its two programs against each other, and plans as files."""
+
+import itertools
+import json
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minddp import planner
+from minddp.planner import BucketPlan, LinearCost, TableCost, capped_buckets, optimal_plan, plan_finish
+
+NAMES = ["a.weight", "a.bias", "b.weight"]
+SHAPES = [(4, 3), (4,), (2, 4)]
+DTYPES = [torch.float32, torch.float32, torch.bfloat16]
+
+
+def partitions(positions):
+    """Every way to cut a list into contiguous buckets."""
+    for cuts in itertools.product([False, True], repeat=max(0, len(positions) - 1)):
+        buckets = [[positions[0]]] if positions else []
+        for position, cut in zip(positions[1:], cuts):
+            if cut:
+                buckets.append([])
+            buckets[-1].append(position)
+        yield buckets
+
+
+def merges(queues):
+    """Every order of launching that keeps the order within each queue."""
+    queues = [q for q in queues if q]
+    if not queues:
+        yield []
+    for index, queue in enumerate(queues):
+        for rest in merges([*queues[:index], queue[1:], *queues[index + 1 :]]):
+            yield [queue[0], *rest]
+
+
+def brute_force(ready, nbytes, cost, kinds):
+    """The least (finish, number of buckets) over all plans."""
+    lanes = [[p for p, kind in enumerate(kinds) if kind == k] for k in dict.fromkeys(kinds)]
+    plans = (
+        launch
+        for cut in itertools.product(*(list(partitions(lane)) for lane in lanes))
+        for launch in merges(cut)
+    )
+    return min((plan_finish(plan, ready, nbytes, cost), len(plan)) for plan in plans)
+
+
+SECONDS = st.integers(0, 40).map(lambda x: x / 8)
+LINEAR = st.builds(LinearCost, SECONDS, SECONDS)
+
+
+@st.composite
+def gradients(draw, max_size):
+    n = draw(st.integers(1, max_size))
+    ready = sorted(draw(st.lists(SECONDS, min_size=n, max_size=n)))
+    return ready, draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
+
+
+@settings(max_examples=150, deadline=None)
+@given(gradients(8), LINEAR)
+def test_linear_plan_is_the_brute_force_optimum_with_the_fewest_buckets(instance, cost):
+    ready, nbytes = instance
+    plan = optimal_plan(ready, nbytes, cost)
+    finish, count = brute_force(ready, nbytes, cost, [0] * len(ready))
+    assert plan.finish_seconds == pytest.approx(finish, abs=1e-9)
+    assert len(plan.buckets) == count
+
+
+@settings(max_examples=100, deadline=None)
+@given(gradients(7), st.lists(SECONDS, min_size=64, max_size=64))
+def test_any_cost_is_solved_exactly_even_one_that_falls(instance, seconds):
+    ready, nbytes = instance
+    plan = optimal_plan(ready, nbytes, lambda m: seconds[m])
+    assert plan.finish_seconds == pytest.approx(
+        brute_force(ready, nbytes, lambda m: seconds[m], [0] * len(ready))[0], abs=1e-9
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(gradients(120), LINEAR)
+def test_the_linear_program_equals_the_quadratic_one(instance, cost):
+    ready, nbytes = instance
+    prefix = [0, *itertools.accumulate(nbytes)]
+    fast = planner._finish_times_linear(ready, prefix, cost)
+    assert fast == pytest.approx(planner._finish_times(ready, prefix, cost), abs=1e-9)
+    assert optimal_plan(ready, nbytes, cost).finish_seconds == pytest.approx(fast[-1], abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(gradients(5), LINEAR, st.lists(st.sampled_from("xyz"), min_size=5, max_size=5))
+def test_kinds_never_share_a_bucket_and_the_plan_is_still_optimal(instance, cost, letters):
+    ready, nbytes = instance
+    kinds = letters[: len(ready)]
+    plan = optimal_plan(ready, nbytes, cost, kinds=kinds)
+    assert all(len({kinds[p] for p in bucket}) == 1 for bucket in plan.buckets)
+    assert plan.finish_seconds == pytest.approx(brute_force(ready, nbytes, cost, kinds)[0], abs=1e-9)
+
+
+def test_many_parameters_of_two_kinds_are_planned_close_to_the_optimum_of_one_kind():
+    n = 600
+    ready = [0.1 * k / n for k in range(n)]
+    nbytes = [1 << 16] * n
+    cost = LinearCost(1e-4, 1e-9)
+    plan = optimal_plan(ready, nbytes, cost, kinds=[k % 2 for k in range(n)])
+    alone = optimal_plan(ready, nbytes, cost).finish_seconds
+    assert alone <= plan.finish_seconds <= alone * 1.02
+    assert {len({p % 2 for p in bucket}) for bucket in plan.buckets} == {1}
+
+
+def test_more_kinds_than_the_lattice_takes_still_give_a_plan():
+    plan = optimal_plan(
+        [0.1 * k for k in range(40)], [0] * 40, LinearCost(0.01, 0.0), kinds=[k % 20 for k in range(40)]
+    )
+    assert sorted(itertools.chain(*plan.buckets)) == list(range(40))
+    assert all(len({p % 20 for p in bucket}) == 1 for bucket in plan.buckets)
+
+
+@settings(max_examples=60, deadline=None)
+@given(gradients(30), LINEAR, SECONDS)
+def test_slack_is_kept_and_never_costs_buckets(instance, cost, slack):
+    ready, nbytes = instance
+    tight = optimal_plan(ready, nbytes, cost)
+    loose = optimal_plan(ready, nbytes, cost, slack_seconds=slack)
+    assert loose.finish_seconds <= tight.finish_seconds + slack + 1e-9
+    assert len(loose.buckets) <= len(tight.buckets)
+
+
+def test_what_cannot_overlap_is_small():
+    n = 100
+    plan = optimal_plan([k / n for k in range(n)], [1 << 20] * n, LinearCost(1e-3, 5e-9))
+    assert len(plan.buckets[-1]) < len(plan.buckets[0])
+
+
+def test_no_gradients_make_an_empty_plan_and_one_makes_one_bucket():
+    assert optimal_plan([], [], LinearCost(1, 1)) == BucketPlan([], 0.0)
+    assert optimal_plan([2.0], [3], LinearCost(1.0, 1.0)) == BucketPlan([[0]], 6.0)
+
+
+def test_ready_times_out_of_order_count_as_the_latest_before_them():
+    cost = LinearCost(0.1, 0.0)
+    assert optimal_plan([1.0, 0.0, 2.0], [1, 1, 1], cost) == optimal_plan([1.0, 1.0, 2.0], [1, 1, 1], cost)
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (([0.0], [1, 2]), "one entry a gradient"),
+        (([0.0, math.nan], [1, 2]), "ready_seconds must be finite .* position 1"),
+        (([0.0, 1.0], [1, -2]), "nbytes must be finite and at least 0, got -2 at position 1"),
+    ],
+)
+def test_bad_gradients_are_refused(arguments, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        optimal_plan(*arguments, LinearCost(1, 1))
+
+
+def test_a_table_plan_uses_the_cheap_size():
+    cost = TableCost([1, 2, 3, 4], [1.0, 1.0, 9.0, 9.0])
+    assert optimal_plan([0.0] * 4, [1] * 4, cost).buckets == [[0, 1], [2, 3]]
+
+
+def test_capped_buckets_close_when_full_and_keep_kinds_apart():
+    assert capped_buckets([1, 1, 1, 1, 1], 2) == [[0, 1], [2, 3], [4]]
+    assert capped_buckets([1, 9, 1, 1], 4, first_cap_nbytes=1) == [[0], [1], [2, 3]]
+    assert capped_buckets([1, 1, 1, 1], 2, kinds="xyxy") == [[0, 2], [1, 3]]
+    assert capped_buckets([], 4) == []
+    with pytest.raises(ValueError, match="caps must be above 0"):
+        capped_buckets([1], 0)
+
+
+def model_plan():
+    return BucketPlan([[0], [1, 2]], 0.5, notes={"found": "by hand"}).for_parameters(
+        NAMES, SHAPES, DTYPES, order=[2, 1, 0]
+    )
+
+
+def test_a_plan_gives_its_models_indices_in_whatever_order_the_model_lists_them():
+    plan = model_plan()
+    assert plan.parameter_buckets(NAMES, SHAPES, DTYPES) == [[2], [1, 0]]
+    assert plan.parameter_buckets(NAMES[::-1], SHAPES[::-1], DTYPES[::-1]) == [[0], [1, 2]]
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    path = tmp_path / "plan.json"
+    model_plan().save(path)
+    assert BucketPlan.load(path) == model_plan()
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_another_models_plan_is_refused_by_name():
+    shapes = [(4, 3), (5,)]
+    with pytest.raises(ValueError) as refusal:
+        model_plan().parameter_buckets(["a.weight", "a.bias"], shapes, DTYPES[:2])
+    text = str(refusal.value)
+    assert "made for another model" in text
+    assert "missing here: b.weight" in text
+    assert "a.bias (float32[4] in the plan, float32[5] here)" in text
+    with pytest.raises(ValueError, match="not in the plan: c, d, e, f, g and 1 more"):
+        model_plan().parameter_buckets(
+            NAMES + list("cdefgh"), SHAPES + [(1,)] * 6, DTYPES + [torch.float32] * 6
+        )
+
+
+def test_a_plan_of_bare_numbers_fits_no_model():
+    with pytest.raises(ValueError, match="names no parameters"):
+        BucketPlan([[0]], 0.0).parameter_buckets(["a"], [(1,)], [torch.float32])
+
+
+@pytest.mark.parametrize("buckets", [[[0], [0]], [[1]], [[0], []]])
+def test_buckets_that_are_no_partition_are_refused(buckets):
+    with pytest.raises(ValueError, match="exactly once"):
+        BucketPlan(buckets, 0.0)
+
+
+def test_orders_and_names_that_do_not_fit_are_refused():
+    plan = BucketPlan([[0, 1]], 0.0)
+    with pytest.raises(ValueError, match=r"order must hold each parameter index 0\.\.1 once"):
+        plan.for_parameters(["a", "b"], [(1,)] * 2, DTYPES[:2], order=[0, 0])
+    with pytest.raises(ValueError, match="names holds a parameter twice: a"):
+        plan.for_parameters(["a", "a"], [(1,)] * 2, DTYPES[:2])
+    with pytest.raises(ValueError, match="3 parameters for 2 positions"):
+        plan.for_parameters(NAMES, SHAPES, DTYPES)
+
+
+def altered(**changes):
+    return json.dumps({**json.loads(model_plan().to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("{", "no JSON"),
+        ("[]", "not written by BucketPlan.save"),
+        (altered(version=99), "version 99; this minddp reads version 1"),
+        (altered(buckets=None), "incomplete or misshapen"),
+        (altered(buckets=[[0]]), "3 parameters for 1 positions"),
+        (altered(signature="0"), "was altered"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused_by_path(tmp_path, text, complaint):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=complaint) as refusal:
+        BucketPlan.load(path)
+    assert str(path) in str(refusal.value)
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "plan.json"
+    model_plan().save(path)
+    with pytest.raises(TypeError):
+        BucketPlan([[0]], 0.0, notes={"model": object()}).save(path)
+    assert BucketPlan.load(path) == model_plan()
+    assert os.listdir(tmp_path) == ["plan.json"]
