@@ -1,0 +1,136 @@
+"""What a measured step tells the planner and the simulator: when gradients came, and what the rest took.
+
+:class:`StepTimes` reads one ``reducer.last_step()``; :class:`BackwardProfile` is the median of several,
+with gradients in ready order, and can be saved. All times are in seconds; ready times count from the
+moment backward began.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["BackwardProfile", "StepTimes"]
+
+_NS = 1e-9
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One synchronized step of one rank.
+
+    Attributes:
+        forward_seconds: from the forward's begin to the backward's.
+        backward_seconds: the length of backward, without waiting for collectives.
+        step_seconds: from the forward's begin until the averaged gradients were in place.
+        tail_seconds: what came after both backward and the last collective (unpacking).
+        ready_seconds: when each parameter's gradient was ready, by parameter index; a parameter
+            without a gradient counts as ready when backward ended.
+        services: bytes and seconds of each collective, in launch order; a collective is counted from
+            its launch or from the end of the one before it, whichever is later.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    step_seconds: float
+    tail_seconds: float
+    ready_seconds: list[float]
+    services: list[tuple[int, float]]
+
+    @classmethod
+    def from_last_step(cls, step: Mapping[str, Any]) -> StepTimes:
+        """Reads the dictionary that the reducer's ``last_step()`` gives."""
+        origin, ended = step["backward_begin_ns"], step["backward_end_ns"]
+        services, done = [], origin
+        for bucket in step["buckets"]:
+            begin = max(done, bucket["launch_ns"])
+            done = max(begin, bucket["done_ns"])
+            services.append((bucket["nbytes"], (done - begin) * _NS))
+        return cls(
+            forward_seconds=(origin - step["forward_begin_ns"]) * _NS,
+            backward_seconds=(ended - origin) * _NS,
+            step_seconds=(step["finalize_end_ns"] - step["forward_begin_ns"]) * _NS,
+            tail_seconds=max(0, step["finalize_end_ns"] - max(ended, done)) * _NS,
+            ready_seconds=[max(0, (ns if ns >= 0 else ended) - origin) * _NS for ns in step["ready_ns"]],
+            services=services,
+        )
+
+
+@dataclass(frozen=True)
+class BackwardProfile:
+    """A backward to plan for or to replay.
+
+    Attributes:
+        ready_seconds: when each gradient is ready, in ready order (rising).
+        nbytes: bytes of each gradient, in the same order.
+        backward_seconds: the length of backward; not below the last ready time.
+        forward_seconds: what a step takes before backward begins.
+        tail_seconds: what it takes after backward and the last collective.
+    """
+
+    ready_seconds: list[float]
+    nbytes: list[int]
+    backward_seconds: float
+    forward_seconds: float = 0.0
+    tail_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.ready_seconds) != len(self.nbytes) or not self.nbytes:
+            raise ValueError(
+                "BackwardProfile: ready_seconds and nbytes must have one entry a gradient, at least one, "
+                f"got {len(self.ready_seconds)} and {len(self.nbytes)}"
+            )
+        if sorted(self.ready_seconds) != list(self.ready_seconds) or self.ready_seconds[0] < 0:
+            raise ValueError("BackwardProfile: ready_seconds must rise and begin at 0 or later")
+        if self.backward_seconds < self.ready_seconds[-1] or min(self.forward_seconds, self.tail_seconds) < 0:
+            raise ValueError(
+                "BackwardProfile: backward_seconds must reach the last ready time, "
+                "forward_seconds and tail_seconds be at least 0"
+            )
+
+    @property
+    def local_seconds(self) -> float:
+        """A step without communication."""
+        return self.forward_seconds + self.backward_seconds + self.tail_seconds
+
+    @classmethod
+    def from_steps(
+        cls, steps: Sequence[StepTimes], nbytes: Sequence[int]
+    ) -> tuple[BackwardProfile, list[int]]:
+        """The median of ``steps``, and the parameter index at each position of it.
+
+        Args:
+            steps: at least one, all of the same model.
+            nbytes: bytes of each gradient, by parameter index.
+        """
+        ready = [statistics.median(times) for times in zip(*(s.ready_seconds for s in steps), strict=True)]
+        order = sorted(range(len(ready)), key=lambda index: ready[index])
+        in_order = [ready[index] for index in order]
+        backward = statistics.median(s.backward_seconds for s in steps)
+        profile = cls(
+            in_order,
+            [nbytes[index] for index in order],
+            max(backward, in_order[-1]),
+            statistics.median(s.forward_seconds for s in steps),
+            statistics.median(s.tail_seconds for s in steps),
+        )
+        return profile, order
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the profile as JSON."""
+        with open(path, "w", encoding="utf-8") as stream:
+            json.dump(asdict(self), stream, indent=1)
+            stream.write("\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BackwardProfile:
+        """The profile that ``save`` wrote; ValueError when the file holds none."""
+        with open(path, encoding="utf-8") as stream:
+            try:
+                return cls(**json.load(stream))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{os.fspath(path)} holds no backward profile: {error}") from error
