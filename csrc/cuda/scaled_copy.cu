@@ -1,0 +1,128 @@
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "scaled_copy.h"
+#include "scaled_copy_kernel.cuh"
+
+namespace minddp {
+namespace cuda {
+namespace {
+
+// A kernel's parameters may take 4,096 bytes, and 32,764 from CUDA 12.1 on. Two capacities, because the
+// driver copies all of them at each launch and most buckets need the small one.
+constexpr int kSmallTable = 126;
+#if CUDART_VERSION >= 12010
+constexpr int kLargeTable = 1022;
+#else
+constexpr int kLargeTable = kSmallTable;
+#endif
+constexpr size_t kOtherParameters = sizeof(double) + sizeof(uint32_t*);
+static_assert(sizeof(InlineTable<kSmallTable>) + kOtherParameters <= 4096);
+static_assert(sizeof(InlineTable<kLargeTable>) + kOtherParameters <= 32764);
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Launches the kernel of one pair of types over a table, in one of three ways of handing it over.
+template <typename Src, typename Dst, bool kScaled>
+struct Launcher {
+  double scale;
+  uint32_t* nonfinite_flags;
+  c10::cuda::CUDAStream stream;
+
+  void operator()(const SegmentTable& table) const {
+    const size_t count = table.pieces.size();
+    if (count <= kSmallTable) {
+      in_parameters<kSmallTable>(table, 0, count);
+    } else if (count <= kLargeTable) {
+      in_parameters<kLargeTable>(table, 0, count);
+    } else if (is_capturing(stream)) {
+      in_batches(table);
+    } else {
+      in_memory(table);
+    }
+  }
+
+  template <typename Table>
+  void launch(const Table& table, int64_t blocks) const {
+    scaled_copy_kernel<Src, Dst, kScaled, Table>
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream.stream()>>>(table, scale, nonfinite_flags);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+  template <int kCapacity>
+  void in_parameters(const SegmentTable& table, size_t begin, size_t end) const {
+    InlineTable<kCapacity> parameters;
+    parameters.count = static_cast<uint32_t>(end - begin);
+    std::copy(table.pieces.begin() + begin, table.pieces.begin() + end, parameters.pieces);
+    const int64_t last = end == table.pieces.size() ? table.chunks : table.pieces[end].first_chunk;
+    launch(parameters, last - table.pieces[begin].first_chunk);
+  }
+
+  // A graph replays an upload from the host's memory as it is then, which nobody could tell how long
+  // to keep; parameters are part of the graph. Its launches cost little when they are replayed.
+  void in_batches(const SegmentTable& table) const {
+    const size_t count = table.pieces.size();
+    for (size_t begin = 0; begin < count; begin += kLargeTable) {
+      in_parameters<kLargeTable>(table, begin, std::min(begin + kLargeTable, count));
+    }
+  }
+
+  // Too many for the parameters: one upload, one launch. Both buffers may be let go at once: torch's
+  // allocators give pinned memory to nobody before the copies recorded on it have ended, and device
+  // memory only to later work on the same stream.
+  void in_memory(const SegmentTable& table) const {
+    const auto nbytes = static_cast<int64_t>(table.pieces.size() * sizeof(Piece));
+    const auto options = at::TensorOptions().dtype(at::kByte);
+    at::Tensor host = at::empty({nbytes}, options.pinned_memory(true));
+    std::memcpy(host.mutable_data_ptr(), table.pieces.data(), nbytes);
+    at::Tensor device = at::empty({nbytes}, options.device(stream.device()));
+    device.copy_(host, /*non_blocking=*/true);
+    launch(
+        DeviceTable{
+            static_cast<uint32_t>(table.pieces.size()), static_cast<const Piece*>(device.const_data_ptr())},
+        table.chunks);
+  }
+};
+
+}  // namespace
+
+void scaled_copy(
+    const std::vector<CopySegment>& segments,
+    at::ScalarType src_type,
+    at::ScalarType dst_type,
+    double scale,
+    c10::DeviceIndex device,
+    uint32_t* nonfinite_flags) {
+  const bool complex = c10::isComplexType(src_type);
+  TORCH_CHECK(
+      complex == c10::isComplexType(dst_type), "scaled_copy cannot cast ", src_type, " to ", dst_type);
+  const bool copies_bits = src_type == dst_type && scale == 1.0;
+  const SegmentTable table =
+      make_segment_table(segments, complex ? 2 : 1, copies_bits && nonfinite_flags == nullptr);
+  if (table.pieces.empty()) {
+    return;
+  }
+  TORCH_CHECK(
+      table.chunks <= std::numeric_limits<int>::max(), "scaled_copy: more elements than one launch takes");
+  const c10::cuda::CUDAGuard guard(device);
+  visit_types(
+      complex ? c10::toRealValueType(src_type) : src_type,
+      complex ? c10::toRealValueType(dst_type) : dst_type, scale, [&](auto src, auto dst, auto scaled) {
+        using Launch =
+            Launcher<typename decltype(src)::type, typename decltype(dst)::type, decltype(scaled)::value>;
+        Launch{scale, nonfinite_flags, c10::cuda::getCurrentCUDAStream(device)}(table);
+      });
+}
+
+}  // namespace cuda
+}  // namespace minddp
