@@ -1,0 +1,414 @@
+"""SyncBatchNorm on real ranks equals BatchNorm over the concatenated batch."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+
+from minddp.sync_batchnorm import SyncBatchNorm, batch_norm_reference, convert_sync_batchnorm
+from minddp.testing import run_ranks
+
+CHANNELS = 5
+TAILS = {"1d": (), "1d sequence": (4,), "2d": (3, 4), "3d": (2, 3, 2)}
+OPTIONS = {
+    "default": {},
+    "momentum=None": {"momentum": None},
+    "affine=False": {"affine": False},
+    "untracked": {"track_running_stats": False},
+    "bias=False": {"bias": False},
+}
+SPLITS = {"even": (4, 4, 4), "uneven": (1, 6, 3), "empty": (0, 5, 2), "one each": (1, 1, 1)}
+
+
+def share(whole, sizes, rank, world_size):
+    """Rank's part of the whole batch, along dimension 0."""
+    return whole.split([*sizes[:world_size], len(whole) - sum(sizes[:world_size])])[rank]
+
+
+def batch(rows, tail, dtype=torch.float32, layout=torch.contiguous_format, offset=0.0):
+    x = (torch.randn(rows, CHANNELS, *tail) * 2 + 1 + offset).to(dtype)
+    return x.to(memory_format=layout) if layout != torch.contiguous_format else x
+
+
+def summed(x):
+    if x is None:
+        return None
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def plain_batch_norm(options, tail, dtype=torch.float32):
+    """torch's layer for one process. `bias` is not an argument of every supported torch."""
+    options = dict(options)
+    bias = options.pop("bias", True)
+    cls = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[len(tail)]
+    layer = cls(CHANNELS, dtype=dtype, **options)
+    if not bias:
+        layer.register_parameter("bias", None)
+    return layer
+
+
+def compare_with_whole_batch(rank, world_size, tail, options, sizes, dtype, layout, tolerance):
+    """Two training steps and an evaluation, beside BatchNorm on the whole batch."""
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    plain = plain_batch_norm(options, tail, statistics)
+    if plain.affine:
+        nn.init.normal_(plain.weight)
+    layer = SyncBatchNorm(CHANNELS, dtype=statistics, **options)
+    layer.load_state_dict(plain.state_dict())
+    rows = sum(sizes[:world_size])
+
+    def close(name, ours, truth):
+        torch.testing.assert_close(ours, truth, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
+
+    for step in range(2):
+        whole = batch(rows, tail, dtype, layout, offset=step).requires_grad_()
+        cotangent = batch(rows, tail, dtype, layout)
+        local = share(whole.detach(), sizes, rank, world_size).clone(memory_format=torch.preserve_format)
+        local.requires_grad_()
+        for module in (plain, layer):
+            module.zero_grad()
+        expected = plain(whole)
+        expected.backward(cotangent)
+        y = layer(local)
+        y.backward(share(cotangent, sizes, rank, world_size))
+        assert y.dtype == dtype
+        assert local.grad.dtype == dtype
+        if layout != torch.contiguous_format and len(local) > 1:
+            assert y.is_contiguous(memory_format=layout)
+            assert local.grad.is_contiguous(memory_format=layout)
+        close("output", y, share(expected, sizes, rank, world_size))
+        close("input gradient", local.grad, share(whole.grad, sizes, rank, world_size))
+        for name, parameter in plain.named_parameters():
+            ours = layer.get_parameter(name).grad
+            assert ours.dtype == statistics
+            values = whole.numel() // CHANNELS  # a sum over so many: its rounding grows with them
+            close(f"{name} gradient", summed(ours) / values, parameter.grad / values)
+        for name, buffer in plain.named_buffers():
+            close(name, layer.get_buffer(name), buffer)
+    evaluated = batch(3, tail, dtype, layout)
+    close("eval", layer.eval()(evaluated), plain.eval()(evaluated))
+
+
+def cases():
+    """(shape, options, split, dtype, memory format, tolerance); the 2-d layer gets every combination."""
+    contiguous = torch.contiguous_format
+    for options, split in itertools.product(OPTIONS, SPLITS):
+        yield "2d", options, split, torch.float32, contiguous, 1e-5
+    for shape, split in itertools.product(("1d", "1d sequence", "3d"), SPLITS):
+        yield shape, "default", split, torch.float32, contiguous, 1e-5
+    for split in SPLITS:
+        yield "2d", "default", split, torch.float32, torch.channels_last, 1e-5
+        yield "3d", "default", split, torch.float32, torch.channels_last_3d, 1e-5
+    for options, split in itertools.product(("default", "affine=False"), ("uneven", "empty")):
+        yield "2d", options, split, torch.float64, contiguous, 1e-12
+        yield "2d", options, split, torch.float16, contiguous, 4e-3
+        yield "2d", options, split, torch.bfloat16, torch.channels_last, 3e-2
+
+
+def run_cases(rank, world_size):
+    count = 0
+    for shape, options, split, *rest in cases():
+        try:
+            compare_with_whole_batch(rank, world_size, TAILS[shape], OPTIONS[options], SPLITS[split], *rest)
+        except AssertionError as error:
+            raise AssertionError(f"{shape}, {options}, {split}, {rest}: {error}") from None
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_equals_batch_norm_over_the_whole_batch(world_size):
+    assert run_ranks(run_cases, world_size, timeout=120) == [len(list(cases()))] * world_size
+
+
+def fast_beside_reference(rank, world_size):
+    worst = 0.0
+    for tail, sizes in itertools.product(TAILS.values(), SPLITS.values()):
+        layer = SyncBatchNorm(CHANNELS, dtype=torch.float64)
+        nn.init.normal_(layer.weight)
+        x = share(batch(sum(sizes[:world_size]), tail, torch.float64), sizes, rank, world_size)
+        cotangent = torch.randn_like(x)
+        inputs = [x.clone().requires_grad_(), layer.weight, layer.bias]
+        fast = layer(inputs[0])
+        plain, _ = batch_norm_reference(inputs[0], layer.weight, layer.bias, layer.eps, dist.group.WORLD)
+        pairs = zip(
+            (fast, *torch.autograd.grad(fast, inputs, cotangent)),
+            (plain, *torch.autograd.grad(plain, inputs, cotangent)),
+            strict=True,
+        )
+        worst = max([worst, *((a - b).abs().max().item() for a, b in pairs if a.numel())])
+    return worst
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fast_path_equals_the_reference(world_size):
+    assert max(run_ranks(fast_beside_reference, world_size)) < 1e-12
+
+
+# Replicated -> local and back, so that a numerical derivative may move one element of the whole batch on
+# all ranks at once. Each is the other's derivative.
+
+
+class Enter(Function):
+    """A replicated value enters the ranks' own computations: their gradients add up."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Leave.apply(grad)
+
+
+class Leave(Function):
+    """The ranks' own values are summed to a replicated one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Enter.apply(grad)
+
+
+def gradients_across_ranks(rank, world_size, sizes):
+    rows = sum(sizes)
+    start = sum(sizes[:rank])
+
+    def over_all_ranks(normalize):
+        def function(whole, weight, bias):
+            local = Enter.apply(whole)[start : start + sizes[rank]]
+            y = normalize(local, Enter.apply(weight), Enter.apply(bias))
+            after = rows - start - sizes[rank]
+            return Leave.apply(F.pad(y, [0, 0] * (y.dim() - 1) + [start, after]))
+
+        return function
+
+    layer = SyncBatchNorm(2, affine=False, track_running_stats=False, dtype=torch.float64)
+
+    def fast(x, weight, bias):
+        layer.weight, layer.bias = None, None
+        layer._parameters.update(weight=weight, bias=bias)
+        return layer(x)
+
+    def reference(x, weight, bias):
+        return batch_norm_reference(x, weight, bias, 1e-5, dist.group.WORLD)[0]
+
+    inputs = [
+        torch.randn(rows, 2, 2, dtype=torch.float64),
+        torch.randn(2, dtype=torch.float64),
+        torch.randn(2, dtype=torch.float64),
+    ]
+    inputs = [value.requires_grad_() for value in inputs]
+    passed = []
+    for normalize in (fast, reference):
+        function = over_all_ranks(normalize)
+        passed.append(torch.autograd.gradcheck(function, inputs))
+        passed.append(torch.autograd.gradgradcheck(function, inputs))
+    return all(passed)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 0), (1, 1, 2)])
+def test_first_and_second_derivatives_are_exact(sizes):
+    assert all(run_ranks(gradients_across_ranks, len(sizes), sizes))
+
+
+def gradient_penalty(rank, world_size):
+    """A WGAN-GP-like double backward through a net, beside one process with the whole batch."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
+    net.load_state_dict(plain.state_dict())
+    net = convert_sync_batchnorm(net)
+    whole = torch.randn(4 * world_size, 4, dtype=torch.float64)
+
+    def penalty(model, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (slope.square().sum(1) - 1).square().sum()
+
+    penalty(plain, whole).backward()
+    penalty(net, whole.chunk(world_size)[rank]).backward()
+    worst = 0.0
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is None:  # the last bias: no slope depends on it
+            continue
+        worst = max(worst, (summed(net.get_parameter(name).grad) - parameter.grad).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradient_penalty_equals_one_process(world_size):
+    assert max(run_ranks(gradient_penalty, world_size)) < 1e-10
+
+
+def stable_far_from_zero(rank, world_size):
+    """float32 values near 10,000 with a deviation of 1: E[x^2] - E[x]^2 would have no digit right.
+
+    What is left is the rounding of the ranks' means, 5e-4, times their distance from the common one.
+    """
+    torch.manual_seed(1)
+    whole = 1e4 + torch.randn(64 * world_size, CHANNELS, 8)
+    layer = SyncBatchNorm(CHANNELS, momentum=None)
+    layer(whole.chunk(world_size)[rank])
+    truth = whole.double().var((0, 2))
+    return (layer.running_var.double() / truth - 1).abs().max().item()
+
+
+def test_statistics_are_stable_far_from_zero():
+    assert max(run_ranks(stable_far_from_zero, 2)) < 1e-4
+
+
+def ends_in_odd_places(rank, world_size):
+    """Batches of nobody, no_grad, frozen parameters, an input that needs no gradient, half buffers."""
+    group = dist.new_group(list(range(world_size)))
+    layer = SyncBatchNorm(CHANNELS, process_group=group)
+    before = {name: value.clone() for name, value in layer.named_buffers()}
+    y = layer(torch.empty(0, CHANNELS, 2, requires_grad=True))
+    y.sum().backward()
+    assert y.shape == (0, CHANNELS, 2)
+    assert torch.equal(layer.running_mean, before["running_mean"])
+    assert torch.equal(layer.running_var, before["running_var"])
+    assert layer.weight.grad.count_nonzero() == 0
+
+    with torch.no_grad():
+        assert not layer(torch.randn(2, CHANNELS)).requires_grad
+    layer.zero_grad()
+    layer(torch.randn(2, CHANNELS)).sum().backward()  # no collective going back, and none is missing
+    assert layer.bias.grad.eq(2).all()
+    layer.requires_grad_(False)
+    x = torch.randn(2, CHANNELS, requires_grad=True)
+    layer(x).square().sum().backward()
+    assert layer.weight.grad is not None  # from before; frozen ones get nothing new
+    assert x.grad.isfinite().all()
+
+    half = SyncBatchNorm(CHANNELS).half()
+    z = half(torch.randn(3, CHANNELS, dtype=torch.float16, requires_grad=True))
+    z.float().sum().backward()
+    assert half.weight.grad.dtype == half.running_mean.dtype == torch.float16
+
+    view = torch.randn(4, 3, CHANNELS, requires_grad=True).transpose(1, 2)  # not contiguous
+    full = SyncBatchNorm(CHANNELS)(view)
+    plain, _ = batch_norm_reference(view, None, None, 1e-5, dist.group.WORLD)
+    torch.testing.assert_close(full, plain)
+    return True
+
+
+def test_odd_places():
+    assert all(run_ranks(ends_in_odd_places, 2))
+
+
+def within_halves(rank, world_size):
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    group = groups[min(rank, 1)]
+    layer = SyncBatchNorm(1, process_group=group)
+    layer(torch.tensor([[float(rank)], [rank + 2.0]]))
+    outsider = SyncBatchNorm(1, process_group=groups[0])
+    message = ""
+    try:
+        outsider(torch.ones(2, 1))
+    except ValueError as error:
+        message = str(error)
+    return layer.running_mean.item() * 10, message
+
+
+def test_synchronizes_within_its_group_only():
+    results = run_ranks(within_halves, 3)
+    assert [mean for mean, _ in results] == pytest.approx([1.0, 2.5, 2.5])
+    assert results[0][1] == ""
+    assert all("is not in the layer's process_group" in message for _, message in results[1:])
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def inside_torch_ddp(rank, world_size):
+    """In PyTorch's own wrapper: averaged gradients are those of the mean loss over the whole batch."""
+    torch.manual_seed(0)
+    plain, replica = Block(), Block()
+    replica.load_state_dict(plain.state_dict())
+    ddp = nn.parallel.DistributedDataParallel(convert_sync_batchnorm(replica))
+    x, target = torch.randn(6 * world_size, 1, 6, 6), torch.randint(2, (6 * world_size,))
+    for _ in range(3):
+        plain.zero_grad()
+        ddp.zero_grad()
+        F.cross_entropy(plain(x), target).backward()
+        F.cross_entropy(ddp(x.chunk(world_size)[rank]), target.chunk(world_size)[rank]).backward()
+        for ours, truth in zip(ddp.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, truth.grad, rtol=1e-5, atol=1e-5)
+        for ours, truth in zip(ddp.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-5)
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_inside_a_wrapper_on_cpu(world_size):
+    assert all(run_ranks(inside_torch_ddp, world_size))
+
+
+def compiled(rank, world_size):
+    torch.manual_seed(0)
+    plain = convert_sync_batchnorm(Block())
+    x = torch.randn(4, 1, 6, 6)
+    whole = torch.compile(plain, backend="aot_eager")
+    truth = plain(x)
+    truth.sum().backward()
+    expected = [parameter.grad.clone() for parameter in plain.parameters()]
+    plain.zero_grad()
+    y = whole(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, truth)
+    for ours, right in zip(plain.parameters(), expected, strict=True):
+        torch.testing.assert_close(ours.grad, right)
+    with pytest.raises(Exception, match=r"(?i)graph break|torch\.compiler\.disable|fullgraph"):
+        torch.compile(plain, backend="eager", fullgraph=True)(x)
+    return True
+
+
+def test_compiles_with_a_graph_break():
+    assert all(run_ranks(compiled, 2, timeout=120))
+
+
+def message_of(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def bad_groups(rank, world_size):
+    """What each mistake says on this rank."""
+    dtype = torch.float64 if rank else torch.float32
+    single = torch.randn(1 if rank == 1 else 0, 3)
+    return [
+        message_of(lambda: SyncBatchNorm(3 + rank)(torch.randn(2, 3 + rank))),
+        message_of(lambda: SyncBatchNorm(3, dtype=dtype)(torch.randn(2, 3, dtype=dtype))),
+        message_of(lambda: SyncBatchNorm(3)(single)),
+    ]
+
+
+def test_every_rank_raises():
+    for messages in run_ranks(bad_groups, 2, timeout=20):
+        channels, dtype, single = messages
+        assert "rank 0: 3 channels, float32 statistics, rank 1: 4 channels, float32 statistics" in channels
+        assert "rank 0: 3 channels, float32 statistics, rank 1: 3 channels, float64 statistics" in dtype
+        assert "expected more than one value per channel in the group's batch" in single
