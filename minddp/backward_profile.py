@@ -30,8 +30,9 @@ class StepTimes:
         tail_seconds: what came after both backward and the last collective (unpacking).
         ready_seconds: when each parameter's gradient was ready, by parameter index; a parameter
             without a gradient counts as ready when backward ended.
-        services: bytes and seconds of each collective, in launch order; a collective is counted from
-            its launch or from the end of the one before it, whichever is later.
+        services: bytes and seconds of each bucket's collective, in launch order; it is counted from its
+            launch or from the end of the one before it, whichever is later. 0 seconds where none ran
+            or its end was not seen.
     """
 
     forward_seconds: float
@@ -48,8 +49,9 @@ class StepTimes:
         services, done = [], origin
         for bucket in step["buckets"]:
             begin = max(done, bucket["launch_ns"])
-            done = max(begin, bucket["done_ns"])
-            services.append((bucket["nbytes"], (done - begin) * _NS))
+            seconds = max(0, bucket["done_ns"] - begin) * _NS
+            done = max(done, bucket["done_ns"])
+            services.append((bucket["nbytes"], seconds))
         return cls(
             forward_seconds=(origin - step["forward_begin_ns"]) * _NS,
             backward_seconds=(ended - origin) * _NS,
@@ -57,6 +59,21 @@ class StepTimes:
             tail_seconds=max(0, step["finalize_end_ns"] - max(ended, done)) * _NS,
             ready_seconds=[max(0, (ns if ns >= 0 else ended) - origin) * _NS for ns in step["ready_ns"]],
             services=services,
+        )
+
+    def stretched_to(self, step_seconds: float) -> StepTimes:
+        """These times, taken while a device lagged behind the host, as parts of a step of this length.
+
+        The parts keep their shares of the step; the collectives' times are not touched.
+        """
+        factor = step_seconds / self.step_seconds
+        return StepTimes(
+            self.forward_seconds * factor,
+            self.backward_seconds * factor,
+            step_seconds,
+            self.tail_seconds * factor,
+            [seconds * factor for seconds in self.ready_seconds],
+            self.services,
         )
 
 

@@ -1,0 +1,436 @@
+"""``bucket_cap_mb="auto"``: buckets found by measuring, while training runs.
+
+Overview
+    A trial is a choice of buckets, run for a few iterations. Rank 0 holds the :class:`PlanSearch`,
+    which asks for trials and learns their times; :class:`AutoTuner` carries them out on every rank.
+
+        the default buckets, then uniform caps      (their collectives show what an allreduce costs)
+        the plan for the times measured so far      (minddp.planner; again until it settles)
+        laps among the best so far                  (a loser by more than noise drops out)
+        the buckets with the shortest median step stay, and the tuner costs nothing from then on
+
+What always holds
+    Every rank leaves a trial after the same synchronized backward: iterations are counted, clocks never
+    decide. Rank 0 alone chooses; the others take its buckets. A trial's time is that of the slowest
+    rank. The default buckets stay unless others measured faster by more than noise.
+
+Gradients do not depend on the choice but for rounding: sums of three or more ranks may be taken in
+another order. Save the plan and pin it (``bucket_plan=``) where a restart must give the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Generator, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from .backward_profile import BackwardProfile, StepTimes
+from .collective_cost import Cost, LinearCost, fit_cost, fit_linear
+from .planner import BucketPlan, capped_buckets, optimal_plan
+from .simulator import SimulatedStep, simulate_step
+
+__all__ = ["AutoTuner", "PlanSearch", "Trial", "TrialTimes", "TunerSettings"]
+
+MIB = 1 << 20
+Buckets = list[list[int]]
+
+
+@dataclass(frozen=True)
+class TunerSettings:
+    """How long and how widely to search.
+
+    Attributes:
+        warmup_iterations: iterations before anything is measured (buckets are rebuilt, caches fill).
+        settle_iterations: iterations after a change of buckets that are not measured.
+        measured_iterations: iterations measured per trial and lap.
+        laps: how often the finalists are measured, the first time included.
+        finalists: how many trials go through the later laps.
+        max_plans: how often to plan again with the times that the plan itself showed.
+        caps_mb: uniform caps tried, in MiB.
+        noise: the relative difference below which two step times count as equal.
+        slack: the part of a step that a plan may finish later than the optimum to have fewer buckets.
+    """
+
+    warmup_iterations: int = 5
+    settle_iterations: int = 1
+    measured_iterations: int = 4
+    laps: int = 4
+    finalists: int = 4
+    max_plans: int = 3
+    caps_mb: tuple[float, ...] = (0.5, 1, 2, 5, 10, 25, 50)
+    noise: float = 0.01
+    slack: float = 0.005
+
+    def __post_init__(self) -> None:
+        least = {"warmup_iterations": 2, "settle_iterations": 0, "measured_iterations": 1, "laps": 1}
+        least |= {"finalists": 1, "max_plans": 0, "noise": 0, "slack": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"TunerSettings: {name} must be at least {bound}, got {getattr(self, name)}")
+        if any(cap <= 0 for cap in self.caps_mb):
+            raise ValueError(f"TunerSettings: caps_mb must be above 0, got {self.caps_mb}")
+
+
+@dataclass(frozen=True)
+class TrialTimes:
+    """What a trial showed: the slowest rank's step times, the latest ready times, the collectives.
+
+    Attributes:
+        step_seconds: one entry a measured iteration.
+        profile: the backward, gradients in ready order.
+        order: the parameter index at each position of the profile.
+        services: bytes and seconds of each collective (of the rank that waited least in it).
+    """
+
+    step_seconds: list[float]
+    profile: BackwardProfile
+    order: list[int]
+    services: list[tuple[int, float]]
+
+
+@dataclass
+class Trial:
+    """A choice of buckets (parameter indices in launch order) and what it showed so far."""
+
+    name: str
+    buckets: Buckets
+    step_seconds: list[float] = field(default_factory=list)
+    times: TrialTimes | None = None
+
+    @property
+    def median(self) -> float:
+        """The median step, in seconds."""
+        return statistics.median(self.step_seconds)
+
+    def add(self, times: TrialTimes) -> None:
+        """Takes in another lap."""
+        self.times = times
+        self.step_seconds += times.step_seconds
+
+
+# The search: rank 0's -------------------------------------------------------------------------------
+
+
+class PlanSearch:
+    """Which buckets to try next, and which to keep. Knows nothing of ranks or clocks.
+
+    ``run()`` is a generator: it yields the trial to run, is sent its :class:`TrialTimes`, and returns
+    the trial to keep.
+
+    Args:
+        nbytes: bytes of each gradient, by parameter index.
+        kinds: what may not share a bucket, by parameter index.
+        default: the buckets to start from and to beat.
+        settings: how far to search.
+        cost: what an allreduce costs; None to learn it from the trials' own collectives.
+    """
+
+    def __init__(
+        self,
+        nbytes: Sequence[int],
+        kinds: Sequence[Hashable],
+        default: Buckets,
+        settings: TunerSettings,
+        cost: Cost | None = None,
+    ):
+        self.nbytes = list(nbytes)
+        self.kinds = list(kinds)
+        self.settings = settings
+        self.default = Trial("default", default)
+        self.trials: list[Trial] = []
+        self._cost = cost
+        self._services: list[tuple[int, float]] = []
+
+    def run(self) -> Generator[Trial, TrialTimes, Trial]:
+        """The trials, in the order of this module's text."""
+        yield from self._lap([self.default])
+        yield from self._lap(self._uniform_trials())
+        yield from self._planned_trials()
+        for lap in range(1, self.settings.laps):
+            finalists = self._finalists(margin=0.2 / lap)
+            if len(finalists) > 1:
+                yield from self._lap(finalists)
+        return self._winner()
+
+    @property
+    def cost(self) -> Cost:
+        """What an allreduce costs, as far as the trials' collectives showed it."""
+        if self._cost is not None:
+            return self._cost
+        samples = [(nbytes, seconds) for nbytes, seconds in self._services if seconds > 0]
+        return fit_linear(*zip(*samples, strict=True)) if samples else LinearCost(0.0, 0.0)
+
+    def predict(self, trial: Trial) -> SimulatedStep:
+        """The step that the cost model expects of ``trial``, from the times that it showed itself."""
+        assert trial.times is not None
+        position = {index: p for p, index in enumerate(trial.times.order)}
+        buckets = [[position[index] for index in bucket] for bucket in trial.buckets]
+        return simulate_step(trial.times.profile, buckets, self.cost)
+
+    def summary(self, trial: Trial) -> dict[str, Any]:
+        """A trial in numbers that JSON can hold."""
+        return {
+            "name": trial.name,
+            "buckets": len(trial.buckets),
+            "steps": len(trial.step_seconds),
+            "step_seconds": trial.median,
+            "predicted_step_seconds": self.predict(trial).step_seconds,
+        }
+
+    def _lap(self, trials: Sequence[Trial]) -> Generator[Trial, TrialTimes, None]:
+        for trial in trials:
+            if trial not in self.trials:
+                self.trials.append(trial)
+            times = yield trial
+            trial.add(times)
+            self._services += times.services
+
+    def _uniform_trials(self) -> list[Trial]:
+        """Uniform caps along the default's ready order; each different choice once."""
+        assert self.default.times is not None
+        trials: list[Trial] = []
+        for cap in self.settings.caps_mb:
+            buckets = self._in_ready_order(self.default.times, int(cap * MIB))
+            if all(buckets != trial.buckets for trial in [self.default, *trials]):
+                trials.append(Trial(f"uniform {cap:g} MiB", buckets))
+        return trials
+
+    def _in_ready_order(self, times: TrialTimes, cap: int) -> Buckets:
+        kinds = [self.kinds[index] for index in times.order]
+        buckets = capped_buckets(times.profile.nbytes, cap, kinds=kinds)
+        return [[times.order[position] for position in bucket] for bucket in buckets]
+
+    def _planned_trials(self) -> Generator[Trial, TrialTimes, None]:
+        """Plans from the best trial's times, then from the plan's own, until a plan comes again."""
+        base = self._best()
+        for number in range(1, self.settings.max_plans + 1):
+            buckets = self._plan(base)
+            if any(buckets == trial.buckets for trial in self.trials):
+                return
+            base = Trial(f"planned {number}", buckets)
+            yield from self._lap([base])
+
+    def _plan(self, base: Trial) -> Buckets:
+        times = base.times
+        assert times is not None
+        plan = optimal_plan(
+            times.profile.ready_seconds,
+            times.profile.nbytes,
+            self.cost,
+            kinds=[self.kinds[index] for index in times.order],
+            slack_seconds=self.settings.slack * base.median,
+        )
+        return [[times.order[position] for position in bucket] for bucket in plan.buckets]
+
+    def _finalists(self, margin: float) -> list[Trial]:
+        """The fastest trials, none slower than the best by more than ``margin``."""
+        limit = self._best().median * (1 + margin)
+        ranked = sorted(self.trials, key=lambda trial: trial.median)[: self.settings.finalists]
+        return [trial for trial in ranked if trial.median <= limit]
+
+    def _best(self) -> Trial:
+        return min(self.trials, key=lambda trial: trial.median)
+
+    def _winner(self) -> Trial:
+        best = self._best()
+        return self.default if self.default.median <= best.median * (1 + self.settings.noise) else best
+
+
+# The tuner: every rank's ----------------------------------------------------------------------------
+
+
+class TunableReducer(Protocol):
+    """The part of the reducer that the tuner uses."""
+
+    def buckets(self) -> list[list[int]]: ...
+
+    def set_buckets(self, buckets: list[list[int]]) -> None: ...
+
+    def last_step(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class _Move:
+    """What rank 0 tells all: the buckets to use from now on; the plan to keep, or why there is none."""
+
+    buckets: Buckets
+    plan: BucketPlan | None = None
+    failure: str | None = None
+
+
+class AutoTuner:
+    """Tunes one reducer's buckets on all ranks of ``group`` together.
+
+    Every rank makes one with the same arguments and calls :meth:`before_forward` at the start of each
+    forward whose backward will be synchronized. Now and then that call is a collective, at the same
+    iteration on every rank; so ranks that run out of data early (``join``) must not be tuned: stop
+    calling it, on all ranks, from the first step in which a rank may be missing.
+
+    Args:
+        reducer: whose buckets to tune.
+        group: the process group of its collectives.
+        parameter_names: names by parameter index; ``nbytes``, ``shapes`` and ``dtypes`` belong to them.
+        nbytes: bytes each parameter's gradient puts on the wire.
+        shapes: shapes of the parameters.
+        dtypes: dtypes of the parameters.
+        kinds: what may not share a bucket, such as (dtype, device); parameters with sparse gradients
+            each need a kind of their own. The dtypes when None.
+        device: where the tuner's own messages lie: the parameters' device.
+        settings: how long and how widely to search.
+    """
+
+    def __init__(
+        self,
+        reducer: TunableReducer,
+        group: Any,
+        parameter_names: Sequence[str],
+        nbytes: Sequence[int],
+        *,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[torch.dtype],
+        kinds: Sequence[Hashable] | None = None,
+        device: torch.device | str = "cpu",
+        settings: TunerSettings | None = None,
+    ):
+        self.settings = settings if settings is not None else TunerSettings()
+        self.plan: BucketPlan | None = None
+        self.settled = dist.get_world_size(group) == 1  # nothing to communicate, nothing to tune
+        self._reducer = reducer
+        self._group = group
+        self._names, self._shapes, self._dtypes = list(parameter_names), list(shapes), list(dtypes)
+        self._nbytes = list(nbytes)
+        self._kinds = list(kinds if kinds is not None else dtypes)
+        self._device = torch.device(device)
+        self._seen_iteration = 0
+        self._skip = self.settings.warmup_iterations
+        self._steps: list[StepTimes] = []
+        self._knows_cost = False
+        self._search: PlanSearch | None = None
+        self._run: Generator[Trial, TrialTimes, Trial] | None = None
+
+    def before_forward(self) -> None:
+        """Takes in the step that just ended; a no-op once ``settled``."""
+        if self.settled:
+            return
+        step = self._reducer.last_step()
+        if step["iteration"] <= self._seen_iteration:
+            return  # another forward of the same step
+        self._seen_iteration = step["iteration"]
+        if self._skip > 0:
+            self._skip -= 1
+            return
+        self._steps.append(self._read(step))
+        if len(self._steps) == self.settings.measured_iterations:
+            self._end_trial()
+
+    def _read(self, step: dict[str, Any]) -> StepTimes:
+        times = StepTimes.from_last_step(step)
+        if self._device.type == "cuda":  # the host only enqueued the step: wait for its end
+            torch.cuda.synchronize(self._device)
+            times = times.stretched_to((time.monotonic_ns() - step["forward_begin_ns"]) * 1e-9)
+        return times
+
+    def _end_trial(self) -> None:
+        times = self._agree(self._steps)
+        self._steps = []
+        self._skip = self.settings.settle_iterations
+        cost = self._measured_cost(times)
+        move = self._broadcast(self._next_move(times, cost) if self._decides() else None)
+        if move.failure is not None and self._decides():
+            warnings.warn(f'bucket_cap_mb="auto" gave up and keeps the buckets: {move.failure}', stacklevel=4)
+        if move.buckets != self._reducer.buckets():
+            self._reducer.set_buckets(move.buckets)
+        self.settled = move.plan is not None or move.failure is not None
+        self.plan = move.plan
+
+    def _decides(self) -> bool:
+        return dist.get_rank(self._group) == 0
+
+    def _measured_cost(self, times: TrialTimes) -> Cost | None:
+        """An allreduce's cost, measured once if the reducer's own collectives cannot be timed (CUDA)."""
+        first, self._knows_cost = not self._knows_cost, True
+        if first and not any(seconds > 0 for _, seconds in times.services):
+            return fit_cost(self._group, device=self._device)
+        return None
+
+    def _agree(self, steps: Sequence[StepTimes]) -> TrialTimes:
+        """This trial's times over all ranks: the slowest step, the latest gradient, the least waiting."""
+        local, order = BackwardProfile.from_steps(steps, self._nbytes)
+        ready = dict(zip(order, local.ready_seconds, strict=True))
+        services = _median_services(steps)
+        parts = [
+            [step.step_seconds for step in steps],
+            [ready[index] for index in range(len(order))],
+            [local.forward_seconds, local.backward_seconds, local.tail_seconds],
+            [-seconds for _, seconds in services],
+        ]
+        step_seconds, latest, (forward, backward, tail), least = self._max_over_ranks(parts)
+        order = sorted(range(len(latest)), key=lambda index: latest[index])
+        in_order = [latest[index] for index in order]
+        profile = BackwardProfile(
+            in_order, [self._nbytes[index] for index in order], max(backward, in_order[-1]), forward, tail
+        )
+        sizes = [nbytes for nbytes, _ in services]
+        return TrialTimes(step_seconds, profile, order, list(zip(sizes, (-s for s in least), strict=True)))
+
+    def _max_over_ranks(self, parts: list[list[float]]) -> list[list[float]]:
+        message = torch.tensor(list(itertools.chain(*parts)), dtype=torch.float64, device=self._device)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group)
+        pieces = message.cpu().split([len(part) for part in parts])
+        return [piece.tolist() for piece in pieces]
+
+    def _broadcast(self, move: _Move | None) -> _Move:
+        box = [move]
+        dist.broadcast_object_list(box, group=self._group, group_src=0, device=self._device)
+        assert box[0] is not None
+        return box[0]
+
+    def _next_move(self, times: TrialTimes, cost: Cost | None) -> _Move:
+        """Rank 0's choice. Whatever goes wrong in it, the other ranks must hear of it and not hang."""
+        try:
+            if self._run is None:
+                self._search = PlanSearch(
+                    self._nbytes, self._kinds, self._reducer.buckets(), self.settings, cost
+                )
+                self._run = self._search.run()
+                next(self._run)
+            return _Move(self._run.send(times).buckets)
+        except StopIteration as end:
+            return _Move(end.value.buckets, plan=self._plan_of(end.value))
+        except Exception as error:
+            return _Move(self._reducer.buckets(), failure=f"{type(error).__name__}: {error}")
+
+    def _plan_of(self, winner: Trial) -> BucketPlan:
+        """The winner as a plan that can be saved and pinned; positions count along its launch order."""
+        search = self._search
+        assert search is not None
+        order = [index for bucket in winner.buckets for index in bucket]
+        positions = iter(range(len(order)))
+        predicted = search.predict(winner)
+        plan = BucketPlan(
+            [[next(positions) for _ in bucket] for bucket in winner.buckets],
+            finish_seconds=predicted.finish_seconds,
+            notes={
+                "found_by": f'bucket_cap_mb="auto" on {dist.get_world_size(self._group)} ranks',
+                "choice": winner.name,
+                "predicted_step_seconds": predicted.step_seconds,
+                "measured_step_seconds": winner.median,
+                "default_step_seconds": search.default.median,
+                "allreduce": repr(search.cost),
+                "trials": [search.summary(trial) for trial in search.trials],
+            },
+        )
+        return plan.for_parameters(self._names, self._shapes, self._dtypes, order)
+
+
+def _median_services(steps: Sequence[StepTimes]) -> list[tuple[int, float]]:
+    """Bytes and median seconds of each collective of a trial."""
+    columns = zip(*(step.services for step in steps), strict=True)
+    return [(column[0][0], statistics.median(seconds for _, seconds in column)) for column in columns]
