@@ -15,7 +15,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test lint format clean distclean
+.PHONY: build demo test lint format conformance tutorials bench check-cuda gpu-check clean distclean
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -86,6 +86,45 @@ lint: $(call needs,dev) $(call needs,test)
 format: $(call needs,dev)
 	$(PY) -m ruff check --fix .
 	$(CLANG_FORMAT) -i $(FORMATTED)
+
+conformance: $(BUILT) $(call needs,test)
+	$(PY) -m tests.conformance $(ARGS)
+
+tutorials: $(BUILT) $(call needs,tutorials)
+	$(PY) tutorials/run_all.py $(ARGS)
+
+bench: $(BUILT) $(call needs,bench)
+	$(PY) benchmarks/overhead.py $(ARGS)
+
+# --- CUDA ------------------------------------------------------------------------------------------------
+
+NVCC = $(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc)
+CUDA_BUILD := build/cuda
+
+CHECK_CUDA = import minddp._extension as built; print(built.config()); \
+	assert built.load().has_cuda(), "the extension was built without CUDA"
+
+check-cuda:
+ifeq ($(NVCC),)
+	@echo "check-cuda: skipped, there is no nvcc on PATH or in /usr/local/cuda/bin"
+else
+	$(MAKE) $(CUDA_BUILD)/.built
+	PYTHONPATH=$(CURDIR)/$(CUDA_BUILD)/lib .venv-cuda/bin/python -P -c '$(CHECK_CUDA)'
+endif
+
+.venv-cuda/.installed:
+	@test -x .venv-cuda/bin/python || $(SYSTEM_PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install -q "$(CUDA_TORCH)" numpy "setuptools>=77" wheel ninja
+	@touch $@
+
+# In folders of its own, so that the extension built in place stays the one for the environment in use.
+$(CUDA_BUILD)/.built: $(SOURCES) $(wildcard minddp/*.py minddp/*/*.py) | .venv-cuda/.installed
+	PATH=$(CURDIR)/.venv-cuda/bin:$(dir $(NVCC)):$$PATH MINDDP_CUDA=1 TORCH_CUDA_ARCH_LIST="$(CUDA_ARCHS)" \
+	  .venv-cuda/bin/python setup.py -q build --build-base $(CUDA_BUILD) --build-lib $(CUDA_BUILD)/lib
+	@touch $@
+
+gpu-check: $(BUILT) $(call needs,test) $(call needs,bench)
+	$(PY) benchmarks/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info minddp/_C*.so minddp/_build.json .pytest_cache .mypy_cache .ruff_cache

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #include "scaled_copy.h"
 #include "scaled_copy_kernel.cuh"
@@ -103,21 +102,10 @@ void scaled_copy(
     double scale,
     c10::DeviceIndex device,
     uint32_t* nonfinite_flags) {
-  const bool complex = c10::isComplexType(src_type);
-  TORCH_CHECK(
-      complex == c10::isComplexType(dst_type), "scaled_copy cannot cast ", src_type, " to ", dst_type);
-  const bool copies_bits = src_type == dst_type && scale == 1.0;
-  const SegmentTable table =
-      make_segment_table(segments, complex ? 2 : 1, copies_bits && nonfinite_flags == nullptr);
-  if (table.pieces.empty()) {
-    return;
-  }
-  TORCH_CHECK(
-      table.chunks <= std::numeric_limits<int>::max(), "scaled_copy: more elements than one launch takes");
   const c10::cuda::CUDAGuard guard(device);
-  visit_types(
-      complex ? c10::toRealValueType(src_type) : src_type,
-      complex ? c10::toRealValueType(dst_type) : dst_type, scale, [&](auto src, auto dst, auto scaled) {
+  dispatch(
+      segments, src_type, dst_type, scale, nonfinite_flags,
+      [&](auto src, auto dst, auto scaled, const SegmentTable& table) {
         using Launch =
             Launcher<typename decltype(src)::type, typename decltype(dst)::type, decltype(scaled)::value>;
         Launch{scale, nonfinite_flags, c10::cuda::getCurrentCUDAStream(device)}(table);

@@ -13,6 +13,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "segment_table.h"
@@ -190,6 +191,33 @@ void visit_types(at::ScalarType src_type, at::ScalarType dst_type, double scale,
         visit_bits(c10::elementSize(src_type), [&](auto bits) { visitor(bits, bits, std::false_type()); });
   }
   TORCH_CHECK(known, "scaled_copy cannot scale ", src_type, " by ", scale, " into ", dst_type);
+}
+
+// Calls launch(Src, Dst, scaled, table), once, or never when there is nothing to do.
+template <typename Launch>
+void dispatch(
+    const std::vector<CopySegment>& segments,
+    at::ScalarType src_type,
+    at::ScalarType dst_type,
+    double scale,
+    const uint32_t* nonfinite_flags,
+    Launch&& launch) {
+  const bool complex = c10::isComplexType(src_type);
+  TORCH_CHECK(
+      complex == c10::isComplexType(dst_type), "scaled_copy cannot cast ", src_type, " to ", dst_type);
+  const bool copies_bits = src_type == dst_type && scale == 1.0;
+  const SegmentTable table =
+      make_segment_table(segments, complex ? 2 : 1, copies_bits && nonfinite_flags == nullptr);
+  TORCH_CHECK(
+      table.chunks <= std::numeric_limits<int>::max(), "scaled_copy: more elements than one launch takes");
+  const auto real = [&](at::ScalarType type) {
+    return complex ? c10::toRealValueType(type) : type;
+  };
+  if (!table.pieces.empty()) {
+    visit_types(real(src_type), real(dst_type), scale, [&](auto src, auto dst, auto scaled) {
+      launch(src, dst, scaled, table);
+    });
+  }
 }
 
 }  // namespace cuda
