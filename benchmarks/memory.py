@@ -1,0 +1,122 @@
+"""How many bytes do gradients and buckets take, for each byte of parameters?
+
+Each variant trains a few steps in processes of its own, on two ranks. Counted is resident memory (pages
+that really exist, from /proc/self/smaps_rollup on Linux; the CUDA allocator's count with --engine nccl):
+
+    steady   after the last step, gradients alive as the optimizer finds them
+    zeroed   after zero_grad(set_to_none=True) on top of that: what stays between steps
+    released as zeroed, after ddp.release_buckets() (minddp only)
+
+each less what the same process held before wrapping (the model with its parameters and its first
+step's workspaces, no gradients), divided by the parameters' bytes. A model without communication has
+1.0 steady (its gradients) and 0.0 zeroed; what a variant has above that is "extra".
+
+    python benchmarks/memory.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+from harness import BenchmarkError, Ranks
+
+VARIANTS = ("local", "torch", "torch-views", "torch-static", "torch-batched", "minddp", "minddp-views", "minddp-static")
+STEPS = 4
+# glibc keeps freed blocks below a threshold that it raises by itself; fixed, so that free means free
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def measure(rank: int, world_size: int, model: str, variant: str, engine: str) -> dict[str, float]:
+    """Bytes above the model itself, per parameter byte, at each of the three moments."""
+    import models
+    import variants
+
+    device = harness.rank_device(engine, rank)
+    work = models.workload(model, device, rank)
+    local = variants.make_step("local", work, device)
+    local()
+    local.zero_grad()
+    held = _memory_counter(device)
+    before = held()
+    step = variants.make_step(variant, work, device)
+    for _ in range(STEPS):
+        step()
+    found = {"steady": held() - before}
+    step.zero_grad()
+    found["zeroed"] = held() - before
+    if hasattr(step.wrapped, "release_buckets"):
+        step.wrapped.release_buckets()
+        found["released"] = held() - before
+    return {moment: nbytes / work.nbytes() for moment, nbytes in found.items()}
+
+
+def _memory_counter(device: Any) -> Callable[[], int]:
+    """A function that returns the bytes that this process holds on ``device`` now."""
+    import torch
+
+    def on_cpu() -> int:
+        gc.collect()
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+            if line.startswith("Rss:"):
+                return int(line.split()[1]) * 1024
+        raise BenchmarkError("this kernel does not report resident memory in /proc/self/smaps_rollup")
+
+    def on_cuda() -> int:
+        gc.collect()
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+
+    return on_cuda if device.type == "cuda" else on_cpu
+
+
+def print_table(results: dict[str, dict[str, float]], model: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    local = results.get("local", {"steady": 1.0})["steady"]
+    title = f"{model}: bytes per parameter byte, two ranks (the larger)"
+    table = Table(title=title, title_justify="left")
+    for heading in ("variant", "steady", "extra", "zeroed", "released"):
+        table.add_column(heading, justify="left" if heading == "variant" else "right")
+    for name, row in results.items():
+        cells = [row["steady"], row["steady"] - local, row["zeroed"], row.get("released")]
+        table.add_row(name, *("" if value is None else f"{value:.2f}" for value in cells))
+    Console(width=100).print(table)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="mlp67", help="see benchmarks/models.py")
+    parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--engine", default="gloo", choices=harness.ENGINES)
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "memory.json")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    from rich.progress import track
+
+    arguments = parse(argv)
+    results = {}
+    with harness.environment(ENVIRONMENT):
+        for variant in track(arguments.variants, description="memory", transient=True):
+            with Ranks(arguments.ranks, arguments.engine) as ranks:  # new processes for each variant
+                found = ranks.run(measure, arguments.model, variant, arguments.engine)
+            results[variant] = {moment: max(each[moment] for each in found) for moment in found[0]}
+    print_table(results, arguments.model)
+    result = {"benchmark": "memory", "model": arguments.model, "bytes_per_parameter_byte": results}
+    command = " ".join(["python benchmarks/memory.py", *sys.argv[1:]])
+    harness.write_json(arguments.output, {"command": command, "machine": harness.machine(), **result})
+    print(f"written: {arguments.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    harness.run_main(main)
