@@ -8,6 +8,7 @@ from round to round, so that slow minutes of a shared machine fall on all varian
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -29,8 +30,9 @@ from links import Endpoint, ShapedNetwork, enter  # noqa: E402
 from minddp.testing import RankPool  # noqa: E402
 
 __all__ = [
-    "ENGINES", "RESULTS", "BenchmarkError", "Ranks", "Spread", "environment", "machine", "prepare_engine", "rank_device",
-    "read_json", "rounds", "run_main", "spread", "write_json", "write_text",
+    "ENGINES", "RESULTS", "BenchmarkError", "Ranks", "Spread", "environment", "machine", "names", "numbers",
+    "parser", "prepare_engine", "rank_device", "read_json", "rounds", "run_main", "spread", "write_json",
+    "write_text",
 ]  # fmt: skip
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -242,6 +244,26 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BenchmarkError(f"{path} is not a result file: {error}") from None
+
+
+# ---- command line
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that shows a module's docstring as it is written."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def names(text: str) -> list[str]:
+    """``"a,b"`` as a list; the type of an argument."""
+    return [name for name in text.split(",") if name]
+
+
+def numbers(text: str) -> list[int]:
+    """``"1,2"`` as a list; the type of an argument."""
+    return [int(name) for name in names(text)]
 
 
 def run_main(main: Callable[[], int | None]) -> None:

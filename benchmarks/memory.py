@@ -1,15 +1,17 @@
 """How many bytes do gradients and buckets take, for each byte of parameters?
 
-Each variant trains a few steps in processes of its own, on two ranks. Counted is resident memory (pages
-that really exist, from /proc/self/smaps_rollup on Linux; the CUDA allocator's count with --engine nccl):
+Each variant trains a few steps in processes of its own, on two ranks. Counted is resident anonymous
+memory (pages that really exist, from /proc/self/smaps_rollup on Linux; the CUDA allocator's count with
+--engine nccl):
 
     steady   after the last step, gradients alive as the optimizer finds them
     zeroed   after zero_grad(set_to_none=True) on top of that: what stays between steps
     released as zeroed, after ddp.release_buckets() (minddp only)
 
-each less what the same process held before wrapping (the model with its parameters and its first
-step's workspaces, no gradients), divided by the parameters' bytes. A model without communication has
-1.0 steady (its gradients) and 0.0 zeroed; what a variant has above that is "extra".
+each less what the same process held before wrapping (the model after a local step, without gradients;
+the variant has wrapped a small model and the engine has reduced as many bytes before, so that imported
+code and the engine's own buffers are not counted), divided by the parameters' bytes. A model without
+communication has 1.0 steady (its gradients) and 0.0 zeroed; what a variant has above that is "extra".
 
     python benchmarks/memory.py
 """
@@ -24,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import overhead
 from harness import BenchmarkError, Ranks
 
-VARIANTS = ("local", "torch", "torch-views", "torch-static", "torch-batched", "minddp", "minddp-views", "minddp-static")
+VARIANTS = ("local", *overhead.VARIANTS)
 STEPS = 4
 # glibc keeps freed blocks below a threshold that it raises by itself; fixed, so that free means free
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -42,6 +45,8 @@ def measure(rank: int, world_size: int, model: str, variant: str, engine: str) -
     local = variants.make_step("local", work, device)
     local()
     local.zero_grad()
+    _use_variant(variant, device)
+    _use_engine(work.nbytes(), device)
     held = _memory_counter(device)
     before = held()
     step = variants.make_step(variant, work, device)
@@ -56,6 +61,26 @@ def measure(rank: int, world_size: int, model: str, variant: str, engine: str) -
     return {moment: nbytes / work.nbytes() for moment, nbytes in found.items()}
 
 
+def _use_variant(variant: str, device: Any) -> None:
+    """Two steps of a small model: afterwards the modules that the variant imports are there."""
+    import models
+    import variants
+
+    step = variants.make_step(variant, models.workload("many-small", device), device)
+    step()
+    step()
+
+
+def _use_engine(nbytes: int, device: Any) -> None:
+    """An allreduce of ``nbytes``, twice, side by side: afterwards the engine has what it keeps."""
+    import torch
+    import torch.distributed as dist
+
+    buffers = [torch.zeros(nbytes // 4, device=device) for _ in range(2)]
+    for work in [dist.all_reduce(buffer, async_op=True) for buffer in buffers]:
+        work.wait()
+
+
 def _memory_counter(device: Any) -> Callable[[], int]:
     """A function that returns the bytes that this process holds on ``device`` now."""
     import torch
@@ -63,7 +88,7 @@ def _memory_counter(device: Any) -> Callable[[], int]:
     def on_cpu() -> int:
         gc.collect()
         for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Rss:"):
+            if line.startswith("Anonymous:"):
                 return int(line.split()[1]) * 1024
         raise BenchmarkError("this kernel does not report resident memory in /proc/self/smaps_rollup")
 
@@ -91,7 +116,7 @@ def print_table(results: dict[str, dict[str, float]], model: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", default="mlp67", help="see benchmarks/models.py")
     parser.add_argument("--variants", type=lambda text: text.split(","), default=list(VARIANTS))
     parser.add_argument("--ranks", type=int, default=2)

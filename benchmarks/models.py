@@ -10,6 +10,7 @@ large and small parameters in their order) at a fraction of the width.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ def _mlp(widths: list[int]) -> nn.Sequential:
     """Linear layers and ReLUs, initialized so that deep ones neither vanish nor overflow: arithmetic on
     denormal numbers is slow and would be measured as something else."""
     layers: list[nn.Module] = []
-    for width, following in zip(widths, widths[1:], strict=False):
+    for width, following in itertools.pairwise(widths):
         linear = nn.Linear(width, following)
         nn.init.kaiming_uniform_(linear.weight, nonlinearity="relu")
         nn.init.zeros_(linear.bias)
@@ -81,7 +82,8 @@ def _bert(tokens: int, batch: int, **sizes: Any) -> tuple[nn.Module, Any]:
 
 def _gpt2(tokens: int, batch: int, **sizes: Any) -> tuple[nn.Module, Any]:
     transformers = _transformers()
-    config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**sizes, **no_dropout, use_cache=False)
     return transformers.GPT2LMHeadModel(config), _tokens(config.vocab_size, tokens, batch)
 
 

@@ -39,7 +39,9 @@ from harness import BenchmarkError, Ranks, spread
 MODELS = ("many-small", "mlp67", "resnet50")
 SMALL = {"mlp67": "mlp67-small", "resnet50": "resnet50-small"}
 BASELINE = "torch"
-VARIANTS = ("torch", "torch-views", "torch-static", "torch-batched", "minddp", "minddp-views", "minddp-static")
+VARIANTS = (
+    "torch", "torch-views", "torch-static", "torch-batched", "minddp", "minddp-views", "minddp-static",
+)  # fmt: skip
 WARMUP = 3  # steps: torch's DDP rebuilds its buckets after the first
 Samples = dict[str, list[float]]
 
@@ -110,7 +112,10 @@ def _median_seconds(call: Callable[[], None], inner: int) -> float:
 
 def slowest(per_rank: list[Samples]) -> Samples:
     """The step of a round is that of its slowest rank."""
-    return {name: [max(times) for times in zip(*(s[name] for s in per_rank), strict=True)] for name in per_rank[0]}
+    return {
+        name: [max(times) for times in zip(*(samples[name] for samples in per_rank), strict=True)]
+        for name in per_rank[0]
+    }
 
 
 def differences(samples: Samples, variant: str) -> tuple[list[float], list[float]]:
@@ -171,7 +176,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             }
         )  # fmt: skip
         print_table(results[-1])
-    return {"benchmark": "overhead", "engine": arguments.engine, "rounds": arguments.rounds, "results": results}
+    settings = {"engine": arguments.engine, "threads": arguments.threads, "rounds": arguments.rounds}
+    return {"benchmark": "overhead", **settings, "results": results}
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -260,7 +266,7 @@ def run_callgrind(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     added = {name: counts[name] - counts["local"] for name in arguments.variants}
     base = added.get(BASELINE)
-    print(f"{model}, 1 rank: thousand instructions a step above the local step's {counts['local'] / 1e3:,.0f}")
+    print(f"{model}, 1 rank: thousand instructions a step above the local {counts['local'] / 1e3:,.0f}")
     for name, value in added.items():
         ratio = f"  {value / base:6.3f} of torch's" if base and name != BASELINE else ""
         print(f"  {name:16s}{value / 1e3:12,.0f}{ratio}")
@@ -271,11 +277,10 @@ def run_callgrind(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = lambda text: [name for name in text.split(",") if name]  # noqa: E731
-    parser.add_argument("--models", type=names, default=list(MODELS), help="comma-separated")
-    parser.add_argument("--variants", type=names, default=list(VARIANTS), help="comma-separated")
-    parser.add_argument("--world-sizes", type=lambda t: [int(n) for n in names(t)], default=[1, 2])
+    parser = harness.parser(__doc__)
+    parser.add_argument("--models", type=harness.names, default=list(MODELS), help="comma-separated")
+    parser.add_argument("--variants", type=harness.names, default=list(VARIANTS), help="comma-separated")
+    parser.add_argument("--world-sizes", type=harness.numbers, default=[1, 2], help="comma-separated")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--inner", type=int, help="steps in a visit (default: 5 for many-small, else 2)")
     parser.add_argument("--engine", default="gloo", choices=harness.ENGINES)

@@ -77,7 +77,7 @@ def test_an_exception_leaves_nothing() -> None:
 def test_a_rate_that_tc_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     network = ShapedNetwork("1gbit", 2)
     network.rate = "1parsec"
-    with pytest.raises(LinkError, match="tc .*1parsec.* failed"), network:
+    with pytest.raises(LinkError, match=r"tc .*1parsec.* failed"), network:
         pass
     assert _namespaces(os.getpid()) == []
 
@@ -94,7 +94,8 @@ with ShapedNetwork("1gbit", 3):
 
 def _hold() -> subprocess.Popen[str]:
     process = subprocess.Popen([sys.executable, "-c", _HOLD], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
     assert len(_namespaces(process.pid)) == 4
     return process
 
@@ -138,7 +139,7 @@ def test_a_bad_rate_is_named(rate: str) -> None:
 
 
 def test_rates() -> None:
-    assert parse_rate("1gbit") == 1e9 and parse_rate("2.5mbit") == 2.5e6 and parse_rate("64kbit") == 64e3
+    assert [parse_rate(rate) for rate in ("1gbit", "2.5mbit", "64kbit")] == [1e9, 2.5e6, 64e3]
 
 
 @pytest.mark.parametrize("ranks", [1, 201])
