@@ -6,7 +6,8 @@ Overview
 
         the default buckets, then uniform caps      (their collectives show what an allreduce costs)
         the plan for the times measured so far      (minddp.planner; again until it settles)
-        laps among the best so far                  (a loser by more than noise drops out)
+        laps among the best so far                  (a loser by more than noise drops out; the
+                                                     default stays in, as what must be beaten)
         the buckets with the shortest median step stay, and the tuner costs nothing from then on
 
 What always holds
@@ -50,7 +51,7 @@ class TunerSettings:
         warmup_iterations: iterations before anything is measured (buckets are rebuilt, caches fill).
         settle_iterations: iterations after a change of buckets that are not measured.
         measured_iterations: iterations measured per trial and lap.
-        laps: how often the finalists are measured, the first time included.
+        laps: how often the finalists are measured at most, the first time included.
         finalists: how many trials go through the later laps.
         max_plans: how often to plan again with the times that the plan itself showed.
         caps_mb: uniform caps tried, in MiB.
@@ -60,8 +61,8 @@ class TunerSettings:
 
     warmup_iterations: int = 5
     settle_iterations: int = 1
-    measured_iterations: int = 4
-    laps: int = 4
+    measured_iterations: int = 3
+    laps: int = 6
     finalists: int = 4
     max_plans: int = 3
     caps_mb: tuple[float, ...] = (0.5, 1, 2, 5, 10, 25, 50)
@@ -109,6 +110,17 @@ class Trial:
         """The median step, in seconds."""
         return statistics.median(self.step_seconds)
 
+    @property
+    def uncertainty(self) -> float:
+        """Twice the standard error of the median, relative to it.
+
+        The standard error of n normal samples' median is 1.25 sigma / sqrt(n), and sigma is 1.48 median
+        absolute deviations; that of a few samples is no estimate, so a tenth of a step over n is added.
+        """
+        median, count = self.median, len(self.step_seconds)
+        deviation = statistics.median(abs(seconds - median) for seconds in self.step_seconds)
+        return (2 * 1.25 * 1.48 * deviation / median) / count**0.5 + 0.1 / count
+
     def add(self, times: TrialTimes) -> None:
         """Takes in another lap."""
         self.times = times
@@ -153,10 +165,13 @@ class PlanSearch:
         yield from self._lap([self.default])
         yield from self._lap(self._uniform_trials())
         yield from self._planned_trials()
-        for lap in range(1, self.settings.laps):
-            finalists = self._finalists(margin=0.2 / lap)
-            if len(finalists) > 1:
-                yield from self._lap(finalists)
+        for _ in range(1, self.settings.laps):
+            finalists = self._finalists()
+            if len(finalists) == 1 or all(t.uncertainty < self.settings.noise for t in finalists):
+                break
+            # The default comes along as long as it has not won: it is what must be beaten, and a
+            # machine that slows down or speeds up meanwhile must do so for both.
+            yield from self._lap(finalists if self.default in finalists else [self.default, *finalists])
         return self._winner()
 
     @property
@@ -229,17 +244,24 @@ class PlanSearch:
         )
         return [[times.order[position] for position in bucket] for bucket in plan.buckets]
 
-    def _finalists(self, margin: float) -> list[Trial]:
-        """The fastest trials, none slower than the best by more than ``margin``."""
-        limit = self._best().median * (1 + margin)
+    def _finalists(self) -> list[Trial]:
+        """The fastest trials that may still be the best one, as far as their spread tells."""
         ranked = sorted(self.trials, key=lambda trial: trial.median)[: self.settings.finalists]
-        return [trial for trial in ranked if trial.median <= limit]
+        best = ranked[0]
+        return [
+            trial
+            for trial in ranked
+            if trial.median <= best.median * (1 + self.settings.noise + best.uncertainty + trial.uncertainty)
+        ]
 
     def _best(self) -> Trial:
         return min(self.trials, key=lambda trial: trial.median)
 
     def _winner(self) -> Trial:
-        best = self._best()
+        """The fastest of those that stayed to the end; one that left early was measured in other times."""
+        last = max(len(trial.step_seconds) for trial in self.trials)
+        stayed = [trial for trial in self.trials if len(trial.step_seconds) == last]
+        best = min(stayed, key=lambda trial: trial.median)
         return self.default if self.default.median <= best.median * (1 + self.settings.noise) else best
 
 
@@ -283,7 +305,7 @@ class AutoTuner:
         kinds: what may not share a bucket, such as (dtype, device); parameters with sparse gradients
             each need a kind of their own. The dtypes when None.
         device: where the tuner's own messages lie: the parameters' device.
-        settings: how long and how widely to search.
+        settings: how long and how widely to search; may be replaced before the first step, on all ranks.
     """
 
     def __init__(
@@ -309,7 +331,8 @@ class AutoTuner:
         self._kinds = list(kinds if kinds is not None else dtypes)
         self._device = torch.device(device)
         self._seen_iteration = 0
-        self._skip = self.settings.warmup_iterations
+        self._forward_begin_ns = 0
+        self._skip = -1  # not begun
         self._steps: list[StepTimes] = []
         self._knows_cost = False
         self._search: PlanSearch | None = None
@@ -320,9 +343,16 @@ class AutoTuner:
         if self.settled:
             return
         step = self._reducer.last_step()
-        if step["iteration"] <= self._seen_iteration:
-            return  # another forward of the same step
-        self._seen_iteration = step["iteration"]
+        if step["iteration"] > self._seen_iteration:  # else it is another forward of the same step
+            self._seen_iteration = step["iteration"]
+            if step["forward_begin_ns"] > step["backward_begin_ns"]:  # the next forward's already
+                step["forward_begin_ns"] = self._forward_begin_ns
+            self._take_in(step)
+        self._forward_begin_ns = time.monotonic_ns()
+
+    def _take_in(self, step: dict[str, Any]) -> None:
+        if self._skip < 0:
+            self._skip = self.settings.warmup_iterations
         if self._skip > 0:
             self._skip -= 1
             return

@@ -72,7 +72,7 @@ class BucketPlan:
     Attributes:
         buckets: a list per bucket, of positions in ready order.
         finish_seconds: when the last bucket is done, in seconds since backward began, as the cost
-            model predicts it.
+            model predicts it; None for buckets that nobody predicted.
         parameters: the parameter at each position, or None for a plan of bare numbers.
         signature: digest of the parameters' names, shapes and dtypes, whatever their order; None
             without ``parameters``.
@@ -81,7 +81,7 @@ class BucketPlan:
     """
 
     buckets: list[list[int]]
-    finish_seconds: float
+    finish_seconds: float | None = None
     parameters: list[ParameterInfo] | None = None
     signature: str | None = None
     notes: dict[str, Any] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class BucketPlan:
             )
             plan = cls(
                 [[int(position) for position in bucket] for bucket in document["buckets"]],
-                float(document["finish_seconds"]),
+                None if document["finish_seconds"] is None else float(document["finish_seconds"]),
                 parameters,
                 document["signature"],
                 dict(document["notes"]),
