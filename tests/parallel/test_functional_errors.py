@@ -1,0 +1,202 @@
+"""Bad input: the same error on every rank, within seconds, and a group that still works afterwards."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minddp import functional as F
+from minddp import ordering
+from minddp.testing import RankError, run_ranks
+
+
+def _error(program):
+    """The text of what ``program`` raises here, after which the group must work."""
+    try:
+        program()
+    except F.CollectiveError as error:
+        text = str(error)
+    else:
+        text = "nothing raised"
+    assert F.all_reduce(torch.ones(2)).tolist() == [dist.get_world_size()] * 2
+    return text
+
+
+def _mismatches(rank, size):
+    odd = rank == size - 1
+    x = torch.ones(2, 3)
+    return {
+        "the shape": _error(lambda: F.all_reduce(x.t() if odd else x)),
+        "the dtype": _error(lambda: F.all_reduce(x.double() if odd else x)),
+        "the dtype ": _error(lambda: F.all_reduce(x.int() if odd else x.requires_grad_())),
+        "the number of dimensions": _error(lambda: F.all_gather(x[0] if odd else x)),
+        "the shape ": _error(lambda: F.all_gather(x[:, :2] if odd else x)),
+        "the op": _error(lambda: F.all_reduce(x, "max" if odd else "min")),
+        "the kind of loss": _error(lambda: F.all_reduce(x, loss="replicated" if odd else "per_rank")),
+        "the root rank": _error(lambda: F.broadcast(x, 1 if odd else 0)),
+        "which collective comes now": _error(lambda: F.all_gather(x) if odd else F.all_reduce(x)),
+        "the splits": _error(
+            lambda: F.reduce_scatter(x[:, 0], splits=[2 * odd, 2 - 2 * odd] + [0] * (size - 2))
+        ),
+        "whether gradients are recorded": _error(lambda: _no_grad_on(odd, x)),
+    }
+
+
+def _no_grad_on(odd, x):
+    with torch.set_grad_enabled(not odd):
+        F.all_reduce(x.detach().requires_grad_())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_calls_that_differ(world_size):
+    results = run_ranks(_mismatches, world_size)
+    for what, text in results[0].items():
+        assert f"do not agree on {what.strip()}" in text
+        assert f"rank {world_size - 1}: " in text
+    assert all(result == results[0] for result in results)
+
+
+def _bad_arguments(rank, size):
+    x = torch.ones(size + 1)
+    integers = x.int()
+    one = rank == 0  # some mistakes are made by rank 0 alone
+    return {
+        "op='median' is not one of": _error(lambda: F.all_reduce(x, "median" if one else "sum")),
+        "op=.*BAND.* is not one of": _error(lambda: F.all_reduce(x, dist.ReduceOp.BAND)),
+        "an average of integers": _error(lambda: F.all_reduce(integers, "avg")),
+        "bools are not added": _error(lambda: F.all_reduce(x > 0)),
+        "8-bit floats": _error(lambda: F.all_reduce(x.to(torch.float8_e5m2))),
+        "complex numbers have no order": _error(lambda: F.reduce(x + 1j, 0, "min")),
+        "loss='mine' is not one of": _error(lambda: F.all_gather(x, loss="mine" if one else "per_rank")),
+        "loss='mine' is not one": _error(lambda: F.broadcast(x, loss="mine")),
+        "src=7 is outside the group": _error(lambda: F.broadcast(x, 7)),
+        "dst=-1 is outside the group": _error(lambda: F.reduce(x, -1 if one else 0)),
+        "global_src=9 is outside the group": _error(lambda: F.scatter(x, global_src=9)),
+        "not both": _error(lambda: F.gather(x, 0, global_dst=0)),
+        "x must be a tensor, not float": _error(lambda: F.all_reduce(1.5 if one else x)),
+        "x must be dense": _error(lambda: F.all_reduce(x.to_sparse())),
+        "do not divide into": _error(lambda: F.reduce_scatter(x)),
+        "do not divide into .* input_splits": _error(lambda: F.all_to_all(x)),
+        "add up to": _error(lambda: F.scatter(x, splits=[1] * size)),
+        "no rows to split": _error(lambda: F.reduce_scatter(x[0])),
+        "a list needs one tensor for each": _error(lambda: F.all_to_all([x])),
+        "must share dtype": _error(lambda: F.reduce_scatter([x] * (size - 1) + [integers])),
+        "a list brings its own": _error(lambda: F.scatter([x] * size, splits=[1] * size)),
+        "does not give this rank its": _error(lambda: F.all_gather(x, sizes=[size + 1 - one] * size)),
+        "x is None on rank src": _error(lambda: F.broadcast(None)),
+        "must be .* counts": _error(lambda: F.all_to_all(x[:size], None, [1])),
+        "rank 1 .* output_splits=.* rows": _error(lambda: F.all_to_all(x[:size], None, [1 + rank] * size)),
+        "at most 15 dimensions": _error(lambda: F.all_reduce(torch.ones([1] * 16))),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_arguments_that_are_wrong_on_one_rank_or_all(world_size):
+    results = run_ranks(_bad_arguments, world_size)
+    for pattern, text in results[0].items():
+        assert pytest.importorskip("re").search(pattern, text), (pattern, text)
+    assert all(result == results[0] for result in results)
+
+
+def _outsider(rank, size):
+    group = dist.new_group([0])
+    x = torch.ones(1)
+    if rank == 0:
+        assert F.all_reduce(x, group=group).item() == 1
+        return ""
+    return _error_of(lambda: F.all_reduce(x, group=group))
+
+
+def _error_of(program):
+    with pytest.raises(F.CollectiveError) as caught:
+        program()
+    return str(caught.value)
+
+
+def test_a_rank_outside_the_group_is_told_so():
+    assert "rank 1 (of the default group) is outside the group" in run_ranks(_outsider, 2)[1]
+
+
+def test_without_a_process_group():
+    with pytest.raises(F.CollectiveError, match="init_process_group"):
+        F.all_reduce(torch.ones(1))
+
+
+def _not_replicated(rank, size):
+    texts = []
+    for collective in (F.all_reduce, F.all_gather, F.broadcast):
+        x = torch.ones(2, requires_grad=True)
+        y = (rank + 2) * collective(x, loss="replicated")
+        texts.append(_error(lambda y=y: y.sum().backward()))
+    return texts
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_loss_that_is_called_replicated_and_is_not(world_size):
+    results = run_ranks(_not_replicated, world_size)
+    assert all('use loss="per_rank"' in text for text in results[0])
+    assert all(result == results[0] for result in results)
+
+
+def _other_order(rank, size):
+    x = torch.ones(2)
+    F.all_reduce(x)
+    ordering.check()
+    ordering.record(None, "bucket 0" if rank == 0 else "bucket 1")
+    with pytest.raises(ordering.CollectiveOrderError) as at_the_end:
+        ordering.check()
+    with pytest.raises(ordering.CollectiveOrderError) as at_the_next_call:
+        F.all_gather(x)
+    return str(at_the_end.value), str(at_the_next_call.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_debug_mode_shows_what_each_rank_issued(world_size):
+    results = run_ranks(_other_order, world_size, env={"MINDDP_DEBUG": "1"})
+    end, later = results[0]
+    for text in (end, later):
+        assert "bucket 0  <-- differs" in text and "bucket 1  <-- differs" in text
+        assert "SumToAll of torch.float32" in text
+    assert all(result == results[0] for result in results)
+
+
+def _stays_away(rank, size):
+    F.all_reduce(torch.ones(1))
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(ordering.CollectiveOrderError, match="rank 1, 2 collectives"):
+            F.all_reduce(torch.ones(1))
+        with pytest.raises(ordering.CollectiveOrderError, match="rank 1 did not reach the end"):
+            ordering.check(timeout=0.3)
+    else:
+        time.sleep(3)
+        with pytest.raises(ordering.CollectiveOrderError, match="3. nothing  <-- differs"):
+            ordering.check()
+    assert time.monotonic() - start < 20
+
+
+def test_debug_mode_ends_a_wait_for_a_rank_that_stays_away():
+    run_ranks(_stays_away, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "MINDDP_ORDER_TIMEOUT": "1"})
+
+
+def test_outside_debug_mode_nothing_is_recorded():
+    run_ranks(_records_nothing, 2)
+
+
+def _records_nothing(rank, size):
+    ordering.record(None, f"something else on rank {rank}")
+    ordering.check()
+    assert ordering.digest(None) == 0
+
+
+def _misses_backward(rank, size):
+    x = torch.ones(1, requires_grad=True)
+    y = F.all_reduce(x)
+    if rank == 0:
+        y.sum().backward()
+
+
+def test_debug_mode_ends_a_backward_that_a_rank_misses():
+    with pytest.raises(RankError, match=r"CollectiveOrderError: .*inside a collective"):
+        run_ranks(_misses_backward, 2, env={"MINDDP_DEBUG": "1", "MINDDP_ORDER_TIMEOUT": "1"})
