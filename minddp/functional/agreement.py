@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,6 @@ __all__ = ["Call", "CollectiveError", "agree", "checks_enabled", "require_replic
 _MAGIC = 0x6D696E64647031
 _MAX_DIMS = 15
 _TEXT_BYTES = 1024
-_FIXED_INTS = 12  # fields of a header before its shape
 
 # Gradient modes of a rank.
 NO_GRAD, NOT_REQUIRED, REQUIRED = 0, 1, 2
@@ -124,9 +123,13 @@ class Header:
 
     @staticmethod
     def decode(values: Sequence[int]) -> Header:
-        dims = values[_FIXED_INTS]
-        begin = _FIXED_INTS + 1
-        return Header(*values[:_FIXED_INTS], None if dims < 0 else tuple(values[begin : begin + dims]))
+        dims, sizes = values[_FIXED_INTS], values[_FIXED_INTS + 1 :]
+        fixed = dict(zip(_HEADER_FIELDS, values[:_FIXED_INTS], strict=True))
+        return Header(**fixed, shape=None if dims < 0 else tuple(sizes[:dims]))
+
+
+_HEADER_FIELDS = [field.name for field in fields(Header) if field.name != "shape"]
+_FIXED_INTS = len(_HEADER_FIELDS)  # then come the number of dimensions and the sizes
 
 
 def _code(name: str) -> int:

@@ -125,19 +125,18 @@ def _replicated_programs(rank, size):
     def replicated_loss(y):
         return (y @ head).sin().sum() if y.shape[-1:] == (3,) else (y * 1.3).sin().sum()
 
-    def compare(ours, one_process, mine):
-        """``mine``: this rank's part of the one process' input."""
-        x = mine.clone().requires_grad_()
+    def compare(ours, one_process, shapes=((2, 3),) * size):
+        """``shapes``: of the ranks' parts of the one process' input."""
+        x = _x(rank, *shapes[rank]).requires_grad_()
         (first,) = torch.autograd.grad(ours(x), x, create_graph=True)
         second_loss = F.all_reduce((first**2).sum(), loss="replicated")
         second_loss.backward()
-        everything = [_x(r, *shape(r)).requires_grad_() for r in range(size)]
+        everything = [_x(r, *shape).requires_grad_() for r, shape in enumerate(shapes)]
         firsts = torch.autograd.grad(one_process(everything), everything, create_graph=True)
         seconds = torch.autograd.grad(sum((g**2).sum() for g in firsts), everything, materialize_grads=True)
         torch.testing.assert_close(first, firsts[rank])
         torch.testing.assert_close(x.grad, seconds[rank])
 
-    shape = lambda r: (2, 3)  # noqa: E731
     for op, combine in {
         "sum": lambda xs: sum(xs),
         "avg": lambda xs: sum(xs) / size,
@@ -148,18 +147,15 @@ def _replicated_programs(rank, size):
         compare(
             lambda y, op=op: replicated_loss(F.all_reduce(y**2, op, loss="replicated")),
             lambda xs, combine=combine: replicated_loss(combine([x**2 for x in xs])),
-            _x(rank, 2, 3),
         )
     compare(
         lambda y: replicated_loss(F.broadcast(y**2, 1, loss="replicated")),
         lambda xs: replicated_loss(xs[1] ** 2) + sum(0 * x.sum() for x in xs),
-        _x(rank, 2, 3),
     )
-    shape = lambda r: (rows[r], 3)  # noqa: E731
     compare(
         lambda y: replicated_loss(F.all_gather(y**2, loss="replicated")),
         lambda xs: replicated_loss(torch.cat([x**2 for x in xs])),
-        _x(rank, rows[rank], 3),
+        [(count, 3) for count in rows],
     )
 
 
