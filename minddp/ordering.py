@@ -90,7 +90,7 @@ def _store(group: Any) -> Any:
 
 
 def digest(group: Any) -> int:
-    """63 bits that two ranks share when they issued the same collectives on ``group``; 0 without debug mode."""
+    """63 bits that ranks share which issued the same collectives on ``group``; 0 outside debug mode."""
     return _history(_resolve(group)).digest if enabled() else 0
 
 
@@ -134,8 +134,8 @@ def check(group: Any = None, timeout: float | None = None) -> None:
         timeout: seconds to wait for the other ranks; ``MINDDP_ORDER_TIMEOUT`` by default.
 
     Raises:
-        CollectiveOrderError: on every rank that calls it, when digests differ or a rank does not come in time;
-            the text shows the last collectives of every rank.
+        CollectiveOrderError: on every rank that calls it, when digests differ or a rank does not come in
+            time; the text shows the last collectives of every rank.
     """
     if not enabled():
         return
@@ -143,7 +143,9 @@ def check(group: Any = None, timeout: float | None = None) -> None:
     reports, missing = _exchange(group, _timeout() if timeout is None else timeout)
     if missing:
         names = ", ".join(str(rank) for rank in missing)
-        raise CollectiveOrderError(f"rank {names} did not reach the end of the iteration.\n{describe(reports)}")
+        raise CollectiveOrderError(
+            f"rank {names} did not reach the end of the iteration.\n{describe(reports)}"
+        )
     if len({report["digest"] for report in reports.values()}) > 1:
         raise CollectiveOrderError(f"the ranks issued different collectives.\n{describe(reports)}")
 
@@ -197,9 +199,7 @@ def describe(reports: dict[int, Any]) -> str:
 
 def _first_difference(reports: dict[int, Any]) -> int | None:
     """The number of the first remembered call that is not the same on all ranks."""
-    numbered = [
-        dict(enumerate(r["last"], start=r["count"] - len(r["last"]) + 1)) for r in reports.values()
-    ]
+    numbered = [dict(enumerate(r["last"], start=r["count"] - len(r["last"]) + 1)) for r in reports.values()]
     oldest = max((min(calls, default=1) for calls in numbered), default=1)
     newest = max((max(calls, default=0) for calls in numbered), default=0)
     for number in range(oldest, newest + 1):

@@ -3,20 +3,20 @@
 What is differentiated
     N processes run N programs, each with a loss of its own; what their ``backward()`` calls compute
     together is the gradient of the *sum* of these losses, as one process that ran all N programs would
-    compute it. That is ``loss="per_rank"``, the default. (Average such gradients, as DDP does, and you have the
-    gradient of the mean of the losses.) Where instead all ranks go on from a collective's result to compute
-    one and the same loss, ``loss="replicated"`` counts it once: no division by the world size is left to
-    remember, and backward moves nothing. Used where the ranks do not compute the same, it raises.
+    compute it. That is ``loss="per_rank"``, the default. (Average such gradients, as DDP does, and you
+    have the gradient of the mean of the losses.) Where instead all ranks go on from a collective's result
+    to compute one and the same loss, ``loss="replicated"`` counts it once: no division by the world size
+    is left to remember, and backward moves nothing. Where the ranks do not compute the same, it raises.
 
 What always holds
     * Inputs are never modified; results are new, contiguous tensors.
     * Ranks are ranks in the group; ``global_src`` / ``global_dst`` name ranks of the default group instead.
     * Every dtype that c10d or torch can move is moved, complex, half and bool among them; reductions say
       what they cannot reduce. Non-contiguous, 0-dimensional and empty tensors are inputs like others.
-    * If a tensor requires grad on one rank, the result requires grad on every rank, and backward is itself a
-      collective: every rank must reach it, if only with ``(y * 0).sum().backward()``. Likewise with
+    * If a tensor requires grad on one rank, the result requires grad on every rank, and backward is itself
+      a collective: every rank must reach it, if only with ``(y * 0).sum().backward()``. Likewise with
       ``create_graph=True`` for second derivatives: use ``create_graph`` on all ranks or on none.
-    * Calls that do not fit together raise :class:`CollectiveError` on every rank, see ``agreement.py`` for how,
+    * Calls that do not fit together raise :class:`CollectiveError` on every rank; ``agreement.py`` says how,
       what it costs (one small exchange a call) and how to leave it out (``MINDDP_CHECK_COLLECTIVES=0``).
     * Under torch.compile a call is a graph break: it runs, eagerly; ``fullgraph=True`` refuses it.
       ``torch.func`` transforms (vmap, jvp) are not supported.
@@ -142,15 +142,13 @@ def reduce_scatter(
         CollectiveError: on every rank, as :func:`all_reduce`; also if the rows do not divide.
     """
     group = arguments.member(group)
-    size = dist.get_world_size(group)
 
-    def build() -> Call:
-        rows, given = arguments.joined(x, group, splits)
-        return _reduction(rows, "reduce_scatter", op, group, rows=arguments.row_splits(rows, given, size))
+    def build() -> tuple[Call, Tensor]:
+        rows, counts = arguments.joined(x, group, splits)
+        return _reduction(rows, "reduce_scatter", op, group, rows=counts), rows
 
-    call = arguments.checked("reduce_scatter", build)
+    call, rows = arguments.checked_with("reduce_scatter", build)
     needs_grad, _ = _settle(call, group)
-    rows, _ = arguments.joined(x, group, splits)
     if call.op in ("sum", "avg"):
         part = linear.apply(linear.SumScatter(group, call.rows), rows, needs_grad)
         return _averaged(part, call.op, group)
@@ -214,8 +212,8 @@ def all_gather(
     ``loss="replicated"`` it is the s-th part of the one g.
 
     Args:
-        x: ``(rows, ...)``; rows may differ between ranks and be 0, the rest may not. A 0-dimensional tensor is one
-            row.
+        x: ``(rows, ...)``; rows may differ between ranks and be 0, the rest may not. A 0-dimensional tensor
+            is one row.
         group: the process group.
         concat: one tensor (the default), or a list with one for each rank.
         sizes: everybody's rows, if known: then nothing has to be exchanged (with the checks off nothing is).
@@ -261,7 +259,8 @@ def gather(
         ``(0, ...)`` elsewhere.
 
     Raises:
-        CollectiveError: on every rank, if dtypes or dimensions after the first differ, or the rank is outside.
+        CollectiveError: on every rank, if dtypes or dimensions after the first differ, or the rank is
+            outside the group.
     """
     group = arguments.member(group)
 
@@ -292,7 +291,8 @@ def broadcast(
     ``loss="replicated"`` it is the one g.
 
     Args:
-        x: any shape; on the other ranks None, or a tensor of the same shape and dtype (whose values do not matter).
+        x: any shape; on the other ranks None, or a tensor of the same shape and dtype, whose values do not
+            matter.
         src: a rank in the group; 0 by default.
         group: the process group.
         global_src: the same rank as one of the default group, instead of ``src``.
@@ -348,23 +348,16 @@ def scatter(
         CollectiveError: on every rank, if the rows do not divide, or the rank is outside the group.
     """
     group = arguments.member(group)
-    size = dist.get_world_size(group)
 
-    def build() -> Call:
+    def build() -> tuple[Call, tuple[Any, Any]]:
         root = arguments.root_rank(src, global_src, group, "src")
-        if dist.get_rank(group) != root:
-            return _described(None, "scatter", group, root=root)
-        rows, given = arguments.joined(x, group, splits)
-        arguments.row_splits(rows, given, size)
-        return _described(rows, "scatter", group, root=root)
+        at_root = dist.get_rank(group) == root
+        rows, counts = arguments.joined(x, group, splits) if at_root else (None, None)
+        return _described(rows, "scatter", group, root=root), (rows, counts)
 
-    call = arguments.checked("scatter", build)
+    call, (rows, counts) = arguments.checked_with("scatter", build)
     needs_grad, headers = _settle(call, group, learns=True)
-    rank, counts = dist.get_rank(group), None
-    if rank == call.root:
-        rows, given = arguments.joined(x, group, splits)
-        counts = list(arguments.row_splits(rows, given, size))
-    else:
+    if dist.get_rank(group) != call.root:
         rows = _no_rows(agreement.empty_like_header(headers[call.root]), x)
     counts = agreement.ints_from_root(counts, call.root, group)
     return linear.apply(_from_root(counts, call.root, group), rows, needs_grad)
@@ -393,24 +386,19 @@ def all_to_all(
         ``(sum(output_splits), ...)``; for a list, the list of what came from each rank.
 
     Raises:
-        CollectiveError: on every rank, if dtypes or dimensions after the first differ, rows do not divide, or what
-            a rank expects is not what another one sends (the error has the whole table).
+        CollectiveError: on every rank, if dtypes or dimensions after the first differ, rows do not divide, or
+            what a rank expects is not what the others send (the error has both).
     """
     group = arguments.member(group)
-    size = dist.get_world_size(group)
 
-    def build() -> Call:
-        rows, given = arguments.joined(x, group, input_splits)
-        arguments.row_splits(rows, given, size, "input_splits")
-        if output_splits is not None and (len(output_splits) != size or min(output_splits) < 0):
-            raise ValueError(f"output_splits={list(output_splits)} must be {size} counts")
-        return _described(rows, "all_to_all", group, same_shape=False)
+    def build() -> tuple[Call, tuple[Any, Any]]:
+        rows, counts = arguments.joined(x, group, input_splits, "input_splits")
+        arguments.output_counts(output_splits, group)
+        return _described(rows, "all_to_all", group, same_shape=False), (rows, counts)
 
-    call = arguments.checked("all_to_all", build)
-    learns = input_splits is not None and output_splits is None or isinstance(x, (list, tuple))
-    needs_grad, headers = _settle(call, group, learns=learns)
-    rows, given = arguments.joined(x, group, input_splits)
-    send = arguments.row_splits(rows, given, size, "input_splits")
+    call, (rows, send) = arguments.checked_with("all_to_all", build)
+    uneven = input_splits is not None or not isinstance(x, Tensor)
+    needs_grad, headers = _settle(call, group, learns=uneven and output_splits is None)
     receive = _received(send, output_splits, group) if headers else tuple(output_splits or send)
     result = linear.apply(linear.Exchange(group, send, receive), rows, needs_grad)
     return result if isinstance(x, Tensor) else list(result.split(receive))
@@ -441,9 +429,7 @@ def _described(x: Any, collective: str, group: Any, **options: Any) -> Call:
     )
 
 
-def _reduction(
-    x: Any, collective: str, op: Any, group: Any, loss: str = "per_rank", **options: Any
-) -> Call:
+def _reduction(x: Any, collective: str, op: Any, group: Any, loss: str = "per_rank", **options: Any) -> Call:
     arguments.tensor(x, group)
     name, loss = arguments.op_name(op, x.dtype), arguments.loss_name(loss)
     return _described(x, collective, group, op=name, loss=loss, **options)
@@ -462,7 +448,7 @@ def _gathering(
 
 
 def _no_rows(like: Tensor, x: Any) -> Tensor:
-    """No rows like ``like``'s; cut from ``x`` if that is a tensor, so that ``autograd.grad`` finds a way to it."""
+    """No rows like ``like``'s; cut from ``x`` if that is a tensor, so that its gradient is zero, not None."""
     if not isinstance(x, Tensor):
         return like[:0]
     return x.reshape(-1)[:0].to(like).reshape(0, *like.shape[1:])
@@ -521,7 +507,8 @@ def _received(send: Sequence[int], expected: Sequence[int] | None, group: Any) -
         sent = [table[sender][receiver] for sender in range(size)]
         if line[size] >= 0 and line[size:] != sent:
             raise CollectiveError(
-                f"minddp.functional.all_to_all: rank {receiver} of the group passes output_splits={line[size:]}, "
-                f"but ranks 0 to {size - 1} send it {sent} rows; pass no output_splits to have them learned"
+                f"minddp.functional.all_to_all: rank {receiver} of the group passes output_splits="
+                f"{line[size:]}, but ranks 0 to {size - 1} send it {sent} rows; pass no output_splits to have "
+                "them learned"
             )
     return tuple(table[sender][rank] for sender in range(size))

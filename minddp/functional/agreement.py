@@ -290,7 +290,9 @@ def require_replicated(grad: Tensor, group: Any) -> None:
     stats = torch.stack([norm, numbers.sum(dtype=torch.float64)]).cpu()
     rows = torch.tensor(all_gather_ints(stats.view(torch.int64).tolist(), group)).view(torch.float64)
     if not _equal_up_to_rounding(rows, grad):
-        listed = "; ".join(f"rank {rank}: norm {n:.6g}, sum {s:.6g}" for rank, (n, s) in enumerate(rows.tolist()))
+        listed = "; ".join(
+            f"rank {rank}: norm {n:.6g}, sum {s:.6g}" for rank, (n, s) in enumerate(rows.tolist())
+        )
         raise CollectiveError(
             'minddp.functional: loss="replicated" says that all ranks compute the same loss from a '
             "collective's result, but the gradients that come back to it differ. If every rank has a "

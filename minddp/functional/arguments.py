@@ -24,7 +24,9 @@ LOSSES = ("per_rank", "replicated")
 def member(group: Any) -> Any:
     """The process group, the default one for None; raises where this process is not in it."""
     if not dist.is_available() or not dist.is_initialized():
-        raise CollectiveError("minddp.functional needs a process group: call torch.distributed.init_process_group")
+        raise CollectiveError(
+            "minddp.functional needs a process group: call torch.distributed.init_process_group"
+        )
     group = dist.group.WORLD if group is None else group
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
         raise CollectiveError(
@@ -36,10 +38,16 @@ def member(group: Any) -> Any:
 
 def checked(collective: str, build: Callable[[], Call]) -> Call:
     """``build()``, or a call that carries what is wrong with the arguments."""
+    return checked_with(collective, lambda: (build(), None))[0]
+
+
+def checked_with(collective: str, build: Callable[[], tuple[Call, Any]]) -> tuple[Call, Any]:
+    """The same for a ``build`` that also returns what it made of the arguments."""
     try:
         return build()
     except (TypeError, ValueError) as error:
-        return Call(collective, error=f"{collective}: {error}")
+        # No use is made of the pair: a call with an error raises before anything runs.
+        return Call(collective, error=f"{collective}: {error}"), (None, None)
 
 
 def grad_mode(x: Tensor | None) -> int:
@@ -67,18 +75,21 @@ def has_rows(x: Tensor) -> Tensor:
     return x
 
 
-def joined(x: Any, group: Any, splits: Sequence[int] | None) -> tuple[Tensor, Sequence[int] | None]:
-    """A list of tensors as one tensor and its splits; a tensor as it is."""
+def joined(
+    x: Any, group: Any, splits: Sequence[int] | None, name: str = "splits"
+) -> tuple[Tensor, tuple[int, ...]]:
+    """The rows for all ranks as one tensor, and how many go to each; a list brings its own splits."""
+    size = dist.get_world_size(group)
     if not isinstance(x, (list, tuple)):
-        return has_rows(tensor(x, group)), splits
+        return x, row_splits(has_rows(tensor(x, group)), splits, size, name)
     if splits is not None:
-        raise ValueError("splits go with one tensor; a list brings its own")
-    if len(x) != dist.get_world_size(group):
-        raise ValueError(f"a list needs one tensor for each of the {dist.get_world_size(group)} ranks, not {len(x)}")
+        raise ValueError(f"{name}= goes with one tensor; a list brings its own")
+    if len(x) != size:
+        raise ValueError(f"a list needs one tensor for each of the {size} ranks, not {len(x)}")
     parts = [has_rows(tensor(part, group, f"x[{i}]")) for i, part in enumerate(x)]
-    if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
-        raise ValueError("the tensors of a list must share dtype and all dimensions but the first")
-    return torch.cat(parts), [part.shape[0] for part in parts]
+    if len({(part.dtype, part.device, part.shape[1:]) for part in parts}) > 1:
+        raise ValueError("the tensors of a list must share dtype, device and all dimensions but the first")
+    return torch.cat(parts), tuple(part.shape[0] for part in parts)
 
 
 def row_splits(x: Tensor, splits: Sequence[int] | None, size: int, name: str = "splits") -> tuple[int, ...]:
@@ -92,6 +103,13 @@ def row_splits(x: Tensor, splits: Sequence[int] | None, size: int, name: str = "
     if len(given) != size or min(given) < 0 or sum(given) != rows:
         raise ValueError(f"{name}={list(given)} must be {size} counts that add up to the {rows} rows of x")
     return given
+
+
+def output_counts(splits: Sequence[int] | None, group: Any) -> None:
+    """Raises unless ``splits`` is None or one count for each rank."""
+    size = dist.get_world_size(group)
+    if splits is not None and (len(splits) != size or min(splits) < 0):
+        raise ValueError(f"output_splits={list(splits)} must be {size} counts")
 
 
 def op_name(op: Any, dtype: torch.dtype) -> str:
@@ -138,7 +156,9 @@ def root_rank(rank: int | None, global_rank: int | None, group: Any, name: str) 
             raise ValueError(f"pass {name}= (a rank in the group) or global_{name}=, not both")
         members = dist.get_process_group_ranks(group)
         if global_rank not in members:
-            raise ValueError(f"global_{name}={global_rank} is outside the group, whose global ranks are {members}")
+            raise ValueError(
+                f"global_{name}={global_rank} is outside the group, whose global ranks are {members}"
+            )
         return members.index(global_rank)
     root = 0 if rank is None else rank
     if not isinstance(root, int) or not 0 <= root < size:

@@ -83,7 +83,7 @@ def _strides(rank, size):
     _check(rank, lambda y: F.all_gather(y[:, ::2]), x)
     _check(rank, lambda y: F.broadcast(y.t().expand(2, 2, 3), 1), x, order=1)
     expanded = F.all_reduce(torch.ones(1).expand(4))
-    assert expanded.tolist() == [float(size)] * 4 and expanded.is_contiguous()
+    assert (expanded.tolist(), expanded.is_contiguous()) == ([float(size)] * 4, True)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -107,9 +107,7 @@ def _ties(rank, size):
     torch.testing.assert_close(x.grad, torch.tensor(share))
     x.grad = None
     F.reduce_scatter(x.repeat(size), "max").sum().backward()
-    torch.testing.assert_close(
-        x.grad, torch.tensor([size / 2 * edge, 1.0, float(size) * (rank == size - 1)])
-    )
+    torch.testing.assert_close(x.grad, torch.tensor([size / 2 * edge, 1.0, float(size) * (rank == size - 1)]))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -20,7 +20,7 @@ def test_a_header_keeps_the_shape(shape):
     values = Call("gather", dtype=torch.int8, device="cpu", shape=shape).encode(order=5)
     assert len(values) == len(CALL.encode(order=0))  # every header has the same size on the wire
     header = Header.decode(values)
-    assert header.shape == shape and header.order == 5
+    assert (header.shape, header.order) == (shape, 5)
 
 
 def test_equal_calls_agree_and_so_do_receivers_without_a_tensor():
@@ -94,7 +94,8 @@ def test_the_first_call_that_differs_is_marked():
 
 
 def test_shares_and_offsets():
-    assert even_counts(7, 3) == [3, 2, 2] and even_counts(1, 3) == [1, 0, 0]
+    assert even_counts(7, 3) == [3, 2, 2]
+    assert even_counts(1, 3) == [1, 0, 0]
     assert offsets([3, 0, 2]) == [0, 3, 3, 5]
     assert row_splits(torch.ones(4), None, 2) == (2, 2)
     with pytest.raises(ValueError, match="pass splits="):
