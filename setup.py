@@ -96,7 +96,7 @@ def cuda_extension(files: list[str], headers: list[str]) -> Extension:
 
 
 def extension(cuda: bool) -> Extension:
-    files = sources("csrc/*.cpp", "csrc/shm/*.cpp")
+    files = sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/shm/*.cpp")
     headers = sources("csrc/**/*.h", "csrc/**/*.cuh")
     if cuda:
         return cuda_extension(files, headers)

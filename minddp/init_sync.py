@@ -1,0 +1,122 @@
+"""Every rank starts from the same model: compare first, then broadcast.
+
+Models that differ would otherwise fail one rank and leave the others waiting, or, where only the sizes
+agree, train on mixed-up parameters. So the ranks exchange what they are about to synchronize before
+anything is sent, and all of them raise the same error when it does not match.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
+
+
+def signature(named: Iterable[tuple[str, torch.Tensor]]) -> Signature:
+    """(name, shape, dtype, strides) of every tensor, in order."""
+    return [(name, tuple(t.shape), str(t.dtype), tuple(t.stride())) for name, t in named]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """``value`` of every rank of ``group``, in rank order. Collective."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def verify_same_model(kind: str, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """Raises on every rank when the tensors' number, shapes, dtypes or strides differ. Collective.
+
+    Raises:
+        RuntimeError: names the first tensor that differs, with each rank's shape, dtype and strides.
+    """
+    mine = signature(named)
+    # Names may differ by rank without harm; they are exchanged for the message only.
+    digest = hashlib.sha256(repr([entry[1:] for entry in mine]).encode()).hexdigest()
+    if len(set(gather_objects(digest, group))) > 1:
+        raise RuntimeError(_difference(kind, gather_objects(mine, group)))
+
+
+def _difference(kind: str, signatures: list[Signature]) -> str:
+    counts = [len(entries) for entries in signatures]
+    for position in range(min(counts)):
+        entries = [signature[position] for signature in signatures]
+        if len({entry[1:] for entry in entries}) > 1:
+            what = "\n".join(
+                f"  rank {rank}: '{name}' {list(shape)} {dtype}, strides {list(strides)}"
+                for rank, (name, shape, dtype, strides) in enumerate(entries)
+            )
+            return (
+                f"DistributedDataParallel: the ranks' models differ at {kind} {position} "
+                f"('{entries[0][0]}' on rank 0):\n{what}\nConstruct the same model on every rank "
+                "(same code, same configuration, same memory format)."
+            )
+    named = "\n".join(
+        f"  rank {rank}: {len(entries)}"
+        + (f", the last is '{entries[-1][0]}'" if entries else "")
+        for rank, entries in enumerate(signatures)
+    )
+    return (
+        f"DistributedDataParallel expects the same model on every rank, but the number of {kind}s "
+        f"differs:\n{named}\nUsual causes: requires_grad set on some ranks only, or layers that depend on the rank."
+    )
+
+
+def broadcast_coalesced(
+    group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer_bytes: int, src: int
+) -> None:
+    """Copies rank ``src``'s tensors to all ranks of ``group``, several in one message.
+
+    Args:
+        group: the process group; ``src`` is a rank in it.
+        tensors: same number, shapes and dtypes on every rank; written in place except on ``src``.
+        buffer_bytes: a message is sent once it holds this many bytes.
+        src: rank in ``group``.
+    """
+    options = dist.BroadcastOptions()
+    options.rootRank = src
+    for chunk in _chunks(tensors, buffer_bytes):
+        parts = [torch.view_as_real(t) if t.is_complex() else t for t in chunk]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        group.broadcast([flat], options).wait()
+        if group.rank() != src:
+            for part, piece in zip(parts, flat.split([part.numel() for part in parts])):
+                part.copy_(piece.view(part.shape))
+
+
+def _chunks(tensors: Sequence[torch.Tensor], buffer_bytes: int) -> list[list[torch.Tensor]]:
+    open_chunks: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    chunks = []
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        key = (tensor.dtype, tensor.device)
+        chunk = open_chunks.setdefault(key, [])
+        chunk.append(tensor)
+        if sum(t.nbytes for t in chunk) >= buffer_bytes:
+            chunks.append(open_chunks.pop(key))
+    return chunks + list(open_chunks.values())
+
+
+def module_states(module: torch.nn.Module, ignored: set[str], buffers: bool) -> list[torch.Tensor]:
+    """Parameters, then buffers, detached, without the ignored names and without repeats."""
+    named = list(module.named_parameters()) + (list(module.named_buffers()) if buffers else [])
+    return [tensor.detach() for name, tensor in named if name not in ignored]
+
+
+def sync_module_states(
+    module: torch.nn.Module,
+    group: dist.ProcessGroup,
+    buffer_bytes: int,
+    src: int,
+    ignored: set[str],
+    buffers: bool,
+) -> None:
+    """Copies rank ``src``'s parameters (and buffers) to every rank of ``group``. Collective."""
+    with torch.no_grad():
+        broadcast_coalesced(group, module_states(module, ignored, buffers), buffer_bytes, src)

@@ -1,0 +1,51 @@
+"""Uneven inputs: a rank that ran out of data shadows the collectives of those that have not.
+
+The order of collectives of one iteration, which the hook below must mirror, is: (by torch's Join) the
+count of ranks still training; the re-planning of buckets, once; the buffers' broadcast, where forward does
+it; the question whether this iteration synchronizes; then the backward's own, with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+if TYPE_CHECKING:
+    from .distributed import DistributedDataParallel
+
+
+class DDPJoinHook(JoinHook):
+    """What a joined rank does for one DistributedDataParallel; see :meth:`DistributedDataParallel.join`."""
+
+    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool):
+        ddp.logger.note_join()
+        ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        self.ddp = ddp
+        super().__init__()
+
+    def main_hook(self) -> None:
+        ddp = self.ddp
+        ddp._rebuild_buckets()
+        if ddp._check_sync_bufs_pre_fwd():
+            ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))
+        synchronizes = agree_on_sync(ddp, is_joined_rank=True)
+        ddp.require_forward_param_sync = synchronizes
+        if synchronizes:
+            ddp.reducer.shadow_backward()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.ddp._sync_final_model(is_last_joiner)
+
+
+def agree_on_sync(ddp: DistributedDataParallel, is_joined_rank: bool) -> bool:
+    """Tells joined ranks whether this iteration's backward synchronizes. Collective."""
+    votes = not is_joined_rank and ddp.require_backward_grad_sync
+    tensor = torch.full((1,), float(votes), device=ddp.device)
+    work = dist.all_reduce(tensor, group=ddp.process_group, async_op=True)
+    if not is_joined_rank:
+        return votes  # known here already; only the joined ranks wait for the answer
+    work.wait()
+    return bool(tensor.item() != 0)

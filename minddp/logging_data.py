@@ -1,0 +1,172 @@
+"""What ``ddp._get_ddp_logging_data()`` returns: torch's keys, with values read off the reducer.
+
+Counts and sizes are plain integers, lists are text, times are nanoseconds. Runtime statistics are taken
+at the start of a forward, about the iteration before it: for the first ten iterations, then for every
+``sample_rate``-th.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from .distributed import DistributedDataParallel
+
+_ALWAYS_RECORDED = 10
+_TIMES = (
+    "forward_compute_time",
+    "backward_compute_time",
+    "backward_comm_time",
+    "backward_compute_comm_overlap_time",
+)
+_ENVIRONMENT = {
+    "master_port": "MASTER_PORT",
+    "master_addr": "MASTER_ADDR",
+    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
+    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+}
+_BACKEND_ENVIRONMENT = {
+    "gloo": {
+        "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
+        "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
+    },
+    "nccl": {
+        "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
+        "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
+        "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "nccl_debug": "NCCL_DEBUG",
+        "nccl_nthreads": "NCCL_NTHREADS",
+        "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
+    },
+}
+_GLOO_THREADS = 2
+_DTYPE_NAMES = {
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+
+
+def _join(values: Any) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+def times_of(step: dict[str, Any]) -> dict[str, int]:
+    """Nanoseconds of the phases of one ``reducer.last_step()``, under torch's names."""
+    launches = [b["launch_ns"] for b in step["buckets"] if b["launch_ns"] >= 0]
+    ends = [max(b["done_ns"], b["unpack_begin_ns"] if b["done_ns"] < 0 else -1) for b in step["buckets"]]
+    begin, end = step["backward_begin_ns"], step["backward_end_ns"]
+    comm_begin = min(launches, default=end)
+    comm_end = max([*ends, comm_begin])
+    forward = step["forward_begin_ns"]
+    return {
+        "forward_compute_time": max(step["forward_end_ns"] - forward, 0),
+        "backward_compute_time": max(end - begin, 0),
+        "backward_comm_time": max(comm_end - comm_begin, 0),
+        "backward_compute_comm_overlap_time": max(min(end, comm_end) - comm_begin, 0),
+        "forward_compute_time_start": forward,
+        "backward_compute_time_start": begin,
+        "backward_comm_time_start": comm_begin,
+        "backward_compute_time_end": end,
+        "backward_comm_time_end": comm_end,
+    }
+
+
+class LoggingData:
+    """Collects the facts; kept by the module as ``ddp.logger``."""
+
+    def __init__(self, ddp: DistributedDataParallel):
+        self._facts: dict[str, Any] = self._construction_facts(ddp)
+        self._sample_rate = 100
+        self._recorded = 0
+        self._sums = dict.fromkeys(_TIMES, 0)
+
+    @staticmethod
+    def _construction_facts(ddp: DistributedDataParallel) -> dict[str, Any]:
+        parameters = ddp.reducer_parameters
+        backend = dist.get_backend(ddp.process_group)
+        facts: dict[str, Any] = {
+            "world_size": ddp.process_group.size(),
+            "rank": ddp.process_group.rank(),
+            "iteration": 0,
+            "module_name": type(ddp.module).__name__,
+            "backend_name": backend,
+            "device_ids": _join(ddp.device_ids or []),
+            "output_device": -1 if ddp.output_device is None else ddp.output_device,
+            "broadcast_buffers": int(ddp.forward_sync_buffers),
+            "bucket_cap_bytes": ddp.bucket_bytes_cap,
+            "find_unused_parameters": int(ddp.find_unused_parameters),
+            "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
+            "static_graph": int(ddp.static_graph),
+            "dtypes": _join(sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in parameters})),
+            "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
+            "num_parameter_tensors": len(parameters),
+            "bucket_sizes": _join(ddp.reducer.bucket_nbytes()),
+            "has_sync_bn": int(any("SyncBatchNorm" in type(m).__name__ for m in ddp.module.modules())),
+            "num_buckets_reduced": 0,
+        }
+        names = {**_ENVIRONMENT, **_BACKEND_ENVIRONMENT.get(backend, {})}
+        facts.update({key: os.environ.get(name, "N/A") for key, name in names.items()})
+        if backend == "gloo":
+            facts["gloo_num_threads"] = _GLOO_THREADS
+        return facts
+
+    def set(self, key: str, value: Any) -> None:
+        self._facts[key] = value
+
+    def set_sample_rate(self, rate: int) -> None:
+        self._sample_rate = rate
+
+    def note_join(self) -> None:
+        self._facts["join_uneven_inputs"] = 1
+
+    def set_error_and_log(self, message: str) -> None:
+        self._facts["has_error"] = 1
+        self._facts["error"] = message
+
+    def note_rebuilt(self, ddp: DistributedDataParallel) -> None:
+        buckets = ddp.reducer.buckets()
+        self._facts.update(
+            has_rebuilt_buckets=1,
+            rebuilt_bucket_sizes=_join(ddp.reducer.bucket_nbytes()),
+            prev_iteration_grad_ready_order_indices=_join(ddp.reducer.observed_order()),
+            rebuilt_per_bucket_param_indices=_join(" ".join(map(str, bucket)) for bucket in buckets),
+        )
+
+    def before_forward(self, ddp: DistributedDataParallel) -> None:
+        """Records the iteration before this forward, when it is its turn."""
+        iteration = ddp.reducer.iteration()
+        if iteration == self._facts["iteration"] or iteration == 0:
+            return
+        if iteration < _ALWAYS_RECORDED or iteration % self._sample_rate == 0:
+            self._record(ddp, iteration)
+
+    def _record(self, ddp: DistributedDataParallel, iteration: int) -> None:
+        step = ddp.reducer.last_step()
+        times = times_of(step)
+        self._recorded += 1
+        self._facts["iteration"] = iteration
+        self._facts.update(times)
+        for key in _TIMES:
+            self._sums[key] += times[key]
+            self._facts[f"avg_{key}"] = self._sums[key] // self._recorded
+        unused = [i for i, ready in enumerate(step["ready_ns"]) if ready < 0]
+        self._facts["unused_parameter_size"] = sum(ddp.reducer_parameters[i].nbytes for i in unused)
+        self._facts["num_buckets_reduced"] = sum(b["launch_ns"] >= 0 for b in step["buckets"])
+
+    def data(self, ddp: DistributedDataParallel) -> dict[str, Any]:
+        """Everything known, as one flat dict."""
+        facts = dict(self._facts)
+        step = ddp.reducer.last_step()
+        facts["num_buckets_reduced"] = sum(b["launch_ns"] >= 0 for b in step["buckets"])
+        facts["can_set_static_graph"] = bool(ddp.reducer._ddp_graph_static())
+        if error := ddp.reducer.last_error():
+            facts.update(has_error=1, error=error)
+        return facts

@@ -1,0 +1,78 @@
+"""Native mixed precision: low-precision parameters during forward and backward, full precision outside.
+
+Before forward every parameter's ``.data`` becomes a low-precision copy; when backward has ended (or at
+once where autograd is off) the full-precision data is back and so are full-precision gradients. What
+travels between ranks has ``reduce_dtype``. Configuration: torch's ``_MixedPrecision``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Variable
+
+if TYPE_CHECKING:
+    from .distributed import DistributedDataParallel
+
+
+class MixedPrecision:
+    """Swaps the parameters of one DistributedDataParallel between their two precisions."""
+
+    def __init__(self, ddp: DistributedDataParallel, param_dtype: torch.dtype):
+        self._param_dtype = param_dtype
+        self._parameters = [p for p in ddp._module_parameters if p.is_floating_point()]
+        self._reducer = ddp.reducer
+        self._low = False
+        for parameter in self._parameters:
+            parameter._fp_param = parameter.data  # type: ignore[attr-defined]
+            parameter._mp_param = torch.empty(0, dtype=param_dtype, device=parameter.device)  # type: ignore[attr-defined]
+
+    @classmethod
+    def make(cls, ddp: DistributedDataParallel, config: Any) -> MixedPrecision | None:
+        """Casts the buffers; ``None`` where parameters keep their dtype."""
+        if config is None:
+            return None
+        if config.buffer_dtype is not None:
+            for name, buffer in ddp.module.named_buffers():
+                if name not in ddp.parameters_to_ignore and buffer.is_floating_point():
+                    buffer.data = buffer.to(config.buffer_dtype)
+        return cls(ddp, config.param_dtype) if config.param_dtype is not None else None
+
+    def lower(self) -> None:
+        """Before forward: parameters, and gradients accumulated so far, become low precision."""
+        for parameter in self._parameters:
+            if not self._low:
+                parameter._fp_param = parameter.data  # type: ignore[attr-defined]
+            parameter._mp_param = parameter._fp_param.to(self._param_dtype)  # type: ignore[attr-defined]
+            parameter.data = parameter._mp_param  # type: ignore[attr-defined]
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.to(self._param_dtype)
+        self._low = True
+        # A parameter of another dtype has another AccumulateGrad node: the hooks move along.
+        self._reducer.install_hooks()
+
+    def restore_after_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """After forward: full precision returns when the backward through ``outputs`` has ended."""
+        nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        if not nodes or not torch.is_grad_enabled():
+            self.restore()
+        for node in nodes:
+            node.register_prehook(self._on_backward)
+
+    def _on_backward(self, grads: Any) -> None:
+        Variable._execution_engine.queue_callback(self.restore)
+
+    def restore(self) -> None:
+        """Full-precision parameters, and gradients cast to them."""
+        if not self._low:
+            return
+        self._low = False
+        for parameter in self._parameters:
+            grad = parameter.grad
+            if grad is not None and grad.dtype != parameter._fp_param.dtype:  # type: ignore[attr-defined]
+                grad = grad.to(parameter._fp_param.dtype)  # type: ignore[attr-defined]
+            parameter.grad = None
+            parameter.data = parameter._fp_param  # type: ignore[attr-defined]
+            parameter.grad = grad
