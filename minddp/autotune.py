@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .backward_profile import BackwardProfile, StepTimes
+from .backward_profile import BackwardProfile, Burst, StepTimes, bursts
 from .collective_cost import Cost, LinearCost, fit_cost, fit_linear
 from .planner import BucketPlan, capped_buckets, optimal_plan
 from .simulator import SimulatedStep, simulate_step
@@ -87,13 +87,13 @@ class TrialTimes:
         step_seconds: one entry a measured iteration.
         profile: the backward, gradients in ready order.
         order: the parameter index at each position of the profile.
-        services: bytes and seconds of each collective (of the rank that waited least in it).
+        bursts: the collectives, from the slowest rank's launch to their end.
     """
 
     step_seconds: list[float]
     profile: BackwardProfile
     order: list[int]
-    services: list[tuple[int, float]]
+    bursts: list[Burst]
 
 
 @dataclass
@@ -158,7 +158,7 @@ class PlanSearch:
         self.default = Trial("default", default)
         self.trials: list[Trial] = []
         self._cost = cost
-        self._services: list[tuple[int, float]] = []
+        self._bursts: list[Burst] = []
 
     def run(self) -> Generator[Trial, TrialTimes, Trial]:
         """The trials, in the order of this module's text."""
@@ -179,8 +179,10 @@ class PlanSearch:
         """What an allreduce costs, as far as the trials' collectives showed it."""
         if self._cost is not None:
             return self._cost
-        samples = [(nbytes, seconds) for nbytes, seconds in self._services if seconds > 0]
-        return fit_linear(*zip(*samples, strict=True)) if samples else LinearCost(0.0, 0.0)
+        seen = self._bursts
+        if not seen:
+            return LinearCost(0.0, 0.0)
+        return fit_linear([b.nbytes for b in seen], [b.seconds for b in seen], [b.count for b in seen])
 
     def predict(self, trial: Trial) -> SimulatedStep:
         """The step that the cost model expects of ``trial``, from the times that it showed itself."""
@@ -205,7 +207,7 @@ class PlanSearch:
                 self.trials.append(trial)
             times = yield trial
             trial.add(times)
-            self._services += times.services
+            self._bursts += times.bursts
 
     def _uniform_trials(self) -> list[Trial]:
         """Uniform caps along the default's ready order; each different choice once."""
@@ -386,29 +388,35 @@ class AutoTuner:
     def _measured_cost(self, times: TrialTimes) -> Cost | None:
         """An allreduce's cost, measured once if the reducer's own collectives cannot be timed (CUDA)."""
         first, self._knows_cost = not self._knows_cost, True
-        if first and not any(seconds > 0 for _, seconds in times.services):
+        if first and not times.bursts:
             return fit_cost(self._group, device=self._device)
         return None
 
     def _agree(self, steps: Sequence[StepTimes]) -> TrialTimes:
-        """This trial's times over all ranks: the slowest step, the latest gradient, the least waiting."""
+        """This trial's times over all ranks: the slowest step, the latest gradient and launch.
+
+        Ranks' clocks differ; each counts from the begin of its own backward. A collective ends
+        everywhere at about the same moment, which is the soonest in the time of the rank whose
+        backward began last: the rank that the others waited for.
+        """
         local, order = BackwardProfile.from_steps(steps, self._nbytes)
         ready = dict(zip(order, local.ready_seconds, strict=True))
-        services = _median_services(steps)
+        collectives = _median_collectives(steps)
         parts = [
             [step.step_seconds for step in steps],
             [ready[index] for index in range(len(order))],
             [local.forward_seconds, local.backward_seconds, local.tail_seconds],
-            [-seconds for _, seconds in services],
+            [launch for _, launch, _ in collectives],
+            [-done for _, _, done in collectives],
         ]
-        step_seconds, latest, (forward, backward, tail), least = self._max_over_ranks(parts)
+        step_seconds, latest, (forward, backward, tail), launches, ends = self._max_over_ranks(parts)
         order = sorted(range(len(latest)), key=lambda index: latest[index])
         in_order = [latest[index] for index in order]
         profile = BackwardProfile(
             in_order, [self._nbytes[index] for index in order], max(backward, in_order[-1]), forward, tail
         )
-        sizes = [nbytes for nbytes, _ in services]
-        return TrialTimes(step_seconds, profile, order, list(zip(sizes, (-s for s in least), strict=True)))
+        agreed = zip((nbytes for nbytes, _, _ in collectives), launches, (-end for end in ends), strict=True)
+        return TrialTimes(step_seconds, profile, order, bursts(list(agreed)))
 
     def _max_over_ranks(self, parts: list[list[float]]) -> list[list[float]]:
         message = torch.tensor(list(itertools.chain(*parts)), dtype=torch.float64, device=self._device)
@@ -460,7 +468,10 @@ class AutoTuner:
         return plan.for_parameters(self._names, self._shapes, self._dtypes, order)
 
 
-def _median_services(steps: Sequence[StepTimes]) -> list[tuple[int, float]]:
-    """Bytes and median seconds of each collective of a trial."""
-    columns = zip(*(step.services for step in steps), strict=True)
-    return [(column[0][0], statistics.median(seconds for _, seconds in column)) for column in columns]
+def _median_collectives(steps: Sequence[StepTimes]) -> list[tuple[int, float, float]]:
+    """Bytes, median launch and median end of each collective of a trial."""
+    columns = zip(*(step.collectives for step in steps), strict=True)
+    return [
+        (column[0][0], statistics.median(c[1] for c in column), statistics.median(c[2] for c in column))
+        for column in columns
+    ]

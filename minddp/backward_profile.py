@@ -8,13 +8,14 @@ moment backward began.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["BackwardProfile", "StepTimes"]
+__all__ = ["BackwardProfile", "Burst", "StepTimes", "bursts"]
 
 _NS = 1e-9
 
@@ -30,9 +31,8 @@ class StepTimes:
         tail_seconds: what came after both backward and the last collective (unpacking).
         ready_seconds: when each parameter's gradient was ready, by parameter index; a parameter
             without a gradient counts as ready when backward ended.
-        services: bytes and seconds of each bucket's collective, in launch order; it is counted from its
-            launch or from the end of the one before it, whichever is later. 0 seconds where none ran
-            or its end was not seen.
+        collectives: bytes, launch and end of each bucket's collective, in launch order, since backward
+            began; an end below 0 where none ran or its end was not seen.
     """
 
     forward_seconds: float
@@ -40,25 +40,28 @@ class StepTimes:
     step_seconds: float
     tail_seconds: float
     ready_seconds: list[float]
-    services: list[tuple[int, float]]
+    collectives: list[tuple[int, float, float]]
 
     @classmethod
     def from_last_step(cls, step: Mapping[str, Any]) -> StepTimes:
         """Reads the dictionary that the reducer's ``last_step()`` gives."""
         origin, ended = step["backward_begin_ns"], step["backward_end_ns"]
-        services, done = [], origin
-        for bucket in step["buckets"]:
-            begin = max(done, bucket["launch_ns"])
-            seconds = max(0, bucket["done_ns"] - begin) * _NS
-            done = max(done, bucket["done_ns"])
-            services.append((bucket["nbytes"], seconds))
+        collectives = [
+            (
+                b["nbytes"],
+                (b["launch_ns"] - origin) * _NS,
+                (b["done_ns"] - origin) * _NS if b["done_ns"] >= 0 else -1.0,
+            )
+            for b in step["buckets"]
+        ]
+        done = max([ended, *(b["done_ns"] for b in step["buckets"])])
         return cls(
             forward_seconds=(origin - step["forward_begin_ns"]) * _NS,
             backward_seconds=(ended - origin) * _NS,
             step_seconds=(step["finalize_end_ns"] - step["forward_begin_ns"]) * _NS,
-            tail_seconds=max(0, step["finalize_end_ns"] - max(ended, done)) * _NS,
+            tail_seconds=max(0, step["finalize_end_ns"] - done) * _NS,
             ready_seconds=[max(0, (ns if ns >= 0 else ended) - origin) * _NS for ns in step["ready_ns"]],
-            services=services,
+            collectives=collectives,
         )
 
     def stretched_to(self, step_seconds: float) -> StepTimes:
@@ -73,8 +76,36 @@ class StepTimes:
             step_seconds,
             self.tail_seconds * factor,
             [seconds * factor for seconds in self.ready_seconds],
-            self.services,
+            self.collectives,
         )
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Collectives that followed each other without a pause: how many, their bytes, their seconds."""
+
+    count: int
+    nbytes: int
+    seconds: float
+
+
+def bursts(collectives: Sequence[tuple[int, float, float]]) -> list[Burst]:
+    """Joins collectives (bytes, launch, end) that were launched before the one before had ended.
+
+    An engine may work on several at a time, which share its bandwidth and end together; what is known
+    is how long it took for all of them.
+    """
+    found: list[Burst] = []
+    begin = end = -math.inf
+    for nbytes, launch, done in collectives:
+        if done < 0:
+            continue
+        joins = launch < end and bool(found)
+        before = found.pop() if joins else Burst(0, 0, 0.0)
+        begin = begin if joins else launch
+        end = max(end, done)
+        found.append(Burst(before.count + 1, before.nbytes + nbytes, end - begin))
+    return [burst for burst in found if burst.seconds > 0]
 
 
 @dataclass(frozen=True)

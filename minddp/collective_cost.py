@@ -80,48 +80,46 @@ class TableCost:
         return f"TableCost({self.nbytes}, {self.seconds})"
 
 
-def fit_linear(nbytes: Sequence[int], seconds: Sequence[float]) -> LinearCost:
+def fit_linear(
+    nbytes: Sequence[int], seconds: Sequence[float], counts: Sequence[int] | None = None
+) -> LinearCost:
     """The line with the least sum of *relative* absolute errors.
 
     Absolute errors make it robust: a minority of wild samples does not move it. Relative ones give
     a small message's microseconds the weight of a large one's milliseconds. Such a line can always
     be chosen through two of the points, or through one with a bound at 0 (a vertex of the linear
-    program), so all of those are tried.
+    program), so all of those are tried; of many samples a few dozen are used.
 
     Args:
-        nbytes: sizes in bytes, at least one.
+        nbytes: bytes of each sample, at least one sample.
         seconds: the time of each, above 0.
+        counts: how many messages, one after another, each sample's bytes and time are of; 1 if None.
 
     Raises:
         ValueError: lengths differ, nothing was given, or a time is not above 0.
     """
-    samples = sorted(zip(nbytes, seconds, strict=True))
-    if not samples or any(not (math.isfinite(t) and t > 0) for _, t in samples):
+    samples = sorted(zip(nbytes, counts or [1] * len(nbytes), seconds, strict=True))
+    if not samples or any(not (math.isfinite(t) and t > 0) for _, _, t in samples):
         raise ValueError("fit_linear: seconds must hold at least one time, each finite and above 0")
+    step = math.ceil(len(samples) / 64)
 
     def error(line: LinearCost) -> float:
-        return sum(abs(line(size) - t) / t for size, t in samples)
+        a, b = line.latency_seconds, line.seconds_per_byte
+        return sum(abs(count * a + size * b - t) / t for size, count, t in samples)
 
-    return min(_candidate_lines(_thinned(samples)), key=error)
-
-
-def _thinned(samples: list[tuple[int, float]], limit: int = 64) -> list[tuple[int, float]]:
-    """At most ``limit`` samples: neighbours in size are replaced by their median."""
-    if len(samples) <= limit:
-        return samples
-    groups = [samples[len(samples) * k // limit : len(samples) * (k + 1) // limit] for k in range(limit)]
-    return [(statistics.median_low(m for m, _ in g), statistics.median(t for _, t in g)) for g in groups]
+    return min(_candidate_lines(samples[step // 2 :: step]), key=error)
 
 
-def _candidate_lines(samples: list[tuple[int, float]]) -> list[LinearCost]:
-    lines = [LinearCost(t, 0.0) for _, t in samples]
-    lines += [LinearCost(0.0, t / size) for size, t in samples if size > 0]
-    for index, (m0, t0) in enumerate(samples):
-        for m1, t1 in samples[index + 1 :]:
-            slope = (t1 - t0) / (m1 - m0) if m1 > m0 else -1.0
-            intercept = t0 - slope * m0
-            if slope >= 0 and intercept >= 0:
-                lines.append(LinearCost(intercept, slope))
+def _candidate_lines(samples: list[tuple[int, int, float]]) -> list[LinearCost]:
+    lines = [LinearCost(t / count, 0.0) for _, count, t in samples]
+    lines += [LinearCost(0.0, t / size) for size, _, t in samples if size > 0]
+    for (m0, k0, t0), (m1, k1, t1) in itertools.combinations(samples, 2):
+        determinant = k0 * m1 - k1 * m0
+        if determinant != 0:
+            latency = (t0 * m1 - t1 * m0) / determinant
+            slope = (k0 * t1 - k1 * t0) / determinant
+            if latency >= 0 and slope >= 0:
+                lines.append(LinearCost(latency, slope))
     return lines
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from minddp.autotune import PlanSearch, TrialTimes, TunerSettings
-from minddp.backward_profile import BackwardProfile
+from minddp.backward_profile import BackwardProfile, bursts
 from minddp.planner import LinearCost, bucket_spans, capped_buckets, optimal_plan
 from minddp.simulator import simulate_step
 
@@ -32,13 +32,16 @@ class World:
         self.runs += 1
         buckets = self.positions(trial.buckets)
         spans = bucket_spans(buckets, self.profile.ready_seconds, self.profile.nbytes, self.cost)
-        sizes = [sum(self.profile.nbytes[p] for p in bucket) for bucket in buckets]
+        collectives = [
+            (sum(self.profile.nbytes[p] for p in bucket), self.profile.ready_seconds[max(bucket)], end)
+            for bucket, (_, end) in zip(buckets, spans)
+        ]
         shaken = [1 + self.rng.uniform(-1, 1) * self.noise for _ in range(settings.measured_iterations)]
         return TrialTimes(
             [self.step(trial.buckets) * factor for factor in shaken],
             self.profile,
             self.order,
-            [(size, end - begin) for size, (begin, end) in zip(sizes, spans)],
+            bursts(collectives),
         )
 
 

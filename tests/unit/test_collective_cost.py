@@ -76,3 +76,15 @@ def test_fit_samples_picks_a_table_when_no_line_fits():
     assert isinstance(table, TableCost)
     assert table(1 << 12) == pytest.approx(1e-3)
     assert table(1 << 18) == pytest.approx(step(1 << 18))
+
+
+def test_a_line_is_recovered_from_bursts_of_messages():
+    rng = random.Random(2)
+    truth = LinearCost(1e-3, 4e-8)
+    counts = [rng.randrange(1, 10) for _ in range(30)]
+    sizes = [rng.randrange(1000, 1 << 22) for _ in counts]
+    times = [k * 1e-3 + 4e-8 * m for k, m in zip(counts, sizes)]
+    times[3] *= 10
+    fit = fit_linear(sizes, times, counts)
+    assert fit.latency_seconds == pytest.approx(truth.latency_seconds)
+    assert fit.seconds_per_byte == pytest.approx(truth.seconds_per_byte)

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from minddp.backward_profile import BackwardProfile, StepTimes
+from minddp.backward_profile import BackwardProfile, Burst, StepTimes, bursts
 from minddp.planner import LinearCost, capped_buckets, optimal_plan
 from minddp.simulator import (
     Hierarchy,
@@ -166,9 +166,18 @@ def test_a_last_step_is_read_into_seconds():
     assert times.ready_seconds == pytest.approx([2e-6, 3e-6, 1e-6])
     assert (times.forward_seconds, times.backward_seconds) == pytest.approx((2e-6, 3e-6))
     assert (times.step_seconds, times.tail_seconds) == pytest.approx((8.5e-6, 0.4e-6))
-    assert [nbytes for nbytes, _ in times.services] == [8, 4]
-    # The second collective waited for the first: it is counted from 7,100 ns.
-    assert [seconds for _, seconds in times.services] == pytest.approx([3e-6, 2e-6])
+    assert times.collectives == [pytest.approx((8, 1.1e-6, 4.1e-6)), pytest.approx((4, 3e-6, 6.1e-6))]
+    assert bursts(times.collectives) == [Burst(2, 12, pytest.approx(5e-6))]
+
+
+def test_bursts_are_what_ran_without_a_pause():
+    assert bursts([(1, 0.0, 2.0), (2, 3.0, 4.0), (4, 3.5, 6.0), (8, 5.0, 5.5), (16, 6.0, 9.0)]) == [
+        Burst(1, 1, 2.0),
+        Burst(3, 14, 3.0),
+        Burst(1, 16, 3.0),
+    ]
+    assert bursts([(1, 0.0, -1.0), (2, 1.0, 2.0), (4, 1.5, -1.0)]) == [Burst(1, 2, 1.0)]
+    assert bursts([]) == []
 
 
 def test_a_profile_is_the_median_of_steps_in_ready_order(tmp_path):
