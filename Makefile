@@ -123,7 +123,7 @@ $(CUDA_BUILD)/.built: $(SOURCES) $(wildcard minddp/*.py minddp/*/*.py) | .venv-c
 	  .venv-cuda/bin/python setup.py -q build --build-base $(CUDA_BUILD) --build-lib $(CUDA_BUILD)/lib
 	@touch $@
 
-gpu-check: $(BUILT) $(call needs,test) $(call needs,bench)
+gpu-check: $(BASE) $(call needs,test) $(call needs,bench)
 	$(PY) benchmarks/gpu_check.py $(ARGS)
 
 clean:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 
@@ -60,10 +61,10 @@ def has_nvcc() -> bool:
     return home is not None and shutil.which("nvcc", path=os.path.join(home, "bin")) is not None
 
 
-def toolkit_dirs(name: str) -> list[str]:
-    """The CUDA toolkit's folders that come inside torch's wheels: ``include`` or ``lib``."""
+def toolkit_headers() -> list[str]:
+    """The CUDA toolkit's header folders that come with torch's wheels; one with only nvcc lacks them."""
     site = Path(torch.__file__).parent.parent
-    return [str(path) for path in sorted(site.glob(f"nvidia/*/{name}"))]
+    return [str(path) for path in sorted(site.glob("nvidia/*/include"))]
 
 
 def cuda_archs() -> str:
@@ -77,36 +78,27 @@ def cuda_archs() -> str:
     return ";".join(f"{flag[3:-1]}.{flag[-1]}" for flag in flags)
 
 
-def cuda_extension(files: list[str], headers: list[str]) -> Extension:
+def extension(cuda: bool) -> Extension:
+    """``minddp._C`` of all of csrc: ``csrc/<part>/`` is compiled in with ``MINDDP_WITH_<PART>`` defined."""
+    files = sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/shm/*.cpp")
+    arguments: dict[str, Any] = {
+        "include_dirs": [str(ROOT / "csrc")],
+        "define_macros": [("MINDDP_WITH_SHM", "1")] if sources("csrc/shm/*.cpp") else [],
+        "extra_compile_args": {"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
+        "depends": sources("csrc/**/*.h", "csrc/**/*.cuh"),
+    }
+    if not cuda:
+        return cpp_extension.CppExtension("minddp._C", files, **arguments)
     os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_archs()
-    extension = cpp_extension.CUDAExtension(
-        "minddp._C",
-        files + sources("csrc/cuda/*.cpp", "csrc/cuda/*.cu"),
-        include_dirs=[str(ROOT / "csrc"), *toolkit_dirs("include")],
-        library_dirs=toolkit_dirs("lib"),
-        define_macros=[("MINDDP_WITH_CUDA", "1")],
-        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
-        depends=headers,
-    )
-    # torch's wheels carry libcudart.so.13 without the unversioned name that -lcudart looks for; it is
-    # loaded with torch all the same, and found through libc10_cuda, which names it.
+    arguments["include_dirs"] += toolkit_headers()
+    arguments["define_macros"] += [("MINDDP_WITH_CUDA", "1")]
+    files += sources("csrc/cuda/*.cpp", "csrc/cuda/*.cu")
+    extension = cpp_extension.CUDAExtension("minddp._C", files, **arguments)
+    # torch's wheels carry libcudart.so.13 without the unversioned name that -lcudart looks for. It is
+    # loaded with torch all the same, and found through libc10_cuda, which needs it too.
     if not any((Path(folder) / "libcudart.so").exists() for folder in extension.library_dirs):
         extension.libraries.remove("cudart")
     return extension
-
-
-def extension(cuda: bool) -> Extension:
-    files = sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/shm/*.cpp")
-    headers = sources("csrc/**/*.h", "csrc/**/*.cuh")
-    if cuda:
-        return cuda_extension(files, headers)
-    return cpp_extension.CppExtension(
-        "minddp._C",
-        files,
-        include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args=CXX_FLAGS,
-        depends=headers,
-    )
 
 
 def compiler() -> str:

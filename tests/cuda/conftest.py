@@ -1,0 +1,135 @@
+"""Runs csrc/cuda's kernels: on a GPU where there is one, and emulated on the CPU everywhere.
+
+Tests marked ``cuda`` are skipped where there is no GPU, or no CUDA in the extension.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from minddp import _extension
+
+ROOT = Path(__file__).resolve().parents[2]
+SCALAR_TYPES = {
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.float64: 7,
+    torch.complex64: 9,
+    torch.complex128: 10,
+    torch.bool: 11,
+    torch.bfloat16: 15,
+}
+
+
+def _reason_to_skip() -> str | None:
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if _extension.build_record()["cuda"] is None:
+        return "minddp was built without CUDA"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _reason_to_skip()
+    for item in items:
+        if reason is not None and item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+class Segment(ctypes.Structure):
+    _fields_ = [("src", ctypes.c_void_p), ("dst", ctypes.c_void_p), ("numel", ctypes.c_int64)]
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """emulated_kernel.cpp, compiled."""
+    target = tmp_path_factory.mktemp("kernel") / "emulated_kernel.so"
+    compiler = os.environ.get("CXX") or (sysconfig.get_config_var("CXX") or "c++").split()[0]
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC"]
+    command += [f"-I{path}" for path in [str(ROOT / "csrc"), *cpp_extension.include_paths()]]
+    command += [str(Path(__file__).with_name("emulated_kernel.cpp")), "-o", str(target)]
+    command += [f"-L{torch_libraries}", f"-Wl,-rpath,{torch_libraries}", "-lc10"]
+    subprocess.run(command, check=True)
+    library = ctypes.CDLL(str(target))
+    library.emulate.argtypes = [ctypes.POINTER(Segment), ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    library.emulate.argtypes += [ctypes.c_double, ctypes.c_void_p, ctypes.c_int64]
+    library.error.restype = ctypes.c_char_p
+    return library
+
+
+@dataclass
+class Emulated:
+    """The kernel on the CPU, with at most ``capacity`` segments to a launch."""
+
+    library: ctypes.CDLL
+    capacity: int = 100_000
+    device: str = "cpu"
+    launches: int = 0  # of the last call
+
+    def __call__(
+        self,
+        sources: Sequence[torch.Tensor | None],
+        destinations: Sequence[torch.Tensor],
+        src_dtype: torch.dtype,
+        scale: float = 1.0,
+        nonfinite: torch.Tensor | None = None,
+    ) -> None:
+        segments = [
+            Segment(None if src is None else src.data_ptr(), dst.data_ptr(), dst.numel())
+            for src, dst in zip(sources, destinations)
+        ]
+        self.launches = self.library.emulate(
+            (Segment * len(segments))(*segments),
+            len(segments),
+            SCALAR_TYPES[src_dtype],
+            SCALAR_TYPES[destinations[0].dtype],
+            scale,
+            None if nonfinite is None else nonfinite.data_ptr(),
+            self.capacity,
+        )
+        if self.launches < 0:
+            raise RuntimeError(self.library.error().decode())
+
+
+@dataclass
+class OnGpu:
+    """The same interface, on the GPU."""
+
+    device: str = "cuda"
+
+    def __call__(self, sources: Sequence[torch.Tensor | None], *arguments: Any) -> None:
+        _extension.load().cuda_scaled_copy(list(sources), *arguments)
+
+
+@pytest.fixture
+def emulated(emulator: ctypes.CDLL) -> Emulated:
+    return Emulated(emulator)
+
+
+@pytest.fixture
+def gpu() -> OnGpu:
+    return OnGpu()
+
+
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.cuda)])
+def kernel(request: pytest.FixtureRequest) -> Emulated | OnGpu:
+    """``kernel(sources, destinations, src_dtype, scale, nonfinite)`` for tensors on ``kernel.device``."""
+    found: Emulated | OnGpu = request.getfixturevalue(request.param)
+    return found

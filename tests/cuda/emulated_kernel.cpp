@@ -1,0 +1,73 @@
+// Runs csrc/cuda's kernel on a CPU: every block, and every thread in it, in turn.
+//
+// The kernel's threads share nothing and never wait for each other, so any order is a legal one, and
+// index arithmetic, alignment, conversions and the choice of types can be tested without a GPU.
+#include <cstdint>
+
+#define __global__
+#define __device__
+#define __grid_constant__
+
+struct Index {
+  uint32_t x;
+};
+static Index blockIdx, threadIdx;
+
+#include "cuda/scaled_copy_kernel.cuh"
+
+#include <algorithm>
+#include <string>
+
+namespace {
+
+using namespace minddp;
+using namespace minddp::cuda;
+
+std::string last_error;
+
+// One launch over pieces [begin, end), as the launcher makes it from a table or a part of one.
+template <typename Src, typename Dst, bool kScaled>
+void launch(const SegmentTable& table, size_t begin, size_t end, double scale, uint32_t* flags) {
+  const DeviceTable part{static_cast<uint32_t>(end - begin), table.pieces.data() + begin};
+  const int64_t last = end == table.pieces.size() ? table.chunks : table.pieces[end].first_chunk;
+  const int64_t blocks = last - table.pieces[begin].first_chunk;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) {
+      scaled_copy_kernel<Src, Dst, kScaled>(part, scale, flags);
+    }
+  }
+}
+
+}  // namespace
+
+// `capacity`: pieces to a launch. Returns the number of launches, or -1 and sets the error.
+extern "C" int emulate(
+    const CopySegment* segments,
+    int64_t count,
+    int src_type,
+    int dst_type,
+    double scale,
+    uint32_t* flags,
+    int64_t capacity) {
+  try {
+    int launches = 0;
+    dispatch(
+        std::vector<CopySegment>(segments, segments + count), static_cast<at::ScalarType>(src_type),
+        static_cast<at::ScalarType>(dst_type), scale, flags,
+        [&](auto src, auto dst, auto scaled, const SegmentTable& table) {
+          const size_t pieces = table.pieces.size();
+          for (size_t begin = 0; begin < pieces; begin += capacity, ++launches) {
+            launch<typename decltype(src)::type, typename decltype(dst)::type, decltype(scaled)::value>(
+                table, begin, std::min<size_t>(begin + capacity, pieces), scale, flags);
+          }
+        });
+    return launches;
+  } catch (const c10::Error& error) {
+    last_error = error.what_without_backtrace();
+    return -1;
+  }
+}
+
+extern "C" const char* error() {
+  return last_error.c_str();
+}

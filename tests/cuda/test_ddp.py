@@ -1,0 +1,209 @@
+"""minddp on a GPU: NCCL at world size 1 (streams, launches), Gloo with CUDA tensors at world size 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import minddp
+from minddp.testing import run_ranks
+
+pytestmark = pytest.mark.cuda
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True},
+    {"bucket_cap_mb": 0.01},
+]
+
+
+def device() -> torch.device:
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+def make_model() -> nn.Module:
+    """Convolutions in channels-last, float16 beside float32 parameters, many small ones."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Flatten()]
+    layers += [nn.Linear(72, 64)] + [nn.Linear(64, 64) for _ in range(20)]
+    model = nn.Sequential(*layers, HalfLinear(64, 5)).to(device())
+    return model.to(memory_format=torch.channels_last)
+
+
+class HalfLinear(nn.Linear):
+    """A float16 layer; its input and output are float32."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, dtype=torch.float16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.half()).float()
+
+
+def batches(seed: int, count: int = 4) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randn(4, 3, 8, 8, generator=generator).to(device())
+
+
+def train(model: nn.Module, seed: int) -> list[torch.Tensor]:
+    """Gradients of every iteration, the parameters changing in between."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen = []
+    for x in batches(seed):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return seen
+
+
+def all_close(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    """To rounding: the library may choose another algorithm on another stream."""
+    return len(found) == len(want) and all(
+        torch.allclose(a, b, rtol=1e-2 if a.dtype == torch.float16 else 1e-5, atol=1e-7)
+        for a, b in zip(found, want)
+    )
+
+
+def nccl_alone(rank: int, world_size: int) -> list[str]:
+    """The variants whose gradients differ from the bare module's: alone, the mean changes nothing."""
+    want = train(make_model(), seed=1)
+    wrong = []
+    for options in VARIANTS:
+        found = train(minddp.DistributedDataParallel(make_model(), device_ids=[0], **options), seed=1)
+        if not all_close(found, want):
+            wrong.append(str(options))
+    return wrong
+
+
+def test_nccl_at_world_size_1() -> None:
+    assert run_ranks(nccl_alone, 1, backend="nccl", timeout=120) == [[]]
+
+
+def gloo_pair(rank: int, world_size: int) -> list[str]:
+    """Names of the variants whose first gradients are not the ranks' mean."""
+    local = make_model()
+    local(next(batches(seed=rank))).square().mean().backward()
+    means = []
+    for p in local.parameters():
+        mean = p.grad.double().cpu()
+        dist.all_reduce(mean)
+        means.append((mean / world_size).to(p.grad))
+    wrong = []
+    for options in VARIANTS:
+        model = minddp.DistributedDataParallel(make_model(), device_ids=[0], **options)
+        for _ in range(3):
+            model.zero_grad()
+            model(next(batches(seed=rank))).square().mean().backward()
+            if not all_close([p.grad for p in model.parameters()], means):
+                wrong.append(str(options))
+    return wrong
+
+
+def test_gloo_with_cuda_tensors_at_world_size_2() -> None:
+    assert run_ranks(gloo_pair, 2, timeout=180) == [[], []]
+
+
+def step_of(model: nn.Module, x: torch.Tensor) -> None:
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def launches_of_ours(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    """By variant: launches of our kernel in a step, and how many buckets there are."""
+    counts = {}
+    for name, options in {"default": {}, "views": {"gradient_as_bucket_view": True}}.items():
+        model = minddp.DistributedDataParallel(make_model(), device_ids=[0], **options)
+        x = next(batches(seed=1))
+        for _ in range(3):
+            step_of(model, x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step_of(model, x)
+            torch.cuda.synchronize()
+        kernels = [event.name for event in profile.events() if "scaled_copy_kernel" in event.name]
+        counts[name] = (len(kernels), len(model.reducer.buckets()))
+    return counts
+
+
+def test_one_pack_and_one_unpack_a_bucket() -> None:
+    counts = run_ranks(launches_of_ours, 1, backend="nccl", timeout=120)[0]
+    launches, buckets = counts["default"]
+    assert launches == 2 * buckets
+    launches, buckets = counts["views"]
+    assert launches == buckets
+
+
+def step_without_waiting(rank: int, world_size: int) -> bool:
+    """Whether the host came back from a whole step while the device was still busy before it."""
+    model = minddp.DistributedDataParallel(make_model(), device_ids=[0])
+    x = next(batches(seed=1))
+    for _ in range(3):
+        step_of(model, x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda._sleep(1_000_000_000)
+    marker = torch.cuda.Event()
+    marker.record()
+    step_of(model, x)
+    return not marker.query()
+
+
+def test_a_step_does_not_wait_for_the_device() -> None:
+    assert run_ranks(step_without_waiting, 1, backend="nccl", timeout=120) == [True]
+
+
+def side_stream(rank: int, world_size: int) -> bool:
+    """A step on a stream of the user's own, the device being late: gradients equal the default stream's."""
+    want = train(make_model(), seed=1)
+    model = minddp.DistributedDataParallel(make_model(), device_ids=[0])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        found = train(model, seed=1)
+    torch.cuda.current_stream().wait_stream(stream)
+    return all_close(found, want)
+
+
+def test_on_a_side_stream() -> None:
+    assert run_ranks(side_stream, 1, backend="nccl", timeout=120) == [True]
+
+
+def captured_step(rank: int, world_size: int) -> list[float]:
+    """torch's recipe for DDP in a graph: 11 steps on a side stream, then capture. Largest differences."""
+    plain = make_model()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        model = minddp.DistributedDataParallel(make_model(), device_ids=[0])
+        x = next(batches(seed=1)).clone()
+        for _ in range(11):
+            step_of(model, x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    model.zero_grad()
+    with torch.cuda.graph(graph):
+        model(x).square().mean().backward()
+    worst = []
+    for batch in batches(seed=2):
+        x.copy_(batch)
+        graph.replay()
+        step_of(plain, batch)
+        pairs = zip(model.parameters(), plain.parameters())
+        worst.append(max(float((a.grad - b.grad).abs().max()) for a, b in pairs))
+    return worst
+
+
+def test_captured_into_a_graph() -> None:
+    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    worst = run_ranks(captured_step, 1, backend="nccl", timeout=120, env=environment)[0]
+    assert max(worst) < 1e-3, worst
