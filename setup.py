@@ -79,8 +79,8 @@ def cuda_archs() -> str:
 
 
 def extension(cuda: bool) -> Extension:
-    """``minddp._C`` of all of csrc: ``csrc/<part>/`` is compiled in with ``MINDDP_WITH_<PART>`` defined."""
-    files = sources("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/shm/*.cpp")
+    """``minddp._C``, of all of csrc or of all but csrc/cuda."""
+    files = [file for file in sources("csrc/**/*.cpp") if not file.startswith("csrc/cuda/")]
     arguments: dict[str, Any] = {
         "include_dirs": [str(ROOT / "csrc")],
         "define_macros": [("MINDDP_WITH_SHM", "1")] if sources("csrc/shm/*.cpp") else [],
