@@ -1,0 +1,135 @@
+"""Traces of real ranks: one file of all, clocks aligned within the stated bound, nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from minddp.testing import free_port, run_ranks
+from minddp.trace import Trace
+
+tracing = sys.modules[Trace.__module__]  # the module; minddp.trace is the function of the same name
+SKEW_NS = 5_000_000_000
+
+
+def _stamps(begin: int) -> dict[str, Any]:
+    """A step of 3 ms that began at ``begin``, without buckets."""
+    ends = {"forward_end_ns": 1, "backward_begin_ns": 1, "backward_end_ns": 3, "finalize_end_ns": 3}
+    moments = {name: begin + value * 1_000_000 for name, value in ends.items()}
+    moments |= {"forward_begin_ns": begin, "ready_ns": [begin + 2_000_000]}
+    return {"iteration": 1, "buckets": [], **moments}
+
+
+def _take_step(rank: int) -> None:
+    """Shows the open trace one step that begins at the same moment on all ranks."""
+    dist.barrier()
+    reducer = SimpleNamespace(last_step=lambda: _stamps(tracing.time.monotonic_ns()))
+    ddp = _Fake(reducer=reducer, parameter_names=[f"weight of rank {rank}"], module=object())
+    tracing.after_step(ddp)
+
+
+class _Fake(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def _pretend_other_machine(rank: int) -> None:
+    """Rank 1 reads a clock of its own, ``SKEW_NS`` ahead."""
+    tracing._clock_identity = lambda: f"machine {rank}"
+    if rank == 1:
+        tracing.time = SimpleNamespace(
+            monotonic_ns=lambda: time.monotonic_ns() + SKEW_NS, monotonic=time.monotonic
+        )
+
+
+def _restore() -> None:
+    tracing._clock_identity = _clock_identity
+    tracing.time = time
+
+
+_clock_identity = tracing._clock_identity
+
+
+def _same_machine(rank: int, world_size: int, path: str) -> None:
+    with tracing.trace(path):
+        _take_step(rank)
+    dist.barrier()
+
+
+def _skewed(rank: int, world_size: int, path: str, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    _pretend_other_machine(rank)
+    try:
+        with tracing.trace(path):
+            _take_step(rank)
+        dist.barrier()
+    finally:
+        _restore()
+        dist.destroy_process_group()
+
+
+def _only_rank_0(rank: int, world_size: int, path: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == 0:
+            with Trace(path, 10, timedelta(seconds=0.5)):
+                pass
+    dist.barrier()
+    return [str(warning.message) for warning in caught]
+
+
+def _group_gone(rank: int, world_size: int, path: str, store_path: str) -> None:
+    """The trace is closed after the process group was destroyed."""
+    store = dist.FileStore(store_path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    with tracing.trace(path):
+        _take_step(rank)
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_file_holds_all_ranks(tmp_path: Path, world_size: int):
+    path = tmp_path / "t.json"
+    run_ranks(_same_machine, world_size, str(path))
+    own = json.loads(path.read_text())["minddp"]
+    assert [part["rank"] for part in own["ranks"]] == list(range(world_size))
+    assert own["missing_ranks"] == []
+    for part in own["ranks"]:
+        assert (part["offset_ns"], part["error_ns"]) == (0, 0)
+        assert part["modules"][0]["parameter_names"] == [f"weight of rank {part['rank']}"]
+    assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_another_machines_clock_is_aligned_within_the_stated_bound(tmp_path: Path):
+    path = tmp_path / "t.json"
+    run_ranks(_skewed, 2, str(path), free_port(), backend=None)
+    document = json.loads(path.read_text())
+    ours, theirs = document["minddp"]["ranks"]
+    assert (ours["offset_ns"], ours["error_ns"]) == (0, 0)
+    assert 0 < theirs["error_ns"] < SKEW_NS / 10
+    assert abs(theirs["offset_ns"] - SKEW_NS) <= theirs["error_ns"]
+    begins = [e["ts"] for e in document["traceEvents"] if e["name"] == "forward"]
+    assert len(begins) == 2
+    assert max(begins) < SKEW_NS / 1e3 / 2  # microseconds: the skew is gone from the picture
+
+
+def test_a_missing_rank_is_named_and_nobody_hangs(tmp_path: Path):
+    path = tmp_path / "t.json"
+    messages, _ = run_ranks(_only_rank_0, 2, str(path), timeout=30)
+    assert any("rank(s) [1] did not hand in their part" in message for message in messages)
+    assert json.loads(path.read_text())["minddp"]["missing_ranks"] == [1]
+
+
+def test_the_group_may_be_gone_when_the_trace_closes(tmp_path: Path):
+    path = tmp_path / "t.json"
+    run_ranks(_group_gone, 2, str(path), str(tmp_path / "store"), backend=None)
+    assert len(json.loads(path.read_text())["minddp"]["ranks"]) == 2

@@ -1,0 +1,241 @@
+"""minddp/trace.py and timeline.py without ranks: seconds from stamps, events, the file, the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import minddp.timeline as timeline
+from minddp.trace import Trace, after_step, step_times
+
+tracing = sys.modules[Trace.__module__]  # the module; minddp.trace is the function of the same name
+MS = 1_000_000
+
+
+def bucket(
+    index: int, launch: int, done: int, unpack: tuple[int, int] | None, **other: Any
+) -> dict[str, Any]:
+    """Stamps of one bucket in ms; packing takes 1 ms and begins when the bucket is ready."""
+    begin, end = unpack or (-1 / MS, -1 / MS)
+    stamps = {
+        "ready_ns": launch - 1, "pack_begin_ns": launch - 1, "launch_ns": launch, "done_ns": done,
+        "unpack_begin_ns": begin, "unpack_end_ns": end,
+    } | other  # fmt: skip
+    return {
+        "index": index, "nbytes": 1000 * (index + 1), "parameters": [index],
+        **{name: round(value * MS) for name, value in stamps.items()},
+    }  # fmt: skip
+
+
+def step(iteration: int = 1, start: int = 0) -> dict[str, Any]:
+    """Forward 0-10, backward 10-30; bucket 0 hidden, 1 ends at 36, 2 at 44; unpacking takes 2 ms each."""
+    buckets = [bucket(0, 15, 25, (30, 32)), bucket(1, 22, 36, (36, 38)), bucket(2, 29, 44, (44, 46))]
+    stamps = {
+        "iteration": iteration, "forward_begin_ns": 0, "forward_end_ns": 10 * MS,
+        "backward_begin_ns": 10 * MS, "backward_end_ns": 30 * MS, "finalize_end_ns": 46 * MS,
+        "ready_ns": [14 * MS, 21 * MS, 28 * MS],
+    }  # fmt: skip
+    for part in (stamps, *buckets):
+        for name, value in part.items():
+            if name.endswith("_ns"):
+                shifted = [v + start for v in value] if isinstance(value, list) else value + start
+                part[name] = shifted
+    return {**stamps, "buckets": buckets}
+
+
+class FakeModule(torch.nn.Module):
+    """Stands where the wrapped module stands: names, a reducer with stamps, the module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameter_names = ["a.weight", "b.weight", "c.weight"]
+        self.module = torch.nn.Identity()
+        self.stamps = step(0)
+        self.reducer = SimpleNamespace(last_step=lambda: self.stamps)
+
+
+def test_seconds_of_a_step():
+    times = step_times(step())
+    assert times.forward_seconds == pytest.approx(0.010)
+    assert times.backward_seconds == pytest.approx(0.020)
+    assert times.step_seconds == pytest.approx(0.046)
+    assert times.communication_seconds == pytest.approx(0.044 - 0.015)
+    # Bucket 0 ended before backward did. Bucket 1: 32 to 36. Bucket 2: 38 to 44.
+    assert [b.exposed_seconds for b in times.buckets] == pytest.approx([0.0, 0.004, 0.006])
+    assert times.exposed_seconds == pytest.approx(0.010)
+    second = times.buckets[1]
+    assert (second.launched, second.done, second.unpacked) == pytest.approx((0.012, 0.026, 0.028))
+    assert (second.pack_seconds, second.communication_seconds) == pytest.approx((0.001, 0.014))
+    assert (second.nbytes, second.parameters, second.unpack_seconds) == (2000, (1,), pytest.approx(0.002))
+
+
+def test_views_are_not_unpacked():
+    stamps = step()
+    stamps["buckets"] = [bucket(0, 15, 25, None), bucket(1, 22, 36, None)]
+    times = step_times(stamps)
+    assert [b.unpack_seconds for b in times.buckets] == [0.0, 0.0]
+    assert [b.exposed_seconds for b in times.buckets] == pytest.approx([0.0, 0.006])
+
+
+def test_an_end_that_nobody_saw_is_the_end_of_the_wait():
+    stamps = step()
+    stamps["buckets"] = [bucket(0, 15, 36, (36, 38), done_ns=-1 / MS)]
+    assert step_times(stamps).buckets[0].communication_seconds == pytest.approx(0.021)
+
+
+def test_a_bucket_that_was_not_reduced_is_left_out():
+    stamps = step()
+    stamps["buckets"][1].update(launch_ns=-1, done_ns=-1, unpack_begin_ns=-1, unpack_end_ns=-1)
+    times = step_times(stamps)
+    assert [b.index for b in times.buckets] == [0, 2]
+    assert times.exposed_seconds == pytest.approx(0.012)
+
+
+@pytest.mark.parametrize("stamps", [step(0), {**step(2), "backward_begin_ns": 50 * MS}])
+def test_without_a_whole_step_it_says_so(stamps):
+    with pytest.raises(RuntimeError, match="no synchronized backward has ended"):
+        step_times(stamps)
+
+
+def test_a_forward_of_the_next_step_is_not_counted():
+    times = step_times({**step(), "forward_begin_ns": 60 * MS})
+    assert times.forward_seconds == 0
+    assert times.step_seconds == pytest.approx(0.036)
+
+
+def record(path: Path, iterations: int, **arguments: Any) -> dict[str, Any]:
+    """A trace over ``iterations`` fake steps, the way the module calls it."""
+    ddp = FakeModule()
+    with tracing.trace(path, **arguments):
+        begin = tracing.time.monotonic_ns()
+        for iteration in range(1, iterations + 1):
+            after_step(ddp)
+            after_step(ddp)  # a second forward before the backward adds nothing
+            ddp.stamps = step(iteration, begin + iteration * 50 * MS)
+    return json.loads(path.read_text())
+
+
+def test_each_step_is_recorded_once_the_last_on_closing(tmp_path):
+    document = record(tmp_path / "t.json", 4)
+    (part,) = document["minddp"]["ranks"]
+    assert [s["iteration"] for s in part["modules"][0]["steps"]] == [1, 2, 3, 4]
+    assert part["modules"][0]["parameter_names"] == ["a.weight", "b.weight", "c.weight"]
+    assert not tracing.active
+
+
+def test_steps_beyond_the_limit_are_counted(tmp_path):
+    (part,) = record(tmp_path / "t.json", 5, steps=2)["minddp"]["ranks"]
+    module = part["modules"][0]
+    assert ([s["iteration"] for s in module["steps"]], module["dropped"]) == ([1, 2], 3)
+
+
+def test_what_was_before_the_trace_is_left_out(tmp_path):
+    ddp = FakeModule()
+    ddp.stamps = step(7, tracing.time.monotonic_ns() - 100 * MS)
+    with tracing.trace(tmp_path / "t.json"):
+        after_step(ddp)
+    (part,) = json.loads((tmp_path / "t.json").read_text())["minddp"]["ranks"]
+    assert part["modules"][0]["steps"] == []
+
+
+def test_events_say_what_happened_when(tmp_path):
+    events = record(tmp_path / "t.json", 1)["traceEvents"]
+    spans = {e["name"]: e for e in events if e["ph"] == "X"}
+    arrivals = {e["name"]: e["ts"] for e in events if e["ph"] == "i"}
+    assert (spans["forward"]["ts"], spans["forward"]["dur"]) == (0.0, 10_000.0)
+    assert (spans["backward"]["ts"], spans["backward"]["dur"]) == (10_000.0, 20_000.0)
+    assert (spans["bucket 1"]["ts"], spans["bucket 1"]["dur"]) == (22_000.0, 14_000.0)
+    assert (spans["pack bucket 1"]["ts"], spans["pack bucket 1"]["dur"]) == (21_000.0, 1_000.0)
+    assert (spans["wait for bucket 2"]["ts"], spans["wait for bucket 2"]["dur"]) == (38_000.0, 6_000.0)
+    assert spans["bucket 1"]["args"] == {"nbytes": 2000, "parameters": ["b.weight"]}
+    assert arrivals == {"a.weight": 14_000.0, "b.weight": 21_000.0, "c.weight": 28_000.0}
+    assert len({spans[f"bucket {i}"]["tid"] for i in range(3)}) == 2  # 0 has ended when 2 begins, not 1
+    assert all({"ph", "name", "pid"} <= event.keys() for event in events)
+
+
+def test_only_one_trace_at_a_time(tmp_path):
+    with tracing.trace(tmp_path / "a.json"):
+        with pytest.raises(RuntimeError, match=r"already open .*a.json"), tracing.trace(tmp_path / "b.json"):
+            pass
+        assert tracing.active
+    assert not (tmp_path / "b.json").exists()
+
+
+def test_bad_arguments_are_named_at_once(tmp_path):
+    with pytest.raises(ValueError, match="steps must be at least 1, not 0"):
+        tracing.trace(tmp_path / "t.json", steps=0)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        tracing.trace(tmp_path / "nowhere" / "t.json")
+
+
+def test_an_exception_in_the_block_still_writes_the_file(tmp_path):
+    with pytest.raises(ZeroDivisionError), tracing.trace(tmp_path / "t.json"):
+        raise ZeroDivisionError
+    assert json.loads((tmp_path / "t.json").read_text())["minddp"]["world_size"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_the_environment_opens_a_trace_that_unused_processes_do_not_write(tmp_path):
+    code = "import sys, minddp.trace; print(sys.modules['minddp.trace'].active)"
+    path = tmp_path / "t.json"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**tracing.os.environ, "MINDDP_TRACE": str(path)},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == "True\n"
+    assert not path.exists()
+
+
+def test_clock_bounds_are_stated():
+    parts = [
+        {"rank": 0, "offset_ns": 0, "error_ns": 0},
+        {"rank": 1, "offset_ns": 5 * MS, "error_ns": MS // 10},
+        {"rank": 2, "offset_ns": None, "error_ns": None},
+    ]
+    text = timeline.clocks({"ranks": parts})
+    assert "ranks 0 read the same clock" in text
+    assert "rank 1 moved by 5.000 ms, right to 0.100 ms" in text
+    assert "rank 2 could not be measured" in text
+
+
+def test_the_command_prints_exposed_time_per_bucket_and_draws(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "t.json"
+    record(path, 3)
+    assert timeline.main([str(path), "--iteration", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("iteration 2")
+    assert lines[2].split() == ["0", "46.00", "10.00", "20.00", "29.00", "10.00"]
+    assert [line.split()[-1] for line in lines[6:9]] == ["0.00", "4.00", "6.00"]
+    assert (tmp_path / "t.png").stat().st_size > 5000
+    assert "<svg" in (tmp_path / "t.svg").read_text()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"minddp": 3}', '{"minddp": {"ranks": []}}'])
+def test_the_command_refuses_other_files(tmp_path, capsys, content):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    assert timeline.main([str(path)]) == 1
+    assert "other.json is not a trace written by minddp.trace" in capsys.readouterr().err
+
+
+def test_the_command_says_which_iterations_there_are(tmp_path, capsys):
+    record(tmp_path / "t.json", 3)
+    assert timeline.main([str(tmp_path / "t.json"), "--iteration", "9"]) == 1
+    assert "iteration 9 is not there: all ranks have iterations 1 to 3" in capsys.readouterr().err
+    assert timeline.main([str(tmp_path / "t.json"), "--module", "1"]) == 1
+    assert "no iteration of it" in capsys.readouterr().err
+
+
+def test_closing_twice_is_harmless(tmp_path):
+    opened = Trace(tmp_path / "t.json", 1).__enter__()
+    opened.close()
+    opened.close()
+    assert not tracing.active
