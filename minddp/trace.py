@@ -296,8 +296,8 @@ _open: Trace | None = None
 def trace(path: str | os.PathLike[str], *, steps: int = _DEFAULT_STEPS) -> Trace:
     """Records a timeline of every rank while the ``with`` block runs; rank 0 writes it to ``path``.
 
-    Open it on every rank, with the same file name. Each synchronized step of each wrapped module shows forward, the arrival of each
-    gradient, packing, collectives, unpacking and waits.
+    Open it on every rank, with the same file name. Each synchronized step of each wrapped module shows
+    forward, the arrival of each gradient, packing, collectives, unpacking and waits.
 
     Args:
         path: the file to write, Chrome's trace event JSON, replaced if it exists.
