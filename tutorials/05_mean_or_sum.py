@@ -1,0 +1,266 @@
+"""05. Mean or sum? What the averaged gradient is the gradient of, and where the division happens.
+
+    python tutorials/05_mean_or_sum.py
+
+DistributedDataParallel averages gradients over M ranks. Whether that is the gradient you want depends on the
+loss. Below, g is the gradient of one process that holds the whole batch, and every "= g" is
+checked, to rounding.
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import minddp
+from minddp.testing import run_ranks
+
+RANKS = 4
+ROWS = 16
+EQUAL, UNEVEN = (4, 4, 4, 4), (1, 2, 4, 9)  # how the 16 rows are shared out
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1))
+    return x, x.exp().sum(1, keepdim=True)
+
+
+def gradient(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+
+
+def whole_batch_gradient(loss_reduction: str) -> Tensor:
+    model, (x, target) = make_model(), make_batch()
+    F.mse_loss(model(x), target, reduction=loss_reduction).backward()
+    return gradient(model)
+
+
+# ------------------------------------------------------------------------------------ mean and sum
+
+
+def ddp_gradients(rank: int, world_size: int) -> dict[str, Tensor]:
+    """The gradients that every rank ends with, by what was done; and this rank's own, before averaging."""
+    x, target = make_batch()
+
+    def run(shares: tuple[int, ...], loss_reduction: str, reduction: str) -> Tensor:
+        net = minddp.DistributedDataParallel(make_model(), reduction=reduction)
+        mine, wanted = x.split(shares)[rank], target.split(shares)[rank]
+        if reduction == "weighted":
+            net.add_weight(len(mine))
+        F.mse_loss(net(mine), wanted, reduction=loss_reduction).backward()
+        return gradient(net)
+
+    def accumulated() -> Tensor:
+        """As the uneven weighted step, in two micro-batches; only the last one communicates."""
+        net = minddp.DistributedDataParallel(make_model(), reduction="weighted")
+        mine, wanted = x.split(UNEVEN)[rank], target.split(UNEVEN)[rank]
+        first = slice(0, len(mine) // 3)  # no rows at all on ranks 0 and 1
+        second = slice(len(mine) // 3, None)
+        with net.no_sync():
+            net.add_weight(len(mine[first]))
+            F.mse_loss(net(mine[first]), wanted[first], reduction="sum").backward()
+        net.add_weight(len(mine[second]))
+        F.mse_loss(net(mine[second]), wanted[second], reduction="sum").backward()
+        return gradient(net)
+
+    own = make_model()
+    F.mse_loss(own(x.split(EQUAL)[rank]), target.split(EQUAL)[rank], reduction="sum").backward()
+    return {
+        "mean, averaged": run(EQUAL, "mean", "mean"),
+        "sum, own": gradient(own),
+        "sum, averaged": run(EQUAL, "sum", "mean"),
+        "sum, summed": run(EQUAL, "sum", "sum"),
+        "uneven, averaged": run(UNEVEN, "mean", "mean"),
+        "uneven, weighted": run(UNEVEN, "sum", "weighted"),
+        "uneven, weighted, accumulated": accumulated(),
+    }
+
+
+def equal_up_to_rounding(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
+
+
+def mean_and_sum() -> dict[str, Tensor]:
+    ranks = run_ranks(ddp_gradients, RANKS)
+    found = ranks[0]
+    mean, total = whole_batch_gradient("mean"), whole_batch_gradient("sum")
+    assert all(torch.equal(rank[name], found[name]) for rank in ranks for name in found if name != "sum, own")
+
+    print(
+        f"1. One process with {ROWS} rows, and {RANKS} ranks with {ROWS // RANKS} each (norms of gradients)"
+    )
+    averaged = found["mean, averaged"]
+    print(f"   mean loss: one process {mean.norm():8.3f}   averaged {averaged.norm():8.3f}   = g")
+    assert equal_up_to_rounding(averaged, mean)
+
+    averaged, summed = found["sum, averaged"], found["sum, summed"]
+    print(f"   sum loss:  one process {total.norm():8.3f}   averaged {averaged.norm():8.3f}   = g / {RANKS}")
+    print("              the ranks' own, before: " + ", ".join(f"{r['sum, own'].norm():.3f}" for r in ranks))
+    print(f'              reduction="sum":     summed {summed.norm():8.3f}   = g\n')
+    assert equal_up_to_rounding(averaged, total / RANKS)
+    assert equal_up_to_rounding(summed, total)
+    return found
+
+
+# --------------------------------------------------------------------------------- where to divide
+
+LARGE, SMALL = 30_000.0, 2.0**-23  # float16 ends at 65,504 and 2^-24
+
+
+def half_gradient(rank: int, world_size: int) -> dict[str, list[float]]:
+    """Every rank's float16 gradient is (LARGE, SMALL), so the mean is as well."""
+    slope = torch.tensor([LARGE, SMALL], dtype=torch.float16)
+    ways = {
+        "all of it before the sum (default)": {},
+        "all of it after the sum": {"predivide_factor": 1.0},
+        "half before, half after": {"predivide_factor": float(world_size**0.5)},
+        "reduce_dtype=torch.float32": {"reduce_dtype": torch.float32},
+    }
+    found = {}
+    for name, options in ways.items():
+        layer = nn.Linear(2, 1, bias=False, dtype=torch.float16)
+        net = minddp.DistributedDataParallel(layer, **options)
+        net(slope).sum().backward()
+        found[name] = layer.weight.grad.reshape(-1).tolist()
+    return found
+
+
+def reductions(rank: int, world_size: int) -> dict[str, float]:
+    results = {}
+    for name in ("SUM", "PRODUCT", "MIN", "MAX"):
+        value = torch.tensor([rank + 1.0])
+        dist.all_reduce(value, getattr(dist.ReduceOp, name))
+        results[name] = value.item()
+    return results
+
+
+def uneven_shares(found: dict[str, Tensor]) -> None:
+    mean = whole_batch_gradient("mean")
+    print(f"2. Uneven shares, {UNEVEN} rows; mean loss over all {ROWS}: {mean.norm():.3f}")
+    averaged = found["uneven, averaged"]
+    off = ((averaged - mean).norm() / mean.norm()).item()
+    print(
+        f"   average of the ranks' means {averaged.norm():8.3f}   off by {off:.0%}: rank 0's only row counts"
+    )
+    print(
+        f'   much as rank {RANKS - 1}\'s {UNEVEN[-1]}. Losses summed, add_weight(rows), reduction="weighted":'
+    )
+    assert off > 0.05
+    for name, label in (("uneven, weighted", "one step"), ("uneven, weighted, accumulated", "accumulated")):
+        difference = (found[name] - mean).abs().max().item()
+        print(f"   {label:27} {found[name].norm():8.3f}   = g, largest difference {difference:.0e}")
+        assert equal_up_to_rounding(found[name], mean)
+    print()
+
+
+def where_to_divide() -> None:
+    print("3. Allreduce adds; the mean is a sum and a division")
+    results = run_ranks(reductions, RANKS)[0]
+    print(f"   of 1, 2, 3, 4: {', '.join(f'{name} {value:g}' for name, value in results.items())}")
+    assert results == {"SUM": 10, "PRODUCT": 24, "MIN": 1, "MAX": 4}
+
+    print(
+        f"   A float16 gradient ({LARGE:,.0f}, {SMALL:.2e}) on each of {RANKS} ranks: the mean is the same."
+    )
+    print(f"   What arrives when the division by {RANKS} is done")
+    found = run_ranks(half_gradient, RANKS)[0]
+    for name, (large, small) in found.items():
+        print(f"      {name:36} {large:9,.0f}  {small:.2e}   {verdict(large, small)}")
+    assert [verdict(*values) for values in found.values()] == ["lost", "overflow", "right", "right"]
+    print()
+
+
+def verdict(large: float, small: float) -> str:
+    if large == float("inf"):
+        return "overflow"
+    return "right" if (large, small) == (LARGE, SMALL) else "lost"
+
+
+def passes_over_memory() -> None:
+    print("4. What a division costs in passes over the gradients (copying into the bucket is one already)")
+    gradients, bucket = torch.randn(1 << 23), torch.empty(1 << 23)
+
+    def separately() -> None:
+        bucket.copy_(gradients)
+        bucket.div_(RANKS)
+
+    def while_copying() -> None:
+        torch.mul(gradients, 1 / RANKS, out=bucket)
+
+    def median(step) -> float:
+        times = []
+        for _ in range(15):
+            begin = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - begin)
+        return sorted(times)[7] * 1e3
+
+    separately()
+    apart = bucket.clone()
+    while_copying()
+    assert torch.equal(apart, bucket)
+    print(f"   copy, then divide: 2 passes, {median(separately):6.1f} ms for 32 MiB")
+    print(f"   copy and divide:   1 pass,   {median(while_copying):6.1f} ms (so does minddp's reducer)")
+    print("   in the collective: no pass of its own (AVG, where the engine has it, as NCCL)\n")
+
+
+# ------------------------------------------------------------------------ batch size and learning rate
+
+
+def sgd(rank: int, world_size: int, rate: float, steps: int, rows: int) -> Tensor:
+    """The weights after ``steps`` steps with ``rows`` rows on each rank, cycling through the batch."""
+    net = minddp.DistributedDataParallel(make_model())
+    x, target = make_batch()
+    for step in range(steps):
+        begin = (step * world_size + rank) * rows % ROWS
+        net.zero_grad()
+        F.mse_loss(net(x[begin : begin + rows]), target[begin : begin + rows]).backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= rate * parameter.grad
+    return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+
+
+def sgd_alone(rate: float, steps: int, rows: int) -> Tensor:
+    model, (x, target) = make_model(), make_batch()
+    for step in range(steps):
+        begin = step * rows % ROWS
+        model.zero_grad()
+        F.mse_loss(model(x[begin : begin + rows]), target[begin : begin + rows]).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= rate * parameter.grad
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def equivalence() -> None:
+    print("5. What keeps training equivalent")
+    together, alone = run_ranks(sgd, RANKS, 0.01, 8, 4)[0], sgd_alone(0.01, 8, 16)
+    difference = (together - alone).abs().max().item()
+    print(
+        f"   {RANKS} ranks x 4 rows beside one process x 16, 8 steps: the same weights, to {difference:.0e}"
+    )
+    assert difference < 1e-5
+
+    print(f"   1 step with {RANKS} times the rows, at {RANKS} times the rate, beside {RANKS} small steps:")
+    gaps = []
+    for rate in (0.002, 0.001, 0.0005):
+        small, large = sgd_alone(rate, RANKS, 4), run_ranks(sgd, RANKS, RANKS * rate, 1, 4)[0]
+        gaps.append((small - large).norm().item())
+        print(f"      rate {rate:<7} distance of the weights {gaps[-1]:.2e}")
+    assert all(3.3 < gaps[i] / gaps[i + 1] < 4.7 for i in range(2))
+    print("   Half the rate, a quarter of the distance: scaling the rate is right to first order only.")
+
+
+if __name__ == "__main__":
+    uneven_shares(mean_and_sum())
+    where_to_divide()
+    passes_over_memory()
+    equivalence()
