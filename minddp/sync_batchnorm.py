@@ -4,8 +4,8 @@ Overview
     :class:`SyncBatchNorm` replaces ``BatchNorm1d/2d/3d`` (and ``torch.nn.SyncBatchNorm``);
     :func:`convert_sync_batchnorm` does so for a whole model. Two implementations compute the same:
 
-    * :func:`batch_norm_reference`, a few lines of plain autograd over a differentiable sum. Read this
-      one; it is also what a double backward runs.
+    * :func:`batch_norm_reference`, a few lines of plain autograd over ``minddp.functional.all_reduce``.
+      Read this one; it is also what a double backward runs.
     * ``_FastBatchNorm``, a hand-written forward and backward: one collective and two passes over the
       input going forward, one collective and four passes going back.
 
@@ -33,6 +33,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
+
+from minddp import ordering
+from minddp.functional import all_reduce
+from minddp.functional.agreement import all_gather_ints
 
 __all__ = ["SyncBatchNorm", "batch_norm_reference", "convert_sync_batchnorm"]
 
@@ -65,21 +69,6 @@ def _reduced_dims(x: Tensor) -> list[int]:
 # ---------------------------------------------------------------------------- the readable reference
 
 
-class _SumOverRanks(Function):
-    """The sum over ranks; each rank has its own loss, so gradients are summed over ranks as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _SumOverRanks.apply(grads[0], ctx.group), None
-
-
 def batch_norm_reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any
 ) -> tuple[Tensor, GroupStatistics]:
@@ -99,11 +88,11 @@ def batch_norm_reference(
     dtype = _statistics_dtype(x.dtype)
     wide, dims = x.to(dtype), _reduced_dims(x)
     local_count = x.new_tensor(x.numel() // x.shape[1], dtype=dtype)
-    first = _SumOverRanks.apply(torch.cat([wide.sum(dims), local_count.view(1)]), group)
+    first = all_reduce(torch.cat([wide.sum(dims), local_count.view(1)]), "sum", group)
     count = first[-1].detach()
     mean = first[:-1] / count.clamp(min=1)
     centered = wide - _per_channel(mean, x.dim())
-    var = _SumOverRanks.apply(centered.square().sum(dims), group) / count.clamp(min=1)
+    var = all_reduce(centered.square().sum(dims), "sum", group) / count.clamp(min=1)
     y = centered * _per_channel(torch.rsqrt(var + eps), x.dim())
     if weight is not None:
         y = y * _per_channel(weight.to(dtype), x.dim())
@@ -147,7 +136,9 @@ def _gather_statistics(x: Tensor, group: Any) -> GroupStatistics:
     """One collective: every rank receives every rank's statistics and merges them in rank order."""
     local = _local_statistics(x)
     packed = local.new_empty(dist.get_world_size(group), local.numel())
-    dist.all_gather(list(packed.unbind(0)), local, group=group)
+    ordering.record(group, f"SyncBatchNorm: statistics, {local.numel()} of {local.dtype}")
+    work = dist.all_gather(list(packed.unbind(0)), local, group=group, async_op=True)
+    ordering.wait(work, group)
     return _merge(packed)
 
 
@@ -155,9 +146,7 @@ def _scale(weight: Tensor | None, stats: GroupStatistics) -> Tensor:
     return torch.ones_like(stats.mean) if weight is None else weight.to(stats.mean.dtype)
 
 
-def _local_gradient_sums(
-    grad: Tensor, x: Tensor, stats: GroupStatistics, eps: float
-) -> tuple[Tensor, Tensor]:
+def _local_gradient_sums(grad: Tensor, x: Tensor, stats: GroupStatistics, eps: float) -> tuple[Tensor, Tensor]:
     """(sum of grad, sum of grad * normalized x) per channel: this rank's bias and weight gradients."""
     if x.numel() == 0:
         return torch.zeros_like(stats.mean), torch.zeros_like(stats.mean)
@@ -218,7 +207,8 @@ class _FastBatchNorm(Function):
         if ctx.needs_input_grad[0]:
             scale = _scale(weight, stats)
             sums = torch.stack([grad_bias, grad_weight]) * scale
-            dist.all_reduce(sums, group=ctx.group)
+            ordering.record(ctx.group, f"SyncBatchNorm: gradients, {sums.numel()} of {sums.dtype}")
+            ordering.wait(dist.all_reduce(sums, group=ctx.group, async_op=True), ctx.group)
             grad_x = _input_gradient(grad, x, scale, stats, ctx.eps, sums)
         return (
             grad_x,
@@ -257,10 +247,8 @@ def _compare_once(module: SyncBatchNorm, x: Tensor, group: Any) -> None:
     seen = _compared.get(module)
     if seen is not None and seen() is group:
         return
-    mine = torch.tensor([x.shape[1], _statistics_dtype(x.dtype).itemsize], device=x.device)
-    everyone = mine.new_empty(dist.get_world_size(group), 2)
-    dist.all_gather(list(everyone.unbind(0)), mine, group=group)
-    rows = everyone.tolist()
+    ordering.record(group, "SyncBatchNorm: comparing channels")
+    rows = all_gather_ints([x.shape[1], _statistics_dtype(x.dtype).itemsize], group)
     if any(row != rows[0] for row in rows):
         told = ", ".join(
             f"rank {rank}: {channels} channels, float{8 * width} statistics"
