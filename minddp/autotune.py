@@ -21,7 +21,6 @@ another order. Save the plan and pin it (``bucket_plan=``) where a restart must 
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 import warnings
@@ -393,36 +392,15 @@ class AutoTuner:
         return None
 
     def _agree(self, steps: Sequence[StepTimes]) -> TrialTimes:
-        """This trial's times over all ranks: the slowest step, the latest gradient and launch.
-
-        Ranks' clocks differ; each counts from the begin of its own backward. A collective ends
-        everywhere at about the same moment, which is the soonest in the time of the rank whose
-        backward began last: the rank that the others waited for.
-        """
-        local, order = BackwardProfile.from_steps(steps, self._nbytes)
-        ready = dict(zip(order, local.ready_seconds, strict=True))
-        collectives = _median_collectives(steps)
-        parts = [
-            [step.step_seconds for step in steps],
-            [ready[index] for index in range(len(order))],
-            [local.forward_seconds, local.backward_seconds, local.tail_seconds],
-            [launch for _, launch, _ in collectives],
-            [-done for _, _, done in collectives],
-        ]
-        step_seconds, latest, (forward, backward, tail), launches, ends = self._max_over_ranks(parts)
-        order = sorted(range(len(latest)), key=lambda index: latest[index])
-        in_order = [latest[index] for index in order]
-        profile = BackwardProfile(
-            in_order, [self._nbytes[index] for index in order], max(backward, in_order[-1]), forward, tail
-        )
-        agreed = zip((nbytes for nbytes, _, _ in collectives), launches, (-end for end in ends), strict=True)
-        return TrialTimes(step_seconds, profile, order, bursts(list(agreed)))
-
-    def _max_over_ranks(self, parts: list[list[float]]) -> list[list[float]]:
-        message = torch.tensor(list(itertools.chain(*parts)), dtype=torch.float64, device=self._device)
+        """This trial's times over all ranks."""
+        local = StepTimes.median(steps)
+        row = [*(step.step_seconds for step in steps), *local.row()]
+        message = torch.tensor(row, dtype=torch.float64, device=self._device)
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group)
-        pieces = message.cpu().split([len(part) for part in parts])
-        return [piece.tolist() for piece in pieces]
+        agreed = message.tolist()
+        times = local.with_row(agreed[len(steps) :])
+        profile, order = BackwardProfile.from_times(times, self._nbytes)
+        return TrialTimes(agreed[: len(steps)], profile, order, bursts(times.collectives))
 
     def _broadcast(self, move: _Move | None) -> _Move:
         box = [move]
@@ -466,12 +444,3 @@ class AutoTuner:
             },
         )
         return plan.for_parameters(self._names, self._shapes, self._dtypes, order)
-
-
-def _median_collectives(steps: Sequence[StepTimes]) -> list[tuple[int, float, float]]:
-    """Bytes, median launch and median end of each collective of a trial."""
-    columns = zip(*(step.collectives for step in steps), strict=True)
-    return [
-        (column[0][0], statistics.median(c[1] for c in column), statistics.median(c[2] for c in column))
-        for column in columns
-    ]

@@ -1,8 +1,8 @@
 """What a measured step tells the planner and the simulator: when gradients came, and what the rest took.
 
-:class:`StepTimes` reads one ``reducer.last_step()``; :class:`BackwardProfile` is the median of several,
-with gradients in ready order, and can be saved. All times are in seconds; ready times count from the
-moment backward began.
+A :class:`StepTimes` is one ``reducer.last_step()``, or the median of several, or the slowest of ranks;
+:class:`BackwardProfile` has the gradients in ready order, and can be saved. All times are in seconds;
+ready times count from the moment backward began.
 """
 
 from __future__ import annotations
@@ -64,20 +64,49 @@ class StepTimes:
             collectives=collectives,
         )
 
+    @classmethod
+    def median(cls, steps: Sequence[StepTimes]) -> StepTimes:
+        """The median of each number over steps of one rank with the same buckets."""
+        rows = (step.row() for step in steps)
+        return steps[0].with_row([statistics.median(column) for column in zip(*rows, strict=True)])
+
+    @classmethod
+    def slowest(cls, ranks: Sequence[StepTimes]) -> StepTimes:
+        """One step of several ranks: the largest entry of each :meth:`row`."""
+        rows = (times.row() for times in ranks)
+        return ranks[0].with_row([max(column) for column in zip(*rows, strict=True)])
+
+    def row(self) -> list[float]:
+        """All times as numbers whose largest over ranks is that of the group.
+
+        Ranks' clocks differ; each counts from the begin of its own backward. What a rank does itself
+        counts where it is latest. A collective ends everywhere at about the same moment, which is the
+        *soonest* in the time of the rank whose backward began last, the one that the others waited
+        for: ends are negated.
+        """
+        parts = [self.forward_seconds, self.backward_seconds, self.step_seconds, self.tail_seconds]
+        launches = [launch for _, launch, _ in self.collectives]
+        return [*parts, *self.ready_seconds, *launches, *(-end for _, _, end in self.collectives)]
+
+    def with_row(self, row: Sequence[float]) -> StepTimes:
+        """These times with the numbers of ``row``, laid out as :meth:`row` does."""
+        ready, buckets = len(self.ready_seconds), len(self.collectives)
+        launches, ends = row[4 + ready : 4 + ready + buckets], row[4 + ready + buckets :]
+        collectives = [
+            (nbytes, launch, -end)
+            for (nbytes, _, _), launch, end in zip(self.collectives, launches, ends, strict=True)
+        ]
+        return StepTimes(row[0], row[1], row[2], row[3], list(row[4 : 4 + ready]), collectives)
+
     def stretched_to(self, step_seconds: float) -> StepTimes:
         """These times, taken while a device lagged behind the host, as parts of a step of this length.
 
         The parts keep their shares of the step; the collectives' times are not touched.
         """
         factor = step_seconds / self.step_seconds
-        return StepTimes(
-            self.forward_seconds * factor,
-            self.backward_seconds * factor,
-            step_seconds,
-            self.tail_seconds * factor,
-            [seconds * factor for seconds in self.ready_seconds],
-            self.collectives,
-        )
+        parts = 4 + len(self.ready_seconds)
+        row = self.row()
+        return self.with_row([*(value * factor for value in row[:parts]), *row[parts:]])
 
 
 @dataclass(frozen=True)
@@ -146,25 +175,21 @@ class BackwardProfile:
         return self.forward_seconds + self.backward_seconds + self.tail_seconds
 
     @classmethod
-    def from_steps(
-        cls, steps: Sequence[StepTimes], nbytes: Sequence[int]
-    ) -> tuple[BackwardProfile, list[int]]:
-        """The median of ``steps``, and the parameter index at each position of it.
+    def from_times(cls, times: StepTimes, nbytes: Sequence[int]) -> tuple[BackwardProfile, list[int]]:
+        """The backward of ``times``, and the parameter index at each position of it.
 
         Args:
-            steps: at least one, all of the same model.
+            times: of one step, or the median of several.
             nbytes: bytes of each gradient, by parameter index.
         """
-        ready = [statistics.median(times) for times in zip(*(s.ready_seconds for s in steps), strict=True)]
-        order = sorted(range(len(ready)), key=lambda index: ready[index])
-        in_order = [ready[index] for index in order]
-        backward = statistics.median(s.backward_seconds for s in steps)
+        order = sorted(range(len(nbytes)), key=lambda index: times.ready_seconds[index])
+        ready = [times.ready_seconds[index] for index in order]
         profile = cls(
-            in_order,
+            ready,
             [nbytes[index] for index in order],
-            max(backward, in_order[-1]),
-            statistics.median(s.forward_seconds for s in steps),
-            statistics.median(s.tail_seconds for s in steps),
+            max(times.backward_seconds, ready[-1]),
+            times.forward_seconds,
+            times.tail_seconds,
         )
         return profile, order
 

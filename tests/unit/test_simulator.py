@@ -170,6 +170,26 @@ def test_a_last_step_is_read_into_seconds():
     assert bursts(times.collectives) == [Burst(2, 12, pytest.approx(5e-6))]
 
 
+def test_times_of_several_steps_and_ranks_become_one():
+    times = StepTimes.from_last_step(last_step())
+    assert times.with_row(times.row()) == times
+    late = times.with_row([value + 1 for value in times.row()])
+    assert StepTimes.median([times, late, late]) == late
+    both = StepTimes.slowest([times, late])
+    assert both.ready_seconds == late.ready_seconds
+    assert both.step_seconds == late.step_seconds
+    # The late rank counts the collectives' ends from a later origin, so they come sooner in its time.
+    assert [end for _, _, end in both.collectives] == pytest.approx([-1 + 4.1e-6, -1 + 6.1e-6])
+
+
+def test_stretching_keeps_the_shares_of_a_step():
+    times = StepTimes.from_last_step(last_step())
+    twice = times.stretched_to(2 * times.step_seconds)
+    assert twice.step_seconds == pytest.approx(17e-6)
+    assert twice.ready_seconds == pytest.approx([4e-6, 6e-6, 2e-6])
+    assert twice.collectives == times.collectives
+
+
 def test_bursts_are_what_ran_without_a_pause():
     assert bursts([(1, 0.0, 2.0), (2, 3.0, 4.0), (4, 3.5, 6.0), (8, 5.0, 5.5), (16, 6.0, 9.0)]) == [
         Burst(1, 1, 2.0),
@@ -180,8 +200,8 @@ def test_bursts_are_what_ran_without_a_pause():
     assert bursts([]) == []
 
 
-def test_a_profile_is_the_median_of_steps_in_ready_order(tmp_path):
-    profile, order = BackwardProfile.from_steps([StepTimes.from_last_step(last_step())] * 3, [10, 20, 30])
+def test_a_profile_has_the_gradients_in_ready_order(tmp_path):
+    profile, order = BackwardProfile.from_times(StepTimes.from_last_step(last_step()), [10, 20, 30])
     assert order == [2, 0, 1]
     assert profile.nbytes == [30, 10, 20]
     assert profile.ready_seconds == pytest.approx([1e-6, 2e-6, 3e-6])
