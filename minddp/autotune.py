@@ -4,7 +4,8 @@ Overview
     A trial is a choice of buckets, run for a few iterations. Rank 0 holds the :class:`PlanSearch`,
     which asks for trials and learns their times; :class:`AutoTuner` carries them out on every rank.
 
-        the default buckets, then uniform caps      (their collectives show what an allreduce costs)
+        a few allreduces of growing size            (what one costs, refined by the trials' own)
+        the default buckets, then uniform caps
         the plan for the times measured so far      (minddp.planner; again until it settles)
         laps among the best so far                  (a loser by more than noise drops out; the
                                                      default stays in, as what must be beaten)
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .backward_profile import BackwardProfile, Burst, StepTimes, bursts
-from .collective_cost import Cost, LinearCost, fit_cost, fit_linear
+from .collective_cost import LinearCost, fit_linear, measure_allreduce
 from .planner import BucketPlan, capped_buckets, optimal_plan
 from .simulator import SimulatedStep, simulate_step
 
@@ -140,7 +141,7 @@ class PlanSearch:
         kinds: what may not share a bucket, by parameter index.
         default: the buckets to start from and to beat.
         settings: how far to search.
-        cost: what an allreduce costs; None to learn it from the trials' own collectives.
+        samples: allreduces measured alone; the trials' own collectives are added to them.
     """
 
     def __init__(
@@ -149,15 +150,14 @@ class PlanSearch:
         kinds: Sequence[Hashable],
         default: Buckets,
         settings: TunerSettings,
-        cost: Cost | None = None,
+        samples: Sequence[Burst] = (),
     ):
         self.nbytes = list(nbytes)
         self.kinds = list(kinds)
         self.settings = settings
         self.default = Trial("default", default)
         self.trials: list[Trial] = []
-        self._cost = cost
-        self._bursts: list[Burst] = []
+        self._bursts = list(samples)
 
     def run(self) -> Generator[Trial, TrialTimes, Trial]:
         """The trials, in the order of this module's text."""
@@ -174,10 +174,8 @@ class PlanSearch:
         return self._winner()
 
     @property
-    def cost(self) -> Cost:
-        """What an allreduce costs, as far as the trials' collectives showed it."""
-        if self._cost is not None:
-            return self._cost
+    def cost(self) -> LinearCost:
+        """What an allreduce costs, as far as was seen."""
         seen = self._bursts
         if not seen:
             return LinearCost(0.0, 0.0)
@@ -335,7 +333,7 @@ class AutoTuner:
         self._forward_begin_ns = 0
         self._skip = -1  # not begun
         self._steps: list[StepTimes] = []
-        self._knows_cost = False
+        self._samples: list[Burst] | None = None
         self._search: PlanSearch | None = None
         self._run: Generator[Trial, TrialTimes, Trial] | None = None
 
@@ -372,8 +370,9 @@ class AutoTuner:
         times = self._agree(self._steps)
         self._steps = []
         self._skip = self.settings.settle_iterations
-        cost = self._measured_cost(times)
-        move = self._broadcast(self._next_move(times, cost) if self._decides() else None)
+        if self._samples is None:
+            self._samples = self._measure_alone()
+        move = self._broadcast(self._next_move(times) if self._decides() else None)
         if move.failure is not None and self._decides():
             warnings.warn(f'bucket_cap_mb="auto" gave up and keeps the buckets: {move.failure}', stacklevel=4)
         if move.buckets != self._reducer.buckets():
@@ -384,12 +383,13 @@ class AutoTuner:
     def _decides(self) -> bool:
         return dist.get_rank(self._group) == 0
 
-    def _measured_cost(self, times: TrialTimes) -> Cost | None:
-        """An allreduce's cost, measured once if the reducer's own collectives cannot be timed (CUDA)."""
-        first, self._knows_cost = not self._knows_cost, True
-        if first and not times.bursts:
-            return fit_cost(self._group, device=self._device)
-        return None
+    def _measure_alone(self) -> list[Burst]:
+        """Allreduces with nothing beside them: the small ones show the latency, which buckets hide."""
+        largest = min(sum(self._nbytes), 4 * MIB)
+        sizes, seconds = measure_allreduce(
+            self._group, max_nbytes=largest, device=self._device, budget_seconds=1.0
+        )
+        return [Burst(1, nbytes, t) for nbytes, t in zip(sizes, seconds, strict=True)]
 
     def _agree(self, steps: Sequence[StepTimes]) -> TrialTimes:
         """This trial's times over all ranks."""
@@ -408,12 +408,12 @@ class AutoTuner:
         assert box[0] is not None
         return box[0]
 
-    def _next_move(self, times: TrialTimes, cost: Cost | None) -> _Move:
+    def _next_move(self, times: TrialTimes) -> _Move:
         """Rank 0's choice. Whatever goes wrong in it, the other ranks must hear of it and not hang."""
         try:
             if self._run is None:
                 self._search = PlanSearch(
-                    self._nbytes, self._kinds, self._reducer.buckets(), self.settings, cost
+                    self._nbytes, self._kinds, self._reducer.buckets(), self.settings, self._samples or ()
                 )
                 self._run = self._search.run()
                 next(self._run)

@@ -74,10 +74,10 @@ class Ring:
 class Tree:
     """A double binary tree of depth d = ceil(log2 p), reduced up and broadcast down in k pieces.
 
-    Each rank is inner node of one tree and leaf of the other, and sends 2M bytes in all (Sanders,
-    Speck, Traeff 2009; NCCL's tree). With pieces of M/k a piece's step takes alpha + 2 beta M/k, and
-    2d - 1 + k steps bring the last piece down: T = (2d - 1 + k)(alpha + 2 beta M/k), least at
-    k = sqrt(2 beta M (2d - 1)/alpha). T is the least over whole k.
+    Each rank is inner node of one tree and leaf of the other, and sends W = 2 (p - 1)/p M bytes in all
+    (Sanders, Speck, Traeff 2009; NCCL's tree). With M cut into k pieces a piece's step takes
+    alpha + beta W/k, and 2d - 1 + k steps bring the last piece down: T = (2d - 1 + k)(alpha + beta W/k),
+    least at k = sqrt(beta W (2d - 1)/alpha). T is the least over whole k.
     """
 
     hop: LinearCost
@@ -91,7 +91,7 @@ class Tree:
         alpha, beta = self.hop.latency_seconds, self.hop.seconds_per_byte
 
         def seconds(nbytes: int) -> float:
-            wire = 2 * beta * nbytes
+            wire = 2 * (ranks - 1) / ranks * beta * nbytes
             if alpha == 0:
                 return wire
             best = math.sqrt(wire * fill / alpha)

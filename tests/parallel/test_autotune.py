@@ -134,7 +134,7 @@ def test_a_failure_of_rank_0s_search_ends_the_tuning_on_every_rank():
 
 
 def tune_without_completion_times(rank, world_size):
-    """As on CUDA: nobody saw when collectives ended, so the group's cost is measured."""
+    """As on CUDA: nobody sees when the reducer's collectives end."""
     reducer, tuner = make(rank)
     shown = reducer.last_step
 
@@ -149,7 +149,7 @@ def tune_without_completion_times(rank, world_size):
     return tuner.settled, reducer.buckets(), tuner.plan.notes["allreduce"]
 
 
-def test_the_groups_cost_is_measured_where_collectives_cannot_be_timed():
+def test_a_plan_is_made_where_collectives_cannot_be_timed():
     results = run_ranks(tune_without_completion_times, 2)
     assert results[0] == results[1]
     assert results[0][0]

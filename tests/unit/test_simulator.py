@@ -57,9 +57,8 @@ def test_a_ring_is_recovered_from_what_it_measures():
 @pytest.mark.parametrize("nbytes", [0, 4, 10_000, 1 << 24])
 def test_tree_uses_the_best_number_of_pieces(nbytes):
     ranks, fill = 16, 7
-    times = [
-        (fill + k) * (HOP.latency_seconds + 2 * HOP.seconds_per_byte * nbytes / k) for k in range(1, 5000)
-    ]
+    wire = 2 * 15 / 16 * HOP.seconds_per_byte * nbytes
+    times = [(fill + k) * (HOP.latency_seconds + wire / k) for k in range(1, 5000)]
     assert Tree(HOP).cost(ranks)(nbytes) == pytest.approx(min(times))
 
 
