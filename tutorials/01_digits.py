@@ -65,9 +65,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     labels = torch.tensor(data.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     held_out, training = order[:HELD_OUT], order[HELD_OUT:]
-    return TensorDataset(images[training], labels[training]), TensorDataset(
-        images[held_out], labels[held_out]
-    )
+    return TensorDataset(images[training], labels[training]), TensorDataset(images[held_out], labels[held_out])
 
 
 def digest(model: nn.Module) -> str:
@@ -81,9 +79,7 @@ def digest(model: nn.Module) -> str:
 class Run:
     """One training run: a net, its wrapper, an optimizer, and a loader over this rank's part."""
 
-    def __init__(
-        self, training: TensorDataset, torch_ddp: bool, epochs: int, seed: int, resume: Path | None = None
-    ):
+    def __init__(self, training: TensorDataset, torch_ddp: bool, epochs: int, seed: int, resume: Path | None = None):
         torch.manual_seed(seed)
         model = DigitNet()
         # Every rank loads rank 0's file. (Where only rank 0 has it, loading the model there is enough, since
@@ -184,9 +180,7 @@ def main() -> None:
     parser.add_argument("--torch-ddp", action="store_true", help="use PyTorch's DistributedDataParallel")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
-    parser.add_argument(
-        "--folder", type=Path, default=Path(__file__).parent / "output", help="for checkpoints"
-    )
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "output", help="for checkpoints")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun --nproc-per-node 2 tutorials/01_digits.py")
@@ -209,9 +203,7 @@ def demonstrate(arguments: argparse.Namespace) -> None:
     run = Run(training, arguments.torch_ddp, arguments.epochs, seed=rank, resume=arguments.resume)
     count = sum(parameter.numel() for parameter in run.ddp.parameters())
     name = "PyTorch's" if arguments.torch_ddp else "minddp's"
-    console.print(
-        f"{name} DistributedDataParallel: {world_size} ranks, {count:,} parameters, {BATCH} images each"
-    )
+    console.print(f"{name} DistributedDataParallel: {world_size} ranks, {count:,} parameters, {BATCH} images each")
 
     difference, size = gradient_difference(run, training)
     console.print(

@@ -103,9 +103,7 @@ def killed_and_resumed(folder: Path) -> None:
         raise AssertionError("the run was to be killed")
     resumed = run_ranks(train, 2, broken, None)[0]
     assert resumed["start"] == 2
-    same = [
-        name for name in unbroken["model"] if torch.equal(unbroken["model"][name], resumed["model"][name])
-    ]
+    same = [name for name in unbroken["model"] if torch.equal(unbroken["model"][name], resumed["model"][name])]
     print(f"  started again, it goes on after epoch {resumed['start']} and ends at the same bits: "
           f"{len(same)} of {len(unbroken['model'])} tensors are equal\n")  # fmt: skip
     assert len(same) == len(unbroken["model"])
@@ -178,9 +176,7 @@ def who_loads(path: Path) -> None:
     differences = run_ranks(ways_to_load, 2, path)[0]
     print("Who loads, and the largest difference between the ranks' weights one step later:")
     for way, difference in zip(ways, differences, strict=True):
-        print(
-            f"  {way:60} {difference:.1e}   {'the same bits' if difference == 0 else 'the ranks drift apart'}"
-        )
+        print(f"  {way:60} {difference:.1e}   {'the same bits' if difference == 0 else 'the ranks drift apart'}")
     assert [difference == 0 for difference in differences] == [True, True, False, False]
 
 

@@ -140,12 +140,8 @@ def batch_norm() -> None:
     outcome = {}
     for name, synchronized in (("BatchNorm", False), ("SyncBatchNorm", True)):
         results = run_ranks(one_kind_each, 3, synchronized)
-        means = ", ".join(
-            f"{kind} {result['mean']:+.2f}" for kind, result in zip(KINDS, results, strict=True)
-        )
-        print(
-            f"   {name:14} brightness after the norm: {means};   loss after 40 steps {results[0]['loss']:.3f}"
-        )
+        means = ", ".join(f"{kind} {result['mean']:+.2f}" for kind, result in zip(KINDS, results, strict=True))
+        print(f"   {name:14} brightness after the norm: {means};   loss after 40 steps {results[0]['loss']:.3f}")
         outcome[name] = results
     print(f"   BatchNorm on one kind subtracts what sets the kind apart: no better than guessing, "
           f"ln 3 = {math.log(3):.3f}")  # fmt: skip

@@ -93,9 +93,7 @@ def mean_and_sum() -> dict[str, Tensor]:
     mean, total = whole_batch_gradient("mean"), whole_batch_gradient("sum")
     assert all(torch.equal(rank[name], found[name]) for rank in ranks for name in found if name != "sum, own")
 
-    print(
-        f"1. One process with {ROWS} rows, and {RANKS} ranks with {ROWS // RANKS} each (norms of gradients)"
-    )
+    print(f"1. One process with {ROWS} rows, and {RANKS} ranks with {ROWS // RANKS} each (norms of gradients)")
     averaged = found["mean, averaged"]
     print(f"   mean loss: one process {mean.norm():8.3f}   averaged {averaged.norm():8.3f}   = g")
     assert equal_up_to_rounding(averaged, mean)
@@ -146,12 +144,8 @@ def uneven_shares(found: dict[str, Tensor]) -> None:
     print(f"2. Uneven shares, {UNEVEN} rows; mean loss over all {ROWS}: {mean.norm():.3f}")
     averaged = found["uneven, averaged"]
     off = ((averaged - mean).norm() / mean.norm()).item()
-    print(
-        f"   average of the ranks' means {averaged.norm():8.3f}   off by {off:.0%}: rank 0's only row counts"
-    )
-    print(
-        f'   much as rank {RANKS - 1}\'s {UNEVEN[-1]}. Losses summed, add_weight(rows), reduction="weighted":'
-    )
+    print(f"   average of the ranks' means {averaged.norm():8.3f}   off by {off:.0%}: rank 0's only row counts")
+    print(f'   much as rank {RANKS - 1}\'s {UNEVEN[-1]}. Losses summed, add_weight(rows), reduction="weighted":')
     assert off > 0.05
     for name, label in (("uneven, weighted", "one step"), ("uneven, weighted, accumulated", "accumulated")):
         difference = (found[name] - mean).abs().max().item()
@@ -166,9 +160,7 @@ def where_to_divide() -> None:
     print(f"   of 1, 2, 3, 4: {', '.join(f'{name} {value:g}' for name, value in results.items())}")
     assert results == {"SUM": 10, "PRODUCT": 24, "MIN": 1, "MAX": 4}
 
-    print(
-        f"   A float16 gradient ({LARGE:,.0f}, {SMALL:.2e}) on each of {RANKS} ranks: the mean is the same."
-    )
+    print(f"   A float16 gradient ({LARGE:,.0f}, {SMALL:.2e}) on each of {RANKS} ranks: the mean is the same.")
     print(f"   What arrives when the division by {RANKS} is done")
     found = run_ranks(half_gradient, RANKS)[0]
     for name, (large, small) in found.items():
@@ -244,9 +236,7 @@ def equivalence() -> None:
     print("5. What keeps training equivalent")
     together, alone = run_ranks(sgd, RANKS, 0.01, 8, 4)[0], sgd_alone(0.01, 8, 16)
     difference = (together - alone).abs().max().item()
-    print(
-        f"   {RANKS} ranks x 4 rows beside one process x 16, 8 steps: the same weights, to {difference:.0e}"
-    )
+    print(f"   {RANKS} ranks x 4 rows beside one process x 16, 8 steps: the same weights, to {difference:.0e}")
     assert difference < 1e-5
 
     print(f"   1 step with {RANKS} times the rows, at {RANKS} times the rate, beside {RANKS} small steps:")

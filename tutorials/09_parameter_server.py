@@ -137,9 +137,7 @@ def socket_bytes() -> tuple[int, int]:
 def train(rank: int, world_size: int, way: str) -> dict:
     """STEPS steps of plain SGD on this rank's share of the data."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(32, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
-    )
+    model = nn.Sequential(nn.Linear(32, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
     step = {"server": server_step, "ring": ring_step, "ddp": ddp_step}[way]
     net = minddp.DistributedDataParallel(model) if way == "ddp" else model
     data = torch.randn(STEPS, world_size, 8, 32)
@@ -192,9 +190,7 @@ def main() -> None:
         for result in (*server, *ring):
             for counted, measured in zip(result["counted"], result["measured"], strict=True):
                 assert counted <= measured < 1.05 * counted + 50_000, (counted, measured)
-    print(
-        "The server's link carries (M - 1) S each way (rank 0 works too): 3 times as much with 4 ranks as 2."
-    )
+    print("The server's link carries (M - 1) S each way (rank 0 works too): 3 times as much with 4 ranks as 2.")
     print("Each link of the ring carries 2 (M - 1) / M S: 1 S at 2 ranks, 1.5 S at 4, never more than 2 S.")
 
 

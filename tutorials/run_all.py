@@ -76,9 +76,7 @@ def main() -> int:
         begin = time.monotonic()
         passed, output = run_page(page)
         failed += not passed
-        print(
-            f"{'passed' if passed else 'FAILED'}  {page.name}  {time.monotonic() - begin:.1f} s", flush=True
-        )
+        print(f"{'passed' if passed else 'FAILED'}  {page.name}  {time.monotonic() - begin:.1f} s", flush=True)
         if arguments.verbose or not passed:
             print(output, flush=True)
     print(f"{len(pages) - failed} passed, {failed} failed")

@@ -1,0 +1,372 @@
+"""02. How data-parallel training works, from a loop over parameters to the reducer in C++.
+
+    python tutorials/02_how_ddp_works.py
+
+One copy of the model is broadcast, the data is dealt out, every rank computes alone, gradients are averaged,
+and every rank takes the same step. Since all start with the same weights and add the same averages, they stay
+equal without ever sending a weight again. All that a library has to do happens inside `loss.backward()`:
+
+    hook  ->  bucket  ->  launch  ->  wait  ->  averaged .grad
+
+Below it is built five times, each time a little more like the real one, and each time with the same bits.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+import minddp
+from minddp.testing import run_ranks
+from minddp.trace import step_times
+
+RANKS = 2
+
+# ------------------------------------------------------------------- 1. what is synchronized, and when
+
+
+def two_and_four(rank: int, world_size: int) -> dict[str, float]:
+    """One weight of 10; the loss's slope is +2 on rank 0 and +4 on rank 1."""
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, 10.0)
+    net = minddp.DistributedDataParallel(layer)
+    loss = net(torch.tensor([[2.0 + 2 * rank]])).sum()
+    before = layer.weight.grad
+    loss.backward()
+    gradient = layer.weight.grad.item()
+    torch.optim.SGD(net.parameters(), lr=1.0).step()
+    return {"loss": loss.item(), "before": before, "gradient": gradient, "weight": layer.weight.item()}
+
+
+def what_is_synchronized() -> None:
+    print("1. A weight of 10, slopes +2 on rank 0 and +4 on rank 1")
+    ranks = run_ranks(two_and_four, RANKS)
+    print(f"   the ranks' losses              {ranks[0]['loss']} and {ranks[1]['loss']}: their own, not averaged")
+    print(
+        f"   .grad after backward()         {ranks[0]['gradient']} and {ranks[1]['gradient']}: averaged in backward()"
+    )
+    print(f"   weight after a step of rate 1  {ranks[0]['weight']} and {ranks[1]['weight']}\n")
+    assert [rank["loss"] for rank in ranks] == [20.0, 40.0]
+    assert all((rank["before"], rank["gradient"], rank["weight"]) == (None, 3.0, 7.0) for rank in ranks)
+
+
+# ---------------------------------------------------------------------- 2. replicas left to themselves
+
+
+def distances(rank: int, world_size: int, synchronized: bool) -> list[float]:
+    """How far the two ranks' weights are apart, after 0, 1, 10 and 100 steps on different data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    net = minddp.DistributedDataParallel(model) if synchronized else model
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    torch.manual_seed(1 + rank)
+    found = []
+    for step in range(101):
+        if step in (0, 1, 10, 100):
+            mine = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+            other = mine.clone()
+            dist.broadcast(other, src=1)
+            found.append((mine - other).norm().item())
+        optimizer.zero_grad()
+        x = torch.randn(8, 4)
+        F.mse_loss(net(x), x.square().sum(1, keepdim=True)).backward()
+        optimizer.step()
+    return found
+
+
+def replicas_alone() -> None:
+    print("2. The same start, different data: distance between the ranks' weights after 0, 1, 10, 100 steps")
+    for synchronized in (False, True):
+        found = run_ranks(distances, RANKS, synchronized)[0]
+        label = "averaged gradients" if synchronized else "no communication"
+        print(f"   {label:20} " + "  ".join(f"{value:.4f}" for value in found))
+        assert (found[-1] == 0.0) if synchronized else (found[0] == 0.0 and 0 < found[1] < found[2])
+    print()
+
+
+# ----------------------------------------------------------------------------------- 3. the ladder
+
+
+class PerParameter:
+    """Rung 1: when backward has ended, one allreduce for each parameter."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        for parameter in self.model.parameters():
+            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad)
+
+
+class Flat(PerParameter):
+    """Rung 2: all gradients in one buffer. One latency instead of many, at the price of two copies."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        buffer = torch.cat([gradient.reshape(-1) for gradient in gradients]) / dist.get_world_size()
+        dist.all_reduce(buffer)
+        for gradient, part in zip(gradients, buffer.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+class Overlapped(PerParameter):
+    """Rung 3: a hook starts each parameter's allreduce as soon as its gradient is there.
+
+    Backward goes on with earlier layers meanwhile; what is not hidden is waited for at the end.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        self.works: list[dist.Work] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.launch)
+
+    def launch(self, parameter: Tensor) -> None:
+        parameter.grad /= dist.get_world_size()
+        self.works.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+
+class Bucket:
+    """Some parameters that share one buffer and one allreduce."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
+        self.parts = self.buffer.split([parameter.numel() for parameter in parameters])
+        self.pending = len(parameters)
+
+
+class Bucketed(PerParameter):
+    """Rung 4: the reducer, in Python. Both at once: few collectives, and they overlap backward.
+
+    Buckets are filled from the last layer to the first, the order in which gradients arrive. They are
+    launched in order even if a later one is ready first, since all ranks must call the same collectives
+    in the same order. Nothing is left to do after `loss.backward()`: a callback ends it.
+    """
+
+    def __init__(self, model: nn.Module, cap_bytes: int):
+        super().__init__(model)
+        self.buckets = [Bucket(parameters) for parameters in assign(model, cap_bytes)]
+        self.works: list[dist.Work] = []
+        for bucket in self.buckets:
+            for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
+                parameter.register_post_accumulate_grad_hook(self.hook(bucket, part))
+
+    def hook(self, bucket: Bucket, part: Tensor) -> Callable[[Tensor], None]:
+        def mark_ready(parameter: Tensor) -> None:
+            if all(b.pending == len(b.parameters) for b in self.buckets):  # the first gradient of this backward
+                Variable._execution_engine.queue_callback(self.finalize)
+            torch.div(parameter.grad.reshape(-1), dist.get_world_size(), out=part)
+            bucket.pending -= 1
+            self.launch_ready()
+
+        return mark_ready
+
+    def launch_ready(self) -> None:
+        while len(self.works) < len(self.buckets) and self.buckets[len(self.works)].pending == 0:
+            self.works.append(dist.all_reduce(self.buckets[len(self.works)].buffer, async_op=True))
+
+    def finalize(self) -> None:
+        for work, bucket in zip(self.works, self.buckets, strict=True):
+            work.wait()
+            for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
+                parameter.grad.copy_(part.view_as(parameter))
+            bucket.pending = len(bucket.parameters)
+        self.works.clear()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+def assign(model: nn.Module, cap_bytes: int) -> list[list[nn.Parameter]]:
+    """Parameters from last to first, a new bucket whenever the cap is reached."""
+    buckets: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for parameter in reversed(list(model.parameters())):
+        if size + parameter.nbytes > cap_bytes and buckets[-1]:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.nbytes
+    return buckets
+
+
+class Reducer(PerParameter):
+    """Rung 5: minddp. What it adds to rung 4: one pass in C++ packs a whole bucket; buckets follow the order of
+    arrival that was observed; unused, shared, sparse and mixed parameters; errors instead of hangs.
+    """
+
+    def __init__(self, model: nn.Module, cap_bytes: int):
+        super().__init__(minddp.DistributedDataParallel(model, bucket_cap_mb=cap_bytes / 2**20))
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class Local(PerParameter):
+    """No communication at all: what the rungs are timed beside."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+CAP_BYTES = 256 * 1024
+RUNGS = {
+    "backward alone (no averaging)": Local,
+    "1 per parameter, after backward": PerParameter,
+    "2 one flat buffer, after backward": Flat,
+    "3 per parameter, overlapped": Overlapped,
+    "4 buckets, overlapped, in Python": lambda model: Bucketed(model, CAP_BYTES),
+    "5 minddp.DistributedDataParallel": lambda model: Reducer(model, CAP_BYTES),
+}
+
+
+def deep_net() -> nn.Module:
+    """40 small parameters, 1.3 MB of gradients."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(20) for layer in (nn.Linear(128, 128), nn.Tanh())])
+
+
+def climb(rank: int, world_size: int, repeats: int) -> dict[str, tuple[float, Tensor]]:
+    """(seconds of the median step, gradients) of each rung; the rungs take turns, so all see the same noise."""
+    x, target = torch.randn(world_size, 16, 128)[rank], torch.randn(world_size, 16, 128)[rank]
+    rungs = {name: make(deep_net()) for name, make in RUNGS.items()}
+    times: dict[str, list[float]] = {name: [] for name in rungs}
+    for _ in range(repeats):
+        for name, rung in rungs.items():
+            rung.model.zero_grad()
+            dist.barrier()
+            begin = time.perf_counter()
+            rung.backward(F.mse_loss(rung.model(x), target))
+            times[name].append(time.perf_counter() - begin)
+    return {
+        name: (
+            sorted(times[name])[repeats // 2],
+            torch.cat([parameter.grad.reshape(-1) for parameter in rung.model.parameters()]),
+        )
+        for name, rung in rungs.items()
+    }
+
+
+def ladder() -> None:
+    parameters = list(deep_net().parameters())
+    size = sum(parameter.nbytes for parameter in parameters) / 1e6
+    print(
+        f"3. The ladder: {len(parameters)} parameters, {size:.1f} MB of gradients; forward + backward, median of 15"
+    )
+    ranks = run_ranks(climb, RANKS, 15)
+    alone = ranks[0]["backward alone (no averaging)"][0]
+    previous = None
+    for name, (seconds, gradient) in ranks[0].items():
+        print(f"   {name:36} {seconds * 1e3:6.2f} ms   {(seconds - alone) * 1e3:+6.2f} ms")
+        assert torch.equal(gradient, ranks[1][name][1]) != (name == "backward alone (no averaging)")
+        if previous is not None:
+            assert torch.equal(gradient, previous), f"{name} differs from the rung below"
+        previous = gradient if name != "backward alone (no averaging)" else None
+    own = [rank["backward alone (no averaging)"][1] for rank in ranks]
+    assert torch.equal(previous, own[0] / 2 + own[1] / 2)
+    print("   Every rung has the same gradients as the one below, bit for bit, and both ranks have them.\n")
+
+
+# ------------------------------------------------------------------- 4. following gradients through it
+
+
+def timeline(rank: int, world_size: int) -> dict:
+    """The times of one backward, as the reducer noted them."""
+    net = minddp.DistributedDataParallel(deep_net(), bucket_cap_mb=CAP_BYTES / 2**20)
+    x = torch.randn(256, 128)
+    for _ in range(4):
+        net.zero_grad()
+        net(x).square().mean().backward()
+    raw = net.reducer.last_step()
+    times = step_times(raw)
+    return {
+        "names": net.parameter_names,
+        "arrived": [(moment - raw["backward_begin_ns"]) * 1e-6 for moment in raw["ready_ns"]],
+        "backward": times.backward_seconds * 1e3,
+        "buckets": [
+            (bucket.parameters, bucket.nbytes, bucket.ready, bucket.launched, bucket.done, bucket.unpacked)
+            for bucket in times.buckets
+        ],
+    }
+
+
+def follow_gradients() -> None:
+    found = run_ranks(timeline, RANKS)[0]
+    print(f"4. One backward of {found['backward']:.2f} ms on rank 0, as the reducer saw it (ms since it began)")
+    print("   bucket       kB   first .. last parameter          last hook  launched   reduced  in .grad")
+    for index, (parameters, nbytes, *moments) in enumerate(found["buckets"]):
+        names = f"{found['names'][parameters[0]]} .. {found['names'][parameters[-1]]}"
+        columns = "  ".join(f"{moment * 1e3:8.2f}" for moment in moments)
+        print(f"   {index:6}   {nbytes / 1e3:6.0f}   {names:30}  {columns}")
+        ready, launched, done, unpacked = moments
+        assert ready <= launched <= done <= unpacked
+        assert max(found["arrived"][p] for p in parameters) <= ready * 1e3 + 1e-3
+    launches = [bucket[3] for bucket in found["buckets"]]
+    assert launches == sorted(launches), "buckets are launched in order on every rank"
+    during = sum(launch * 1e3 < found["backward"] for launch in launches)
+    print(f"   {during} of {len(launches)} allreduces were launched while backward was still running.\n")
+
+
+# ------------------------------------------------------------------------- 5. the model cut instead
+
+
+def two_halves(rank: int, world_size: int) -> dict[str, float]:
+    """Model parallelism: rank 0 has the first layer, rank 1 the second; activations travel."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 32), nn.Linear(32, 1)
+    x = torch.randn(8, 6)
+    whole = second(torch.tanh(first(x))).square().mean()
+    hidden = torch.empty(8, 32)
+    if rank == 0:
+        out = torch.tanh(first(x))
+        dist.send(out.detach(), 1)
+        gradient = torch.empty_like(out)
+        dist.recv(gradient, 1)
+        out.backward(gradient)
+        (truth,) = torch.autograd.grad(whole, [first.weight])
+        difference = (truth - first.weight.grad).abs().max().item()
+    else:
+        dist.recv(hidden, 0)
+        hidden.requires_grad_()
+        second(hidden).square().mean().backward()
+        dist.send(hidden.grad, 0)
+        (truth,) = torch.autograd.grad(whole, [second.weight])
+        difference = (truth - second.weight.grad).abs().max().item()
+    return {
+        "difference": difference,
+        "activations": 2 * hidden.nbytes,
+        "gradients": sum(p.nbytes for layer in (first, second) for p in layer.parameters()),
+    }
+
+
+def model_parallel() -> None:
+    print("5. Model parallelism: one copy, cut in two; the same batch goes through both ranks in turn")
+    ranks = run_ranks(two_halves, RANKS)
+    print(f"   gradients beside the uncut model's: largest difference {max(r['difference'] for r in ranks):.0e}")
+    print(
+        f"   it sends {ranks[0]['activations']:,} bytes of activations and their gradients (growing with the batch);"
+    )
+    print(f"   data parallelism averages {ranks[0]['gradients']:,} bytes of gradients (growing with the model)")
+    assert max(rank["difference"] for rank in ranks) < 1e-6
+
+
+if __name__ == "__main__":
+    what_is_synchronized()
+    replicas_alone()
+    ladder()
+    follow_gradients()
+    model_parallel()
