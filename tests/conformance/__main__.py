@@ -1,0 +1,237 @@
+"""The command line: ``python -m tests.conformance --impl torch|minddp``; see the package's text.
+
+Ends with 0 when every test that passes with torch's class passes, or is listed in ``exceptions.toml``
+(and still fails).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.conformance import cases
+from tests.conformance.cases import Case
+
+Answer = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+
+
+class Zygote:
+    """The pipe to one ``tests.conformance.zygote`` process; answers one request at a time."""
+
+    def __init__(self, impl: str, module: str, world_size: int):
+        command = [sys.executable, "-m", "tests.conformance.zygote", impl, module, str(world_size)]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def _ask(self, request: Answer) -> Answer:
+        assert self._process.stdin
+        assert self._process.stdout
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            return dict(json.loads(self._process.stdout.readline()))
+        except (BrokenPipeError, json.JSONDecodeError) as error:
+            raise RuntimeError(f"the zygote died, exit code {self._process.poll()}") from error
+
+    def names(self) -> list[str]:
+        return list(self._ask({"name": None})["names"])
+
+    def run(self, case: Case) -> Answer:
+        return self._ask({"name": case.name, "timeout": case.timeout})
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+Report = Callable[[Case, Answer], None]
+
+
+def _work(impl: str, waiting: queue.SimpleQueue[Case], report: Report) -> None:
+    """One job: takes cases while there are any; keeps a zygote for as long as it fits the case."""
+    with ExitStack() as stack:
+        zygote, fits = None, None
+        while not waiting.empty():
+            try:
+                case = waiting.get_nowait()
+            except queue.Empty:
+                break
+            if zygote is None or fits != (case.module, case.world_size):
+                stack.close()
+                fits = (case.module, case.world_size)
+                zygote = stack.enter_context(Zygote(impl, *fits))
+            try:
+                answer = zygote.run(case)
+            except RuntimeError as error:
+                zygote = None
+                answer = {"outcome": "failed", "message": str(error), "seconds": 0.0, "constructed": False}
+            report(case, answer)
+
+
+def run_cases(impl: str, chosen: Iterable[Case], jobs: int, report: Report) -> dict[str, Answer]:
+    """Runs the cases on ``jobs`` threads; test -> answer."""
+    answers: dict[str, Answer] = {}
+    waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
+    for case in sorted(chosen, key=lambda case: (case.module, case.world_size, -case.seconds)):
+        waiting.put(case)
+    lock = threading.Lock()
+
+    def note(case: Case, answer: Answer) -> None:
+        with lock:
+            answers[case.test] = {**answer, "world_size": case.world_size}
+            report(case, answer)
+
+    threads = [threading.Thread(target=_work, args=(impl, waiting, note)) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def discover(pattern: str, jobs: int, report: Report) -> dict[str, Answer]:
+    """Runs every test of the wheel's modules with torch's class, in growing worlds until it passes."""
+    answers: dict[str, Answer] = {}
+    for key, module in cases.MODULES.items():
+        with Zygote("torch", key, module.world_sizes[0]) as zygote:
+            names = [name for name in zygote.names() if re.search(pattern, name)]
+        for world_size in module.world_sizes:
+            chosen = [Case(key, name, world_size) for name in names]
+            answers.update(run_cases("torch", chosen, jobs, report))
+            names = [case.name for case in chosen if answers[case.test]["outcome"] != "passed"]
+    return answers
+
+
+def passing_cases(answers: dict[str, Answer]) -> Iterable[Case]:
+    """The cases for ``torch_passes.txt``: those that construct the class, and pass."""
+    for test, answer in answers.items():
+        if answer["outcome"] == "passed" and answer["constructed"]:
+            owner, _, name = test.rpartition(".")
+            yield Case(owner, name, answer["world_size"], answer["seconds"])
+
+
+def judge(answers: dict[str, Answer], exceptions: dict[str, str]) -> list[str]:
+    """What makes the run fail, one line each."""
+    wrong = []
+    for test, answer in sorted(answers.items()):
+        passed = answer["outcome"] == "passed"
+        if passed and not answer["constructed"]:
+            wrong.append(f"{test}: passed without constructing the class")
+        elif passed == (test in exceptions):
+            wrong.append(
+                f"{test}: passes, yet exceptions.toml lists it" if passed else f"{test}: {answer['outcome']}"
+            )
+    return wrong
+
+
+def print_table(console: Console, answers: dict[str, Answer], exceptions: dict[str, str]) -> None:
+    table = Table("theme", *(name for name in ("passed", "failed", "skipped", "listed")))
+    counts = {theme: Counter[str]() for theme in map(cases.theme, sorted(answers))}
+    for test, answer in answers.items():
+        listed = test in exceptions and answer["outcome"] != "passed"
+        counts[cases.theme(test)]["listed" if listed else answer["outcome"]] += 1
+    for theme, count in sorted(counts.items()):
+        table.add_row(theme, *(str(count[name] or "") for name in ("passed", "failed", "skipped", "listed")))
+    console.print(table)
+
+
+def totals(answers: dict[str, Answer]) -> str:
+    count = Counter(answer["outcome"] for answer in answers.values())
+    return f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped"
+
+
+def headline(answer: Answer) -> str:
+    """The line of a message that says most: the last that names an exception, else the last."""
+    lines = answer["message"].strip().splitlines() or [""]
+    return next(
+        (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1]
+    )[:200]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser.add_argument("--impl", choices=("torch", "minddp"), default="minddp", help="whose class runs")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests at a time")
+    parser.add_argument("--third", type=int, choices=(1, 2, 3), help="only this fixed third of the tests")
+    parser.add_argument("-k", default="", metavar="PATTERN", help="only tests that match this expression")
+    parser.add_argument("--json", type=Path, help="writes every test's answer to this file")
+    parser.add_argument(
+        "--discover",
+        action="store_true",
+        help="runs all tests with torch's class and writes torch_passes.txt anew",
+    )
+    return parser.parse_args()
+
+
+def choose(args: argparse.Namespace) -> list[Case]:
+    chosen = cases.read_passes()
+    if args.third:
+        chosen = cases.third(chosen, args.third)
+    return [case for case in chosen if re.search(args.k, case.test)]
+
+
+def main() -> int:
+    args = arguments()
+    console = Console(width=110, highlight=False)
+    counter = itertools.count(1)
+
+    def report(case: Case, answer: Answer) -> None:
+        place = f"{next(counter):3} {answer['outcome']:7} {answer['seconds']:6.1f} s"
+        console.print(f"{place}  {case.test} {headline(answer)}", markup=False, soft_wrap=True)
+
+    began = time.monotonic()
+    exceptions = cases.read_exceptions() if args.impl == "minddp" else {}
+    if args.discover:
+        answers = discover(args.k, args.jobs, report)
+    else:
+        answers = run_cases(args.impl, choose(args), args.jobs, report)
+    if args.json:
+        args.json.write_text(json.dumps(answers, indent=1, sort_keys=True))
+    print_table(console, answers, exceptions)
+    console.print(f"{totals(answers)} with {args.impl}'s class, in {time.monotonic() - began:.0f} s")
+    if args.discover:
+        if not args.k:
+            cases.write_passes(passing_cases(answers), versions())
+        return 0
+    wrong = judge(answers, exceptions)
+    for line in wrong:
+        console.print(line, markup=False)
+    return 1 if wrong or not answers else 0
+
+
+def versions() -> str:
+    from importlib.metadata import version
+
+    return f"torch {version('torch')}, Python {sys.version.split()[0]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
