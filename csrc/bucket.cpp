@@ -16,83 +16,43 @@
 namespace minddp {
 namespace {
 
-// Devices without a kernel of ours: the same arithmetic, one ATen call a piece.
-void reference_copy(
-    const std::vector<CopySegment>& segments,
-    at::Device device,
-    at::ScalarType src_type,
-    at::ScalarType dst_type,
-    double scale) {
-  for (const CopySegment& s : segments) {
-    at::Tensor dst = at::from_blob(s.dst, {s.numel}, at::dtype(dst_type).device(device));
-    if (s.src == nullptr) {
-      dst.zero_();
-      continue;
-    }
-    at::Tensor src = at::from_blob(const_cast<void*>(s.src), {s.numel}, at::dtype(src_type).device(device));
-    dst.copy_(scale == 1.0 ? src : src.mul(scale));
-  }
-}
-
-void copy_segments(
-    const std::vector<CopySegment>& segments,
-    at::Device device,
-    at::ScalarType src_type,
-    at::ScalarType dst_type,
-    double scale) {
-  if (segments.empty()) {
-    return;
-  }
-  if (device.is_cpu()) {
-    scaled_copy(segments.data(), segments.size(), src_type, dst_type, scale);
-    return;
-  }
+void copy_segments(const std::vector<CopySegment>& segments, at::Device device, at::ScalarType src,
+    at::ScalarType dst, double scale) {
+  if (segments.empty()) return;
+  if (device.is_cpu()) return scaled_copy(segments.data(), segments.size(), src, dst, scale);
 #ifdef MINDDP_WITH_CUDA
-  if (device.is_cuda()) {
-    cuda::scaled_copy(segments, src_type, dst_type, scale, device.index());
-    return;
-  }
+  if (device.is_cuda()) return cuda::scaled_copy(segments, src, dst, scale, device.index());
 #endif
-  reference_copy(segments, device, src_type, dst_type, scale);
+  for (const CopySegment& s : segments) scaled_copy_reference(s, device, src, dst, scale);
 }
 
 }  // namespace
 
-Bucket::Bucket(
-    const std::vector<size_t>& indices,
-    const std::vector<at::Tensor>& parameters,
-    const std::vector<std::string>& names,
-    Options options)
+Bucket::Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
+    const std::vector<std::string>& names, Options options)
     : options_(options), grad_dtype_(parameters[indices[0]].scalar_type()) {
-  slots_.reserve(indices.size());
-  segments_.reserve(indices.size());
   for (size_t index : indices) {
     const at::Tensor& p = parameters[index];
-    // autograd's layout contract: a gradient has its parameter's strides where those are dense,
-    // else it is contiguous.
-    auto strides = p.is_non_overlapping_and_dense()
-        ? p.strides().vec()
-        : at::empty(p.sizes(), p.options().device(at::kMeta)).strides().vec();
-    slots_.push_back({index, p, names[index], numel_, p.numel(), std::move(strides), {}});
+    // autograd's layout contract: a gradient has its parameter's strides where those are dense, else it is
+    // contiguous.
+    at::Tensor layout = p.is_non_overlapping_and_dense() ? p : at::empty(p.sizes(), at::kMeta);
+    slots_.push_back({index, names[index], p, numel_, layout.strides().vec(), {}});
     numel_ += p.numel();
   }
+  segments_.reserve(slots_.size());
+  begin_backward();
 }
 
 void Bucket::allocate() {
   auto options = slots_[0].parameter.options().dtype(options_.buffer_dtype).requires_grad(false);
   buffer_ = at::empty({numel_}, options);
-  for (Slot& slot : slots_) {
-    // set_ instead of as_strided: no autograd view, so that users may call grad.detach_().
-    slot.view = at::empty({0}, options).set_(
-        buffer_.storage(), slot.offset, slot.parameter.sizes(), slot.strides);
-  }
+  for (Slot& s : slots_)  // set_ instead of as_strided: no autograd view, so users may detach_() gradients
+    s.view = at::empty({0}, options).set_(buffer_.storage(), s.offset, s.parameter.sizes(), s.strides);
 }
 
 void Bucket::release() {
   buffer_ = at::Tensor();
-  for (Slot& slot : slots_) {
-    slot.view = at::Tensor();
-  }
+  for (Slot& slot : slots_) slot.view = at::Tensor();
 }
 
 void Bucket::begin_backward() {
@@ -102,102 +62,88 @@ void Bucket::begin_backward() {
   future_.reset();
 }
 
+c10::Stream Bucket::current_stream() const {
+  return c10::impl::VirtualGuardImpl(device().type()).getStream(device());
+}
+
 bool Bucket::mark_ready() {
   if (!device().is_cpu()) {
-    c10::Stream current = c10::impl::VirtualGuardImpl(device().type()).getStream(device());
-    if (std::find(producers_.begin(), producers_.end(), current) == producers_.end()) {
-      producers_.push_back(current);
-    }
+    c10::Stream now = current_stream();
+    if (std::find(producers_.begin(), producers_.end(), now) == producers_.end()) producers_.push_back(now);
   }
   return --pending_ == 0;
 }
 
 void Bucket::wait_for_producers() {
-  if (producers_.empty()) {
-    return;
-  }
-  c10::Stream current = c10::impl::VirtualGuardImpl(device().type()).getStream(device());
   for (const c10::Stream& producer : producers_) {
-    if (producer != current) {
-      c10::Event event(device().type());
-      event.record(producer);
-      event.block(current);
-    }
+    if (producer == current_stream()) continue;
+    c10::Event event(device().type());
+    event.record(producer);
+    event.block(current_stream());
   }
+}
+
+void Bucket::check(const Slot& slot, const at::Tensor& grad) const {
+  if (grad.is_sparse() == options_.sparse && grad.device() == device()) return;
+  auto kind = [](bool sparse, at::Device device) { return (sparse ? "sparse on " : "dense on ") + device.str(); };
+  TORCH_CHECK(false,
+      errors::wrong_gradient(
+          options_.rank, slot.name, kind(grad.is_sparse(), grad.device()), kind(options_.sparse, device())));
+}
+
+// The gradient's memory is one piece in the slot's order, of the expected dtype.
+bool Bucket::is_one_piece(const Slot& slot, const at::Tensor& grad) const {
+  return grad.strides() == at::IntArrayRef(slot.strides) && grad.scalar_type() == grad_dtype_ &&
+      grad.sizes() == slot.parameter.sizes() && !grad.is_conj() && !grad.is_neg();
 }
 
 void Bucket::pack(double scale) {
   c10::NoGradGuard no_grad;
   wait_for_producers();
-  options_.sparse ? pack_sparse(scale) : pack_dense(scale);
   state_ = State::kPacked;
-}
-
-void Bucket::check_gradient(const Slot& slot, const at::Tensor& grad) const {
-  bool sparse = grad.layout() != at::kStrided;
-  TORCH_CHECK(
-      sparse == options_.sparse, errors::unexpected_layout(options_.rank, slot.name, options_.sparse));
-  TORCH_CHECK(
-      grad.device() == device(),
-      errors::wrong_device(options_.rank, slot.name, grad.device().str(), device().str()));
-}
-
-// True when the gradient's memory is one piece in the slot's order, of the expected dtype.
-bool Bucket::contiguous_piece(const Slot& slot, const at::Tensor& grad) const {
-  return grad.strides() == at::IntArrayRef(slot.strides) && grad.scalar_type() == grad_dtype_ &&
-      grad.sizes() == slot.parameter.sizes() && !grad.is_conj() && !grad.is_neg();
-}
-
-void Bucket::pack_dense(double scale) {
-  if (!buffer_.defined()) {
-    allocate();
-  }
+  if (options_.sparse) return pack_sparse(scale);
+  if (!buffer_.defined()) allocate();
   segments_.clear();
   char* base = static_cast<char*>(buffer_.mutable_data_ptr());
-  const int64_t element = buffer_.element_size();
   for (Slot& slot : slots_) {
-    at::Tensor& grad = slot.parameter.mutable_grad();
-    void* dst = base + slot.offset * element;
-    if (!grad.defined()) {
-      segments_.push_back({nullptr, dst, slot.numel});
-      continue;
-    }
-    check_gradient(slot, grad);
-    if (contiguous_piece(slot, grad)) {
-      segments_.push_back({grad.const_data_ptr(), dst, slot.numel});
-    } else {
-      slot.view.copy_(grad);
-      slot.view.mul_(scale);
-    }
+    const at::Tensor& grad = slot.parameter.mutable_grad();
+    void* dst = base + slot.offset * buffer_.element_size();
+    if (grad.defined()) check(slot, grad);
+    if (!grad.defined())
+      segments_.push_back({nullptr, dst, slot.parameter.numel()});
+    else if (is_one_piece(slot, grad))
+      segments_.push_back({grad.const_data_ptr(), dst, grad.numel()});
+    else
+      slot.view.copy_(grad).mul_(scale);
   }
   copy_segments(segments_, device(), grad_dtype_, options_.buffer_dtype, scale);
-  if (!options_.gradient_as_view) {
-    return;
-  }
+  if (options_.gradient_as_view) adopt_views();
+}
+
+// A gradient with a graph of its own (create_graph=True) stays; unpack writes its values.
+void Bucket::adopt_views() {
   for (Slot& slot : slots_) {
     at::Tensor& grad = slot.parameter.mutable_grad();
-    // A gradient with a graph of its own (create_graph=True) keeps it; unpack writes its values.
-    if (grad.defined() && !grad.requires_grad() && !grad.is_same(slot.view)) {
-      if (producers_.size() > 1) {
-        grad.record_stream(c10::impl::VirtualGuardImpl(device().type()).getStream(device()));
-      }
-      grad = slot.view;
-    }
+    if (!grad.defined() || grad.requires_grad() || grad.is_same(slot.view)) continue;
+    if (producers_.size() > 1) grad.record_stream(current_stream());
+    grad = slot.view;
   }
 }
 
 void Bucket::pack_sparse(double scale) {
-  Slot& slot = slots_[0];
-  at::Tensor& grad = slot.parameter.mutable_grad();
-  if (grad.defined()) {
-    check_gradient(slot, grad);
-    buffer_ = grad;
-  } else {
-    buffer_ = at::zeros(slot.parameter.sizes(), slot.parameter.options().layout(at::kSparse));
-  }
-  if (scale != 1.0) {
-    buffer_.mul_(scale);
-  }
+  const at::Tensor& parameter = slots_[0].parameter;
+  buffer_ = parameter.mutable_grad();
+  if (buffer_.defined())
+    check(slots_[0], buffer_);
+  else
+    buffer_ = zeros();
+  if (scale != 1.0) buffer_.mul_(scale);
+}
+
+at::Tensor Bucket::zeros() const {
+  const at::Tensor& p = slots_[0].parameter;
+  auto options = p.options().dtype(options_.buffer_dtype).requires_grad(false);
+  return options_.sparse ? at::zeros(p.sizes(), options.layout(at::kSparse)) : at::zeros({numel_}, options);
 }
 
 void Bucket::launched(c10::intrusive_ptr<c10::ivalue::Future> future) {
@@ -209,44 +155,28 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
   c10::NoGradGuard no_grad;
   future_.reset();
   if (options_.sparse) {
-    if (used[slots_[0].index]) {
-      slots_[0].parameter.mutable_grad() = scale == 1.0 ? result : result.mul(scale);
-    }
-    buffer_ = at::Tensor();
-    return;
+    if (used[slots_[0].index]) slots_[0].parameter.mutable_grad() = scale == 1.0 ? result : result.mul(scale);
+    return release();
   }
   at::Tensor flat = result.reshape({-1}).contiguous();
   const char* base = static_cast<const char*>(flat.const_data_ptr());
-  const int64_t element = flat.element_size();
   segments_.clear();
   for (Slot& slot : slots_) {
-    if (!used[slot.index]) {
-      continue;
-    }
-    at::Tensor& grad = slot.parameter.mutable_grad();
-    if (!grad.defined()) {
+    if (!used[slot.index]) continue;
+    const at::Tensor& p = slot.parameter;
+    at::Tensor& grad = p.mutable_grad();
+    if (!grad.defined() || grad.scalar_type() != grad_dtype_) {  // the latter under mixed precision
       grad = options_.gradient_as_view
           ? slot.view
-          : at::empty_strided(
-                slot.parameter.sizes(), slot.strides, slot.parameter.options().requires_grad(false));
+          : at::empty_strided(p.sizes(), slot.strides, p.options().dtype(grad_dtype_).requires_grad(false));
     }
-    const void* src = base + slot.offset * element;
-    if (!contiguous_piece(slot, grad)) {
-      at::Tensor piece = flat.narrow(0, slot.offset, slot.numel);
-      grad.copy_(piece.as_strided(slot.parameter.sizes(), slot.strides, piece.storage_offset()));
-      grad.mul_(scale);
-    } else if (src != grad.const_data_ptr() || scale != 1.0) {
-      segments_.push_back({src, grad.mutable_data_ptr(), slot.numel});
-    }
+    const void* src = base + slot.offset * flat.element_size();
+    if (!is_one_piece(slot, grad))
+      grad.copy_(flat.as_strided(p.sizes(), slot.strides, flat.storage_offset() + slot.offset)).mul_(scale);
+    else if (src != grad.const_data_ptr() || scale != 1.0)
+      segments_.push_back({src, grad.mutable_data_ptr(), p.numel()});
   }
   copy_segments(segments_, device(), flat.scalar_type(), grad_dtype_, scale);
-}
-
-at::Tensor Bucket::zeros_like_buffer() const {
-  if (options_.sparse) {
-    return at::zeros(slots_[0].parameter.sizes(), slots_[0].parameter.options().layout(at::kSparse));
-  }
-  return at::zeros({numel_}, slots_[0].parameter.options().dtype(options_.buffer_dtype).requires_grad(false));
 }
 
 }  // namespace minddp

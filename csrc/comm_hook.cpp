@@ -5,24 +5,16 @@
 namespace minddp {
 
 std::vector<at::Tensor> GradBucket::gradients() const {
+  if (buffer_.is_sparse()) return {buffer_};
   std::vector<at::Tensor> tensors;
-  tensors.reserve(pieces_.size());
-  for (const Piece& piece : pieces_) {
-    tensors.push_back(
-        buffer_.is_sparse()
-            ? buffer_
-            : buffer_.as_strided(
-                  piece.parameter.sizes(), piece.strides, buffer_.storage_offset() + piece.offset));
-  }
+  for (const Bucket::Slot& s : slots_)
+    tensors.push_back(buffer_.as_strided(s.parameter.sizes(), s.strides, buffer_.storage_offset() + s.offset));
   return tensors;
 }
 
 std::vector<at::Tensor> GradBucket::parameters() const {
   std::vector<at::Tensor> tensors;
-  tensors.reserve(pieces_.size());
-  for (const Piece& piece : pieces_) {
-    tensors.push_back(piece.parameter);
-  }
+  for (const Bucket::Slot& slot : slots_) tensors.push_back(slot.parameter);
   return tensors;
 }
 

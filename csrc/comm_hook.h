@@ -1,44 +1,35 @@
 // How a packed bucket becomes the ranks' reduced one.
 //
-// Without a hook the reducer all-reduces the buffer. A hook takes its place: it gets a GradBucket and
-// returns a future of one tensor, the reduced bucket. GradBucket offers what
-// torch.distributed.GradBucket does, so that hooks written for torch run unchanged.
+// Without a hook the reducer all-reduces the buffer. A hook takes its place: it gets a GradBucket and returns
+// a future of one tensor, the reduced bucket. GradBucket offers what torch.distributed.GradBucket does, so
+// that hooks written for torch run unchanged.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include "bucket.h"
 
-#include <vector>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace minddp {
 
 using Future = c10::ivalue::Future;
 
-// What a hook sees of a bucket. Holds references: valid as long as the tensors are.
+// What a hook sees of a bucket; a value, which may outlive the backward that made it.
 class GradBucket {
  public:
-  struct Piece {
-    at::Tensor parameter;
-    int64_t offset;
-    std::vector<int64_t> strides;
-  };
-
-  GradBucket(size_t index, size_t bucket_count, at::Tensor buffer, std::vector<Piece> pieces)
-      : index_(index), bucket_count_(bucket_count), buffer_(std::move(buffer)), pieces_(std::move(pieces)) {}
-
+  GradBucket(size_t index, bool is_last, at::Tensor buffer, std::vector<Bucket::Slot> slots)
+      : index_(index), is_last_(is_last), buffer_(std::move(buffer)), slots_(std::move(slots)) {}
   size_t index() const { return index_; }
-  bool is_last() const { return index_ + 1 == bucket_count_; }
+  bool is_last() const { return is_last_; }
   const at::Tensor& buffer() const { return buffer_; }
   void set_buffer(at::Tensor buffer) { buffer_ = std::move(buffer); }
-  std::vector<at::Tensor> gradients() const;   // parameter-shaped windows on buffer()
+  std::vector<at::Tensor> gradients() const;  // parameter-shaped windows on buffer()
   std::vector<at::Tensor> parameters() const;
 
  private:
   size_t index_;
-  size_t bucket_count_;
+  bool is_last_;
   at::Tensor buffer_;
-  std::vector<Piece> pieces_;
+  std::vector<Bucket::Slot> slots_;
 };
 
 class CommHook {
@@ -46,12 +37,12 @@ class CommHook {
   virtual ~CommHook() = default;
   // Called once per bucket, in launch order, on the thread that completed the bucket.
   virtual c10::intrusive_ptr<Future> run(GradBucket& bucket) = 0;
-  // The tensor in the future's value. REQUIRES: the future is completed without an error.
+  // The tensor in a completed future's value.
   virtual at::Tensor result(const c10::IValue& value) = 0;
 };
 
-// The future of `tensor`, all-reduced in place by sum (AVG where `average`), with dtypes that
-// backends lack (complex) reduced as what they consist of.
+// All-reduces `tensor` in place: its sum over ranks, or AVG where `average`. Complex numbers, which
+// backends lack, travel as pairs.
 c10::intrusive_ptr<Future> allreduce(c10d::ProcessGroup& group, const at::Tensor& tensor, bool average);
 
 }  // namespace minddp

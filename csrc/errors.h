@@ -1,8 +1,7 @@
-// Facts -> message text. Pure functions: what happened, to which parameters by name on which rank,
-// and what to do next. Every error the reducer raises is worded here, and tested without a reducer.
+// Facts -> message text: what happened, to which parameters by name on which rank, what to do next.
+// Pure functions; every error that the reducer raises is worded here.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -12,24 +11,73 @@ struct Parameter {
   size_t index;
   std::string name;
 };
-
 enum class Cause { kUnused, kBackwardRaised, kGraphChanged };
 
-// "backward left gradients un-averaged" (raised at the next forward or step).
-std::string unfinished_reduction(int rank, const std::vector<Parameter>& missing, Cause cause);
+inline std::string on(int rank) { return " [rank " + std::to_string(rank) + "]"; }
 
-// "a gradient came again after its bucket had been sent".
-std::string ready_twice(int rank, const Parameter& parameter, int64_t arrivals);
+inline const char* explain(Cause cause) {
+  switch (cause) {
+    case Cause::kBackwardRaised:
+      return "The previous backward ended with an exception, so its gradients were never averaged, and the other "
+             "ranks may still wait for them: restart from a checkpoint.";
+    case Cause::kGraphChanged:
+      return "This error indicates that your training graph has changed in this iteration, e.g., one parameter is "
+             "used in first iteration, but then got unused in the second iteration. this is not compatible with "
+             "static_graph set to True.";
+    case Cause::kUnused: break;
+  }
+  return "This error indicates that your module has parameters that were not used in producing loss. You can enable "
+         "unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
+         "`minddp.DistributedDataParallel` (here it costs no graph walk), and by making sure all `forward` function "
+         "outputs participate in calculating loss. For c10d's own log of collectives, set the environment variable "
+         "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL.";
+}
 
-// "static_graph=True, but a parameter that was unused in the first iteration got a gradient".
-std::string graph_changed(int rank, const Parameter& parameter);
+// Backward left gradients un-averaged; raised at the next forward or optimizer step.
+inline std::string unfinished_reduction(int rank, const std::vector<Parameter>& missing, Cause cause) {
+  std::string indices, names;
+  for (const Parameter& p : missing) {
+    indices += " " + std::to_string(p.index);
+    names += (names.empty() ? "" : ", ") + p.name;
+  }
+  const std::string who = "which did not receive grad for rank " + std::to_string(rank) + ":";
+  return std::string("Expected to have finished reduction in the prior iteration before starting a new one. ") +
+      explain(cause) + "\nParameter indices " + who + indices + "\nParameters " + who + " " + names;
+}
 
-std::string unexpected_layout(int rank, const std::string& name, bool expected_sparse);
-std::string wrong_device(
-    int rank, const std::string& name, const std::string& found, const std::string& expected);
-std::string wrong_hook_result(
-    int rank, size_t bucket, const std::string& found, const std::string& expected);
-std::string weight_missing(int rank, bool here);
-std::string weight_not_positive(int rank, double total);
+// A gradient came again after its bucket had been sent.
+inline std::string ready_twice(int rank, const Parameter& p, int arrivals) {
+  return "Expected to mark a variable ready only once. Parameter at index " + std::to_string(p.index) +
+      " with name " + p.name + " has been marked as ready twice: its gradient arrived " + std::to_string(arrivals) +
+      " times in one backward, the last time after its bucket had been sent. Usual causes: the parameter takes part "
+      "in several activation checkpoints, or inside and outside of one, and how often differs between iterations. "
+      "Pass static_graph=True if every iteration does the same, or use "
+      "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)." +
+      on(rank);
+}
+
+// static_graph, but a parameter that no rank used in the first iteration got a gradient.
+inline std::string graph_changed(int rank, const Parameter& p) {
+  return "Your training graph has changed in this iteration: static_graph=True, but parameter '" + p.name +
+      "' got a gradient, which it did on no rank in the first iteration. Construct with static_graph=False and "
+      "find_unused_parameters=True." +
+      on(rank);
+}
+
+// A gradient of another layout or device than its bucket's.
+inline std::string wrong_gradient(
+    int rank, const std::string& name, const std::string& found, const std::string& expected) {
+  return "The gradient of parameter '" + name + "' is " + found + ", expected " + expected +
+      ". Sparse gradients may "
+      "come only from nn.Embedding and nn.EmbeddingBag with sparse=True, then in every iteration; parameters must be "
+      "moved to their device before the module is wrapped." +
+      on(rank);
+}
+
+inline std::string wrong_hook_result(int rank, size_t bucket, int64_t found, int64_t expected) {
+  return "The communication hook's future for bucket " + std::to_string(bucket) + " holds a tensor of " +
+      std::to_string(found) + " elements, expected " + std::to_string(expected) +
+      ": one tensor, as large as bucket.buffer()." + on(rank);
+}
 
 }  // namespace minddp::errors

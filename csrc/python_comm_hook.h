@@ -12,8 +12,7 @@ namespace minddp {
 // Runs on an autograd thread and takes the GIL; see reducer.h for the order of locks.
 class PythonCommHook : public CommHook {
  public:
-  PythonCommHook(pybind11::object state, pybind11::object hook)
-      : state_(std::move(state)), hook_(std::move(hook)) {}
+  PythonCommHook(pybind11::object state, pybind11::object hook) : state_(std::move(state)), hook_(std::move(hook)) {}
 
   ~PythonCommHook() override {
     pybind11::gil_scoped_acquire gil;
@@ -28,8 +27,7 @@ class PythonCommHook : public CommHook {
       return answer.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
     } catch (const pybind11::cast_error&) {
       std::string type = pybind11::str(pybind11::type::of(answer).attr("__name__"));
-      throw pybind11::type_error(
-          "The communication hook returned a " + type +
+      throw pybind11::type_error("The communication hook returned a " + type +
           ", expected a torch.futures.Future of one tensor (a hook that reduces nothing returns a "
           "completed future).");
     }
@@ -41,12 +39,9 @@ class PythonCommHook : public CommHook {
       pybind11::object object = torch::jit::toPyObject(value);
       return (PyList_Check(object.ptr()) ? object.attr("__getitem__")(0) : object).cast<at::Tensor>();
     }
-    if (value.isTensorList()) {
-      return value.toTensorVector()[0];
-    }
+    if (value.isTensorList()) return value.toTensorVector()[0];
     TORCH_CHECK(
-        value.isTensor(), "The communication hook's future holds a ", value.tagKind(),
-        ", expected a single tensor.");
+        value.isTensor(), "The communication hook's future holds a ", value.tagKind(), ", expected a single tensor.");
     return value.toTensor();
   }
 

@@ -1,14 +1,11 @@
 // One pass over memory: copy + scale + cast.
 //
-// Packing a bucket and unpacking it are both "for each piece: dst = cast(src * scale)". Doing the
-// three in one pass costs one read and one write of each gradient, where a multiply, a cast and a
-// copy in turn would cost three. Pure: no state, any thread.
+// Packing a bucket and unpacking it are both "for each piece: dst = cast(src * scale)". One pass costs one
+// read and one write of each gradient; a multiply, a cast and a copy in turn would cost three. Pure. The CPU
+// loops are in cpu/, the kernel in cuda/.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-
-#include <cstdint>
-#include <cstddef>
 
 namespace minddp {
 
@@ -18,13 +15,12 @@ struct CopySegment {
   int64_t numel;
 };
 
-// CPU. dst = cast<dst_type>(src * scale), computed in float (double for double and complex double);
-// scale == 1 without a cast is a bit-exact copy. REQUIRES: both types floating or complex, or equal.
-void scaled_copy(
-    const CopySegment* segments,
-    size_t count,
-    at::ScalarType src_type,
-    at::ScalarType dst_type,
-    double scale);
+// CPU. Computed in float (double for double); scale == 1 without a cast is a bit-exact copy.
+// REQUIRES: both types floating or complex, or equal.
+void scaled_copy(const CopySegment* segments, size_t count, at::ScalarType src, at::ScalarType dst, double scale);
+
+// The readable version, right for every device and pair of types; the fast ones must agree with it.
+void scaled_copy_reference(
+    const CopySegment& segment, at::Device device, at::ScalarType src, at::ScalarType dst, double scale);
 
 }  // namespace minddp

@@ -1,60 +1,48 @@
-// When things happened: the last synchronized backward's timestamps.
-//
-// Always on. A timestamp is a clock read (some 25 ns), one per gradient and six per bucket, into
-// arrays that were sized once; nothing here allocates or locks during a backward. Times are
-// nanoseconds of CLOCK_MONOTONIC, the clock of Python's time.monotonic_ns().
+// When things happened in the last synchronized backward: nanoseconds of CLOCK_MONOTONIC, the clock of
+// Python's time.monotonic_ns(). Always on: a clock read (some 25 ns) per gradient and six per bucket,
+// into arrays sized once; nothing here allocates or locks during a backward. `ready` is also how the order
+// of arrival is known: parameters are registered in order of definition, their gradients come roughly, not
+// exactly, the other way round, and buckets cut along the true order are complete sooner.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <vector>
 
 namespace minddp {
 
-enum class BucketEvent { kReady, kPackBegin, kLaunch, kDone, kUnpackBegin, kUnpackEnd, kCount };
 enum class StepEvent { kForwardBegin, kForwardEnd, kBackwardBegin, kBackwardEnd, kFinalizeEnd, kCount };
+enum class BucketEvent { kReady, kPackBegin, kLaunch, kDone, kUnpackBegin, kUnpackEnd, kCount };
 
-class Trace {
- public:
+struct Trace {
   static constexpr int64_t kNever = -1;
+  using BucketTimes = std::array<int64_t, size_t(BucketEvent::kCount)>;
+
+  int64_t iteration = 0;  // synchronized backwards so far
+  std::array<int64_t, size_t(StepEvent::kCount)> step{kNever, kNever, kNever, kNever, kNever};
+  std::vector<int64_t> ready;  // by parameter: its last arrival, when the gradient is whole
+  std::vector<BucketTimes> buckets;
 
   static int64_t now() {
-    auto time = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
+  void note(StepEvent event) { step[size_t(event)] = now(); }
+  void note(size_t bucket, BucketEvent event) { buckets[bucket][size_t(event)] = now(); }
+  int64_t at(StepEvent event) const { return step[size_t(event)]; }
+  int64_t at(size_t bucket, BucketEvent event) const { return buckets[bucket][size_t(event)]; }
 
-  void resize(size_t parameters, size_t buckets) {
-    ready_.assign(parameters, kNever);
-    buckets_.assign(buckets * kBucketEvents, kNever);
+  void resize(size_t parameter_count, size_t bucket_count) {
+    BucketTimes never;
+    never.fill(kNever);
+    ready.assign(parameter_count, kNever);
+    buckets.assign(bucket_count, never);
   }
-
-  void begin_step() {
-    resize(ready_.size(), buckets_.size() / kBucketEvents);
-    ++iteration_;
+  void begin_backward() {
+    resize(ready.size(), buckets.size());
+    ++iteration;
+    note(StepEvent::kBackwardBegin);
   }
-
-  void step(StepEvent event) { step_[static_cast<size_t>(event)] = now(); }
-  void ready(size_t parameter) { ready_[parameter] = now(); }
-  void bucket(size_t bucket, BucketEvent event) { *slot(bucket, event) = now(); }
-
-  int64_t* slot(size_t bucket, BucketEvent event) {
-    return &buckets_[bucket * kBucketEvents + static_cast<size_t>(event)];
-  }
-
-  int64_t iteration() const { return iteration_; }
-  int64_t at(StepEvent event) const { return step_[static_cast<size_t>(event)]; }
-  const std::vector<int64_t>& ready() const { return ready_; }
-  int64_t at(size_t bucket, BucketEvent event) const {
-    return buckets_[bucket * kBucketEvents + static_cast<size_t>(event)];
-  }
-
- private:
-  static constexpr size_t kBucketEvents = static_cast<size_t>(BucketEvent::kCount);
-
-  int64_t iteration_ = 0;  // synchronized backwards so far
-  int64_t step_[static_cast<size_t>(StepEvent::kCount)] = {kNever, kNever, kNever, kNever, kNever};
-  std::vector<int64_t> ready_;
-  std::vector<int64_t> buckets_;
 };
 
 }  // namespace minddp

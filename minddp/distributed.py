@@ -41,13 +41,13 @@ from .init_sync import broadcast_coalesced, sync_module_states, verify_same_mode
 from .join import DDPJoinHook, agree_on_sync
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
+from .reducer import MIB, Reducer, ReducerSettings, wire_dtype
 
 __all__ = ["DistributedDataParallel"]
 
-_MIB = 1024 * 1024
 _DEFAULT_BUCKET_CAP_MB = 25
-_DEFAULT_LAST_BUCKET_BYTES = _MIB
-_BROADCAST_BUCKET_BYTES = 250 * _MIB
+_DEFAULT_LAST_BUCKET_BYTES = MIB
+_BROADCAST_BUCKET_BYTES = 250 * MIB
 _BUILTIN_HOOK_DTYPES = {"FP16_COMPRESS": torch.float16, "ALLREDUCE": None}
 _live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -79,7 +79,7 @@ def _cap_bytes(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be a number of MiB, got {value!r}")
     if not value > 0 or value == float("inf"):
         raise ValueError(f"{name} must be a positive, finite number of MiB, got {value!r}")
-    return max(int(value * _MIB), 1)
+    return max(int(value * MIB), 1)
 
 
 class DistributedDataParallel(_TorchDDP):
@@ -343,21 +343,33 @@ class DistributedDataParallel(_TorchDDP):
             self.reducer = None
             self.logger: Any = None
             return
-        options = _C.ReducerOptions()
-        options.graph_mode = self._graph_mode()
-        options.reduction = getattr(_C.Reduction, self.reduction.upper())
-        options.predivide_factor = self.predivide_factor or 0.0
-        options.gradient_as_bucket_view = self.gradient_as_bucket_view
-        options.skip_all_reduce_unused = self.skip_all_reduce_unused_params
-        options.average_in_collective = self.device_type == "cuda" and self._backend() == "nccl"
-        options.bucket_caps = self.bucket_bytes_cap_list or [self.bucket_bytes_cap]
-        options.last_bucket_cap = _DEFAULT_LAST_BUCKET_BYTES if self.bucket_bytes_cap_default else 0
-        options.reduce_dtype = self._buffer_dtype()
-        _, expect_sparse = self._build_params_for_reducer()
-        self.reducer = _C.Reducer(
-            self.reducer_parameters, self.parameter_names, expect_sparse, self.process_group, options
+        settings = ReducerSettings(
+            graph_mode=self._graph_mode(),
+            caps=self.bucket_bytes_cap_list or [self.bucket_bytes_cap],
+            last_cap=_DEFAULT_LAST_BUCKET_BYTES if self.bucket_bytes_cap_default else None,
+            reduction=self.reduction,
+            reduce_dtype=self._buffer_dtype(),
+            predivide_factor=self.predivide_factor,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            skip_all_reduce_unused=self.skip_all_reduce_unused_params,
+            has_average=self.device_type == "cuda" and dist.get_backend(self.process_group) == "nccl",
         )
+        parameters, expect_sparse = self._build_params_for_reducer()
+        self.reducer = Reducer(parameters, self.parameter_names, expect_sparse, self.process_group, settings)
         self.logger = LoggingData(self)
+
+    def _remake_reducer(self) -> None:
+        """The same reducer for changed settings: hooks, and whether to synchronize, move along."""
+        sync, facts = self.reducer.sync_enabled, self.logger
+        self._make_reducer()
+        self.reducer.sync_enabled = sync
+        if facts.comm_hook is not None:
+            self.logger.set("comm_hook", facts.comm_hook)
+        self._restore_comm_hook()
+
+    def _restore_comm_hook(self) -> None:
+        if self._comm_hook is not None and not isinstance(self._comm_hook[1], dist.BuiltinCommHookType):
+            self.reducer.set_comm_hook(*self._comm_hook)
 
     def _graph_mode(self) -> Any:
         if self.static_graph:
@@ -365,12 +377,11 @@ class DistributedDataParallel(_TorchDDP):
         return _C.GraphMode.FIND_UNUSED if self.find_unused_parameters else _C.GraphMode.ALL_USED
 
     def _buffer_dtype(self) -> torch.dtype | None:
+        if self._comm_hook is not None and isinstance(self._comm_hook[1], dist.BuiltinCommHookType):
+            return _BUILTIN_HOOK_DTYPES[self._comm_hook[1].name]
         if self.mixed_precision is None or self.reduce_dtype is not None:
             return self.reduce_dtype
         return self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
-
-    def _backend(self) -> str:
-        return dist.get_backend(self.process_group)
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         """The parameters to reduce, and for each whether its gradient is sparse."""
@@ -410,17 +421,17 @@ class DistributedDataParallel(_TorchDDP):
         from .autotune import AutoTuner
 
         names, shapes, dtypes = self._parameter_facts()
-        _, sparse = self._build_params_for_reducer()
-        wire = self._buffer_dtype()
-        nbytes = [p.numel() * (wire or p.dtype).itemsize for p in self.reducer_parameters]
-        kinds = [
-            (p.dtype, p.device, name if is_sparse else "")
-            for name, p, is_sparse in zip(names, self.reducer_parameters, sparse)
-        ]
+        nbytes = [p.numel() * wire_dtype(p, self.reducer.settings).itemsize for p in self.reducer_parameters]
         return AutoTuner(
-            self.reducer, self.process_group, names, nbytes,
-            shapes=shapes, dtypes=dtypes, kinds=kinds, device=self.device,
-        )  # fmt: skip
+            self.reducer,
+            self.process_group,
+            names,
+            nbytes,
+            shapes=shapes,
+            dtypes=dtypes,
+            kinds=self.reducer.kinds,
+            device=self.device,
+        )
 
     @property
     def bucket_plan(self) -> Any:
@@ -666,7 +677,7 @@ class DistributedDataParallel(_TorchDDP):
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         for future in futures or ():
-            self.reducer.add_post_backward_future(future)
+            self.reducer.wait_after_backward(future)
 
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
@@ -711,9 +722,8 @@ class DistributedDataParallel(_TorchDDP):
         self._check_hook_time()
         if self._comm_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        if _BUILTIN_HOOK_DTYPES[name] is not None:
-            self.reducer.set_reduce_dtype(_BUILTIN_HOOK_DTYPES[name])
         self._comm_hook = (None, comm_hook_type)
+        self._remake_reducer()
         self.logger.set("comm_hook", str(comm_hook_type))
 
     def _check_hook_time(self) -> None:
@@ -790,7 +800,7 @@ class DistributedDataParallel(_TorchDDP):
                 handle.remove()
         hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self.register_comm_hook(weakref.ref(self), hook)
-        self.reducer.set_optimizer_in_backward()
+        self.reducer.optimizer_in_backward = True
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_hooks()
@@ -889,13 +899,7 @@ class DistributedDataParallel(_TorchDDP):
         self._has_rebuilt_buckets = False
         self._delayed = None
         self._make_reducer()
-        if self._comm_hook is not None:
-            state_of_hook, hook = self._comm_hook
-            self._comm_hook = None
-            if isinstance(hook, dist.BuiltinCommHookType):
-                self._register_builtin_comm_hook(hook)
-            else:
-                self.register_comm_hook(state_of_hook, hook)
+        self._restore_comm_hook()
         self._mixed = MixedPrecision.make(self, self.mixed_precision)
         self._tuner = self._make_tuner()
         _live.add(self)
@@ -929,16 +933,14 @@ class DistributedDataParallel(_TorchDDP):
                 stacklevel=2,
             )
         self.static_graph = True
-        self.reducer.set_static_graph()
-        self.logger.set("static_graph", 1)
+        self._remake_reducer()
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Goes on with another group, after ranks were lost or added; buckets are planned anew."""
         self._has_rebuilt_buckets = False
-        self.reducer.reset()
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
-            self.reducer.set_process_group(new_process_group)
+            self._remake_reducer()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Kept for compatibility: outputs are never cloned here, and may be changed in place all the same."""

@@ -118,6 +118,10 @@ class LoggingData:
             facts["gloo_num_threads"] = _GLOO_THREADS
         return facts
 
+    @property
+    def comm_hook(self) -> str | None:
+        return self._facts.get("comm_hook")
+
     def set(self, key: str, value: Any) -> None:
         self._facts[key] = value
 

@@ -1,4 +1,4 @@
-#include "scaled_copy.h"
+#include "../scaled_copy.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ScalarOps.h>
@@ -18,17 +18,13 @@ namespace {
 MINDDP_VECTORIZED
 void scale_float(const float* src, float* dst, int64_t n, float scale) {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) {
-    dst[i] = src[i] * scale;
-  }
+  for (int64_t i = 0; i < n; ++i) dst[i] = src[i] * scale;
 }
 
 MINDDP_VECTORIZED
 void scale_double(const double* src, double* dst, int64_t n, double scale) {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) {
-    dst[i] = src[i] * scale;
-  }
+  for (int64_t i = 0; i < n; ++i) dst[i] = src[i] * scale;
 }
 
 // bfloat16 is the upper half of a float, rounded to nearest even; a NaN stays a NaN.
@@ -49,39 +45,19 @@ inline uint16_t to_bfloat16(float value) {
 MINDDP_VECTORIZED
 void scale_bfloat16(const uint16_t* src, uint16_t* dst, int64_t n, float scale) {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) {
-    dst[i] = to_bfloat16(from_bfloat16(src[i]) * scale);
-  }
+  for (int64_t i = 0; i < n; ++i) dst[i] = to_bfloat16(from_bfloat16(src[i]) * scale);
 }
 
 MINDDP_VECTORIZED
 void bfloat16_to_float(const uint16_t* src, float* dst, int64_t n, float scale) {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) {
-    dst[i] = from_bfloat16(src[i]) * scale;
-  }
+  for (int64_t i = 0; i < n; ++i) dst[i] = from_bfloat16(src[i]) * scale;
 }
 
 MINDDP_VECTORIZED
 void float_to_bfloat16(const float* src, uint16_t* dst, int64_t n, float scale) {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) {
-    dst[i] = to_bfloat16(src[i] * scale);
-  }
-}
-
-// The readable version, right for every pair of types; the loops above must agree with it (tested).
-void reference(const CopySegment& s, at::ScalarType src_type, at::ScalarType dst_type, double scale) {
-  at::Tensor src = at::from_blob(const_cast<void*>(s.src), {s.numel}, at::dtype(src_type));
-  at::Tensor dst = at::from_blob(s.dst, {s.numel}, at::dtype(dst_type));
-  if (scale == 1.0) {
-    dst.copy_(src);
-  } else if (src_type == dst_type) {
-    at::mul_out(dst, src, at::native::wrapped_scalar_tensor(scale));
-  } else {
-    at::ScalarType wide = at::promote_types(at::promote_types(src_type, dst_type), at::kFloat);
-    dst.copy_(src.to(wide).mul_(scale));
-  }
+  for (int64_t i = 0; i < n; ++i) dst[i] = to_bfloat16(src[i] * scale);
 }
 
 void copy_one(const CopySegment& s, at::ScalarType src_type, at::ScalarType dst_type, double scale) {
@@ -89,9 +65,7 @@ void copy_one(const CopySegment& s, at::ScalarType src_type, at::ScalarType dst_
   if (s.src == nullptr) {
     std::memset(s.dst, 0, s.numel * at::elementSize(dst_type));
   } else if (src_type == dst_type && scale == 1.0) {
-    if (s.src != s.dst) {
-      std::memcpy(s.dst, s.src, s.numel * at::elementSize(dst_type));
-    }
+    if (s.src != s.dst) std::memcpy(s.dst, s.src, s.numel * at::elementSize(dst_type));
   } else if (src_type == dst_type && (src_type == at::kFloat || src_type == at::kComplexFloat)) {
     int64_t n = src_type == at::kFloat ? s.numel : 2 * s.numel;
     scale_float(static_cast<const float*>(s.src), static_cast<float*>(s.dst), n, float(scale));
@@ -99,30 +73,37 @@ void copy_one(const CopySegment& s, at::ScalarType src_type, at::ScalarType dst_
     int64_t n = src_type == at::kDouble ? s.numel : 2 * s.numel;
     scale_double(static_cast<const double*>(s.src), static_cast<double*>(s.dst), n, scale);
   } else if (src_type == at::kBFloat16 && dst_type == at::kBFloat16) {
-    scale_bfloat16(
-        static_cast<const uint16_t*>(s.src), static_cast<uint16_t*>(s.dst), s.numel, float(scale));
+    scale_bfloat16(static_cast<const uint16_t*>(s.src), static_cast<uint16_t*>(s.dst), s.numel, float(scale));
   } else if (src_type == at::kBFloat16 && dst_type == at::kFloat) {
-    bfloat16_to_float(
-        static_cast<const uint16_t*>(s.src), static_cast<float*>(s.dst), s.numel, float(scale));
+    bfloat16_to_float(static_cast<const uint16_t*>(s.src), static_cast<float*>(s.dst), s.numel, float(scale));
   } else if (src_type == at::kFloat && dst_type == at::kBFloat16) {
-    float_to_bfloat16(
-        static_cast<const float*>(s.src), static_cast<uint16_t*>(s.dst), s.numel, float(scale));
+    float_to_bfloat16(static_cast<const float*>(s.src), static_cast<uint16_t*>(s.dst), s.numel, float(scale));
   } else {
-    reference(s, src_type, dst_type, scale);
+    scaled_copy_reference(s, at::kCPU, src_type, dst_type, scale);
   }
 }
 
 }  // namespace
 
-void scaled_copy(
-    const CopySegment* segments,
-    size_t count,
-    at::ScalarType src_type,
-    at::ScalarType dst_type,
-    double scale) {
-  for (size_t i = 0; i < count; ++i) {
-    copy_one(segments[i], src_type, dst_type, scale);
+void scaled_copy_reference(
+    const CopySegment& s, at::Device device, at::ScalarType src_type, at::ScalarType dst_type, double scale) {
+  at::Tensor dst = at::from_blob(s.dst, {s.numel}, at::dtype(dst_type).device(device));
+  if (s.src == nullptr) {
+    dst.zero_();
+    return;
   }
+  at::Tensor src = at::from_blob(const_cast<void*>(s.src), {s.numel}, at::dtype(src_type).device(device));
+  if (scale == 1.0)
+    dst.copy_(src);
+  else if (src_type == dst_type)
+    at::mul_out(dst, src, at::native::wrapped_scalar_tensor(scale));
+  else
+    dst.copy_(src.to(at::promote_types(at::promote_types(src_type, dst_type), at::kFloat)).mul_(scale));
+}
+
+void scaled_copy(const CopySegment* segments, size_t count, at::ScalarType src_type, at::ScalarType dst_type,
+    double scale) {
+  for (size_t i = 0; i < count; ++i) copy_one(segments[i], src_type, dst_type, scale);
 }
 
 }  // namespace minddp

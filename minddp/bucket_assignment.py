@@ -1,0 +1,96 @@
+"""Which gradients travel together: sizes and caps in, lists of parameter indices out. Pure.
+
+A bucket is the unit of communication: one flat buffer, one collective. Large buckets pay the collective's
+latency rarely; small ones let communication begin while backward still runs. What is reduced last has no
+backward left to hide behind, so the last bucket is a small one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+import torch.distributed as dist
+
+Buckets = list[list[int]]
+
+
+def assign_buckets(
+    nbytes: Sequence[int],
+    kinds: Sequence[Hashable],
+    order: Sequence[int],
+    caps: Sequence[int],
+    last_cap: int | None = None,
+) -> Buckets:
+    """Splits ``order`` into buckets, listed in the order in which they become complete.
+
+    Args:
+        nbytes: bytes of each parameter's gradient, by parameter index.
+        kinds: what may not share a bucket ((dtype, device), say), by parameter index.
+        order: parameter indices by expected arrival.
+        caps: bytes at which the i-th launched bucket closes; the last entry repeats. A bucket closes once it
+            has reached its cap, so it exceeds it by less than a parameter.
+        last_cap: where ``caps`` has one entry, the cap of the bucket that is launched last.
+    """
+    if len(caps) > 1:
+        buckets = _fill(nbytes, kinds, order, lambda i: caps[min(i, len(caps) - 1)])
+    else:
+        # From the back, so that what is left over, and not full, is launched first.
+        filled = _fill(nbytes, kinds, order[::-1], lambda i: (last_cap or caps[0]) if i == 0 else caps[0])
+        buckets = [bucket[::-1] for bucket in filled]
+    position = {index: i for i, index in enumerate(order)}
+    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+
+
+def _fill(nbytes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], cap) -> Buckets:  # type: ignore[no-untyped-def]
+    closed: Buckets = []
+    filling: dict[Hashable, Buckets] = {}
+    sizes: dict[Hashable, int] = {}
+    for index in order:
+        kind = kinds[index]
+        filling.setdefault(kind, [[]])[0].append(index)
+        sizes[kind] = sizes.get(kind, 0) + nbytes[index]
+        if sizes[kind] >= cap(len(closed)):
+            closed += filling.pop(kind)
+            del sizes[kind]
+    return closed + [bucket for buckets in filling.values() for bucket in buckets]
+
+
+def ready_order(ready_ns: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(indices by arrival, indices that never arrived) from the reducer's time stamps.
+
+    What never arrived is listed from the highest index down: what is defined last usually comes first.
+    """
+    absent = [i for i in reversed(range(len(ready_ns))) if ready_ns[i] < 0]
+    arrived = [i for i in reversed(range(len(ready_ns))) if ready_ns[i] >= 0]
+    return sorted(arrived, key=lambda i: ready_ns[i]), absent
+
+
+def agree_on_order(
+    order: tuple[list[int], list[int]], group: dist.ProcessGroup, device: torch.device
+) -> tuple[list[int], list[int]]:
+    """Rank 0's order, on every rank. Collective.
+
+    Ranks may observe different orders (branches, threads), and a bucket must hold the same parameters on all.
+    """
+    arrived, absent = order
+    message = torch.tensor([len(arrived), *arrived, *absent], device=device)
+    group.broadcast([message], dist.BroadcastOptions()).wait()
+    count, *indices = message.tolist()
+    return indices[:count], indices[count:]
+
+
+def check_buckets(buckets: Buckets, names: Sequence[str], kinds: Sequence[Hashable]) -> None:
+    """Raises ValueError unless every parameter is in one bucket and every bucket of one kind."""
+    seen = sorted(index for bucket in buckets for index in bucket)
+    if seen != list(range(len(names))):
+        wrong = [name for i, name in enumerate(names) if seen.count(i) != 1] or [
+            f"index {i}" for i in seen if not 0 <= i < len(names)
+        ]
+        raise ValueError(f"buckets: every parameter must be in exactly one bucket; this does not hold for {wrong}")
+    for bucket in buckets:
+        if len({kinds[index] for index in bucket}) != 1:
+            raise ValueError(
+                f"buckets: a bucket must hold parameters of one dtype and device (and a parameter with sparse "
+                f"gradients alone), but one holds {[names[index] for index in bucket]}"
+            )
