@@ -25,9 +25,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from links import Endpoint, ShapedNetwork, enter  # noqa: E402
+from links import Endpoint, LinkError, ShapedNetwork, enter  # noqa: E402
 
-from minddp.testing import RankPool  # noqa: E402
+from minddp.testing import RankError, RankPool  # noqa: E402
 
 __all__ = [
     "ENGINES", "RESULTS", "BenchmarkError", "Ranks", "Spread", "environment", "machine", "names", "numbers",
@@ -268,11 +268,11 @@ def numbers(text: str) -> list[int]:
 
 def run_main(main: Callable[[], int | None]) -> None:
     """Runs a script's ``main``: expected errors end it with one line on stderr, Ctrl-C with 130."""
-    from links import LinkError
-
     try:
         sys.exit(main())
     except (BenchmarkError, LinkError) as error:
         sys.exit(f"error: {error}")
+    except RankError as error:
+        sys.exit(f"error: measuring failed on rank(s) {sorted(error.failures)}\n{error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -33,9 +33,13 @@ class Workload:
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
 
+    def sizes(self) -> list[int]:
+        """Bytes of each parameter's gradient."""
+        return [p.numel() * p.element_size() for p in self.parameters()]
+
     def nbytes(self) -> int:
         """Bytes of all gradients."""
-        return sum(p.numel() * p.element_size() for p in self.parameters())
+        return sum(self.sizes())
 
 
 def _mlp(widths: list[int]) -> nn.Sequential:

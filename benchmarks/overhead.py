@@ -28,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,43 +67,13 @@ def measure_rounds(
             step()
     sizes = {name: step.bucket_bytes() for name, step in made.items() if name != "local"}
     calls: dict[str, Callable[[], None]] = {
-        **made, "raw": raw_collectives(sizes.get(BASELINE) or next(iter(sizes.values())), device)
+        **made, "raw": steps.raw_collectives(sizes.get(BASELINE) or next(iter(sizes.values())), device)
     }  # fmt: skip
     samples: Samples = {name: [] for name in calls}
     for order in harness.rounds(list(calls), rounds):
         for name in order:
-            samples[name].append(_median_seconds(calls[name], inner))
+            samples[name].append(statistics.median(steps.timed(calls[name], inner)))
     return samples, sizes
-
-
-def raw_collectives(sizes: list[int], device: Any) -> Callable[[], None]:
-    """A function that launches one allreduce for each of ``sizes`` (bytes) and awaits them all."""
-    import torch
-    import torch.distributed as dist
-
-    buffers = [torch.zeros(max(nbytes // 4, 1), device=device) for nbytes in sizes]
-
-    def launch() -> None:
-        for work in [dist.all_reduce(buffer, async_op=True) for buffer in buffers]:
-            work.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return launch
-
-
-def _median_seconds(call: Callable[[], None], inner: int) -> float:
-    """Median of ``inner`` calls, after one that is not counted (it finds the caches cold)."""
-    import torch.distributed as dist
-
-    call()
-    seconds = []
-    for _ in range(inner):
-        dist.barrier()
-        begin = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
 
 
 # ---- in the parent

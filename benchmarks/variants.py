@@ -15,6 +15,7 @@ Options of the two DDP classes (after the dash): views, static, batched, unused.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from harness import BenchmarkError
 from models import Workload
 
-__all__ = ["IMPLEMENTATIONS", "OPTIONS", "Step", "ddp_class", "make_step"]
+__all__ = ["IMPLEMENTATIONS", "OPTIONS", "Step", "ddp_class", "make_step", "raw_collectives", "timed"]
 
 IMPLEMENTATIONS = ("minddp", "torch", "naive", "flat", "per-parameter", "local")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -116,7 +117,7 @@ def _naive(work: Workload) -> Step:
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(world_size)
 
-    return Step(work, work.module, finish, _sizes(parameters)[::-1])
+    return Step(work, work.module, finish, work.sizes()[::-1])
 
 
 def _flat(work: Workload) -> Step:
@@ -132,7 +133,7 @@ def _flat(work: Workload) -> Step:
         buffer.div_(world_size)
         torch._foreach_copy_(gradients, views)
 
-    return Step(work, work.module, finish, [sum(_sizes(parameters))])
+    return Step(work, work.module, finish, [sum(work.sizes())])
 
 
 def _per_parameter(work: Workload) -> Step:
@@ -150,11 +151,32 @@ def _per_parameter(work: Workload) -> Step:
 
     for parameter in work.parameters():
         parameter.register_post_accumulate_grad_hook(launch)
-    return Step(work, work.module, finish, _sizes(work.parameters())[::-1])
-
-
-def _sizes(parameters: list[torch.nn.Parameter]) -> list[int]:
-    return [p.numel() * p.element_size() for p in parameters]
+    return Step(work, work.module, finish, work.sizes()[::-1])
 
 
 _BY_HAND = {"naive": _naive, "flat": _flat, "per-parameter": _per_parameter}
+
+
+def raw_collectives(sizes: list[int], device: torch.device) -> Callable[[], None]:
+    """A function that launches one allreduce for each of ``sizes`` (bytes) and awaits them all."""
+    buffers = [torch.zeros(max(nbytes // 4, 1), device=device) for nbytes in sizes]
+
+    def launch() -> None:
+        for work in [dist.all_reduce(buffer, async_op=True) for buffer in buffers]:
+            work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return launch
+
+
+def timed(call: Callable[[], None], count: int) -> list[float]:
+    """Seconds of ``count`` calls, each begun by all ranks together, after one that is not counted."""
+    call()
+    seconds = []
+    for _ in range(count):
+        dist.barrier()
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
