@@ -81,6 +81,13 @@ class Call:
         mode = " under no_grad" if self.grad == NO_GRAD else ""
         return f"{self.collective}({', '.join(options)}) of {what}{mode}"
 
+    def uniform_text(self) -> str:
+        """What is the same on all ranks if the calls fit together: for the order's digest."""
+        parts = ["header of", self.collective, self.op]
+        if self.same_shape and self.root < 0:  # else ranks without a tensor, or with other rows, take part
+            parts += [str(self.dtype), str(self.shape)]
+        return " ".join(part for part in parts if part)
+
     def encode(self, order: int) -> list[int]:
         shape = self.shape or ()
         failed = bool(self.error)
@@ -159,7 +166,7 @@ def agree(call: Call, group: Any) -> list[Header]:
     if call.shape is not None and len(call.shape) > _MAX_DIMS:
         raise CollectiveError(f"{call.collective}: at most {_MAX_DIMS} dimensions, not {len(call.shape)}")
     if ordering.enabled():
-        ordering.record(group, f"header of {call.collective} {call.op}".rstrip())
+        ordering.record(group, call.uniform_text())
     headers = _exchange_headers(call, group)
     problem = disagreement(headers)
     if problem:

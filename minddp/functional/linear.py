@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ class LinearMap:
     """A collective on dense tensors whose first dimension counts rows, and its transpose."""
 
     group: Any
+    uniform: ClassVar[bool] = False  # whether x has one shape on all ranks
 
     def run(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -97,7 +98,8 @@ class _Apply(torch.autograd.Function):
 
 def _run(linear: LinearMap, x: Tensor) -> Tensor:
     if ordering.enabled():
-        ordering.record(linear.group, f"{type(linear).__name__} of {x.dtype}")
+        shape = f" {tuple(x.shape)}" if linear.uniform else ""
+        ordering.record(linear.group, f"{type(linear).__name__} of {x.dtype}{shape}")
     return linear.run(transport.dense(x))
 
 
@@ -114,6 +116,8 @@ def _scaled(rows: Sequence[int], row: int) -> list[int]:
 class SumToAll(LinearMap):
     """y_r = sum over s of x_s. A is all ones, and symmetric: its own adjoint."""
 
+    uniform: ClassVar[bool] = True
+
     def run(self, x: Tensor) -> Tensor:
         return transport.sum_to_all(x, self.group)
 
@@ -125,6 +129,8 @@ class SumToAll(LinearMap):
 class SumToReplica(LinearMap):
     """One replicated y = sum over s of x_s; dL/dx_s = dL/dy."""
 
+    uniform: ClassVar[bool] = True
+
     def run(self, x: Tensor) -> Tensor:
         return transport.sum_to_all(x, self.group)
 
@@ -135,6 +141,8 @@ class SumToReplica(LinearMap):
 @dataclass(frozen=True)
 class ReplicaToAll(LinearMap):
     """y_r = x for one replicated x: nothing moves."""
+
+    uniform: ClassVar[bool] = True
 
     def run(self, x: Tensor) -> Tensor:
         agreement.require_replicated(x, self.group)
@@ -218,6 +226,7 @@ class Exchange(LinearMap):
 class FromRoot(LinearMap):
     """Broadcast: y_r = x_root. A has one column of ones; transposed, one row: a sum to the root."""
 
+    uniform: ClassVar[bool] = True
     root: int
 
     def run(self, x: Tensor) -> Tensor:
@@ -231,6 +240,7 @@ class FromRoot(LinearMap):
 class SumToRoot(LinearMap):
     """y_root = sum over s of x_s; zeros elsewhere."""
 
+    uniform: ClassVar[bool] = True
     root: int
 
     def run(self, x: Tensor) -> Tensor:
@@ -252,6 +262,7 @@ class RootToReplica(FromRoot):
 class ReplicaToRoot(LinearMap):
     """y_root = one replicated x; zeros elsewhere: nothing moves."""
 
+    uniform: ClassVar[bool] = True
     root: int
 
     def run(self, x: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ def test_debug_mode_shows_what_each_rank_issued(world_size):
     for text in (end, later):
         assert "bucket 0  <-- differs" in text
         assert "bucket 1  <-- differs" in text
-        assert "SumToAll of torch.float32" in text
+        assert "SumToAll of torch.float32 (2,)" in text
     assert all(result == results[0] for result in results)
 
 
