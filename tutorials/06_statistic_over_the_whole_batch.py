@@ -64,7 +64,7 @@ WAYS = {
 
 
 def statistic_and_gradient(rank, size):
-    """This rank's number and gradient of its features, for each way. Every rank's loss is number * (rank + 1)."""
+    """This rank's number and gradient, for each way. Its loss is number * (rank + 1)."""
     results = {}
     for name, way in WAYS.items():
         x = features().chunk(size)[rank].clone().requires_grad_()
@@ -84,8 +84,11 @@ def one_process():
 
 def compare_the_ways():
     truth, gradient = one_process()
-    say(f"""One process with all {BATCH} samples finds {truth:.6f}. On {RANKS} ranks, with {BATCH // RANKS} samples
-        each, and the gradients compared with the whole batch's:""")
+    say(
+        f"""One process with all {BATCH} samples finds {truth:.6f}. On {RANKS} ranks, with {
+            BATCH // RANKS
+        } samples each, and the gradients compared with the whole batch's:"""
+    )
     ranks = run_ranks(statistic_and_gradient, RANKS)
     for name in WAYS:
         numbers = [result[name][0] for result in ranks]
@@ -95,8 +98,8 @@ def compare_the_ways():
         assert value_is_right == (name != "each rank its own")
         assert (error < 1e-12) == (name == "minddp.functional.all_reduce")
     print()
-    say("""The plain all_reduce is the treacherous one: its value is right. Its gradient lacks what this rank's
-        samples do to the other rank's loss.""")
+    say("""The plain all_reduce is the treacherous one: its value is right. Its gradient lacks what this
+        rank's samples do to the other rank's loss.""")
 
 
 class Discriminator(nn.Module):
@@ -127,9 +130,9 @@ def under_ddp(rank, size, per_rank, own_group):
 
 
 def compare_under_ddp():
-    say("""As a layer in a model under DistributedDataParallel, which averages the parameters' gradients with
-        collectives of its own, during the same backward. Outputs and every parameter's gradient, beside one
-        process:""")
+    say("""As a layer in a model under DistributedDataParallel, which averages the parameters' gradients
+        with collectives of its own, during the same backward. Outputs and every parameter's gradient,
+        beside one process:""")
     for per_rank in (2, 1):
         reference = Discriminator(StdDevInOneProcess())
         expected = reference(features()[: RANKS * per_rank])
@@ -147,8 +150,8 @@ def compare_under_ddp():
             assert output < 1e-12
             assert gradient < 1e-12
     print()
-    say("""One sample per rank works, where a local deviation would be 0. Both groups work as long as all ranks issue
-        their collectives in the same order: with one model on all ranks they do.""")
+    say("""One sample per rank works, where a local deviation would be 0. Both groups work as long as all
+        ranks issue their collectives in the same order: with one model on all ranks they do.""")
 
 
 class StatisticInABuffer(nn.Module):
@@ -174,8 +177,9 @@ def carried_by_a_buffer(rank, size):
 def a_buffer_is_no_answer():
     values = run_ranks(carried_by_a_buffer, RANKS)
     assert values == [10.0, 10.0]
-    say(f"""A registered buffer is not the answer. The ranks' means are 10 and 20; in the next forward both find
-        {values[0]:g} in it: DDP broadcasts rank 0's buffer. It averages nothing, and a buffer has no gradient.""")
+    say(f"""A registered buffer is not the answer. The ranks' means are 10 and 20; in the next forward
+        both find {values[0]:g} in it: DDP broadcasts rank 0's buffer. It averages nothing, and a buffer
+        has no gradient.""")
 
 
 def in_another_order(rank, size):
@@ -190,8 +194,8 @@ def in_another_order(rank, size):
 
 
 def what_a_wrong_order_does():
-    say("""And if the order differs? Every rank's call is announced before it runs, so both ranks get the same error
-        instead of a hang; with MINDDP_DEBUG=1 it also shows what each did before:""")
+    say("""And if the order differs? Every rank's call is announced before it runs, so both ranks get the
+        same error instead of a hang; with MINDDP_DEBUG=1 it also shows what each did before:""")
     for debug in ("0", "1"):
         texts = run_ranks(in_another_order, RANKS, env={"MINDDP_DEBUG": debug})
         assert texts[0] == texts[1]

@@ -1,7 +1,7 @@
 """What is the gradient of a collective? Six small programs, on two and on three ranks, and the truth.
 
-On every rank x = 1 and xx = (rank + 2) * x. The truth comes from moving each rank's x a little and watching the
-sum of all ranks' losses: what a single process would differentiate if it ran all the ranks' programs.
+On every rank x = 1 and xx = (rank + 2) * x. The truth comes from moving each rank's x a little and watching
+the sum of all ranks' losses: what a single process would differentiate if it ran all the ranks' programs.
 
     python tutorials/07_gradient_of_a_collective.py
 """
@@ -55,11 +55,16 @@ def table(rank, size):
     rows = {}
     for name, program in PROGRAMS.items():
         x = torch.ones((), dtype=torch.float64)
-        loss = {way: lambda x, w=reduce: program((rank + 2) * x, rank, w) for way, reduce in WAYS.items()}
-        truth = gradcheck.numerical_gradient(loss["minddp.functional"], x, eps=1e-4).item()
-        value = loss["minddp.functional"](x).item()
-        rows[name] = value, truth, {way: gradcheck.analytic_gradient(loss[way], x).item() for way in WAYS}
+        losses = {way: loss_of(program, rank, reduce) for way, reduce in WAYS.items()}
+        truth = gradcheck.numerical_gradient(losses["minddp.functional"], x, eps=1e-4).item()
+        value = losses["minddp.functional"](x).item()
+        gradients = {way: gradcheck.analytic_gradient(loss, x).item() for way, loss in losses.items()}
+        rows[name] = value, truth, gradients
     return rows
+
+
+def loss_of(program, rank, reduce):
+    return lambda x: program((rank + 2) * x, rank, reduce)
 
 
 def numbers(values):
@@ -113,11 +118,12 @@ def two_readings():
     assert x.grad.item() == 50
     assert per_rank == (40, 60)
     assert replicated == (20, 30)
-    say(f"""One process that computes (2x + 3x)**2 finds {x.grad.item():g}. The two ranks' {numbers(per_rank)} add up to
-        100, and that is right as well: two ranks called backward on 25 each, so two losses were differentiated.
-        Which one do you mean? loss="per_rank" (the default): every rank has its own loss, and their sum is
-        differentiated. loss="replicated": all ranks hold the same loss, counted once: {numbers(replicated)}, which
-        add up to 50. (Dividing the replicated loss by the world size says the same.)""")
+    say(f"""One process that computes (2x + 3x)**2 finds {x.grad.item():g}. The two ranks'
+        {numbers(per_rank)} add up to 100, and that is right as well: two ranks called backward on 25
+        each, so two losses were differentiated. Which one do you mean? loss="per_rank" (the default):
+        every rank has its own loss, and their sum is differentiated. loss="replicated": all ranks hold
+        the same loss, counted once: {numbers(replicated)}, which add up to 50. (Dividing the replicated
+        loss by the world size says the same.)""")
 
 
 def not_replicated(rank, size):
@@ -148,21 +154,22 @@ def distance_from_the_mean(rank, size):
 def a_gradient_of_zero():
     (loss0, grad0), (loss1, grad1) = run_ranks(distance_from_the_mean, 2)
     assert (loss0, loss1, grad0, grad1) == (-50, 50, 0, 0)
-    say(f"""A riddle: w = 1, data d = 100 and 200, loss = w d - all_reduce(w d / 2). The losses are {loss0:g} and
-        {loss1:g}, and the gradient of w is {grad0:g} on both ranks. It is no bug: the two losses add up to 0 whatever
-        w is. DDP, which averages such gradients, would not train w, and rightly so.""")
+    say(f"""A riddle: w = 1, data d = 100 and 200, loss = w d - all_reduce(w d / 2). The losses are
+        {loss0:g} and {loss1:g}, and the gradient of w is {grad0:g} on both ranks. It is no bug: the two
+        losses add up to 0 whatever w is. DDP, which averages such gradients, would not train w, and
+        rightly so.""")
 
 
 if __name__ == "__main__":
-    say("""An all_reduce gives every rank s the sum y_s of all xx_r. Move xx_r, and every rank's y_s moves: so the
-        gradient of xx_r is the sum over s of what comes back to y_s. The backward of an all_reduce is an
-        all_reduce. An in-place all_reduce that autograd does not see leaves the other ranks' part out; an API that
-        takes every op for a sum gets products and maxima wrong (✗):""")
+    say("""An all_reduce gives every rank s the sum y_s of all xx_r. Move xx_r, and every rank's y_s
+        moves: so the gradient of xx_r is the sum over s of what comes back to y_s. The backward of an
+        all_reduce is an all_reduce. An in-place all_reduce that autograd does not see leaves the other
+        ranks' part out; an API that takes every op for a sum gets products and maxima wrong (✗):""")
     the_numbers_of_the_question(show_table(2))
     show_table(3)
-    say("""For a product the factor is the product of the *other* ranks' values, computed as such, never as
-        y / xx: so it is right when one of them is 0. The maximum's gradient goes to the rank that holds it, and is
-        shared evenly when several do.""")
+    say("""For a product the factor is the product of the *other* ranks' values, computed as such, never
+        as y / xx: so it is right when one of them is 0. The maximum's gradient goes to the rank that
+        holds it, and is shared evenly when several do.""")
     two_readings()
     a_wrong_claim_raises()
     a_gradient_of_zero()

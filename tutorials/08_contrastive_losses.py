@@ -118,16 +118,17 @@ def compare(name):
 
 
 if __name__ == "__main__":
-    say(f"""A batch of {BATCH} pairs; one process holds all, or {RANKS} ranks hold {BATCH // RANKS} each under
-        DistributedDataParallel. Compared are the first step's loss (the mean over ranks) and gradient, and the
-        weights after {STEPS} steps of SGD:""")
+    say(f"""A batch of {BATCH} pairs; one process holds all, or {RANKS} ranks hold {BATCH // RANKS} each
+        under DistributedDataParallel. Compared are the first step's loss (the mean over ranks) and
+        gradient, and the weights after {STEPS} steps of SGD:""")
     print(f"  {'':34}{'one process':>12}{'two ranks':>10}{'gradient error':>16}{'error of weights':>18}")
     for name in LOSSES:
         compare(name)
     print()
-    say("""The first four are one process' training, to rounding. Each rank returns a loss such that the mean of the
-        ranks' losses is the whole batch's; collectives sum the gradients of all ranks' losses; DDP averages over
-        ranks. For the same reason CLIP may be computed whole on every rank: N equal losses, averaged, are one.""")
-    say("""The last two are common mistakes. A plain all_gather gives the right loss and a wrong gradient: a rank's
-        features also stand in the other ranks' losses, and that part is lost. With negatives of one's own rank
-        only, the loss is another one.""")
+    say("""The first four are one process' training, to rounding. Each rank returns a loss such that the
+        mean of the ranks' losses is the whole batch's; collectives sum the gradients of all ranks'
+        losses; DDP averages over ranks. For the same reason CLIP may be computed whole on every rank: N
+        equal losses, averaged, are one.""")
+    say("""The last two are common mistakes. A plain all_gather gives the right loss and a wrong
+        gradient: a rank's features also stand in the other ranks' losses, and that part is lost. With
+        negatives of one's own rank only, the loss is another one.""")

@@ -32,7 +32,7 @@ class MinibatchStdDev(nn.Module):
     root), averaged over the positions: one number for all samples of all ranks.
 
     Args:
-        group: the ranks that share the batch. A group of the layer's own keeps its collectives apart from DDP's.
+        group: the ranks that share the batch. A group of its own keeps its collectives apart from DDP's.
         eps: added to the variance, so that the root has a derivative at 0.
 
     Shapes: ``(B, C, H, W)`` to ``(B, C + 1, H, W)``; B may be 1, and differ between ranks.
@@ -43,7 +43,7 @@ class MinibatchStdDev(nn.Module):
         self.group, self.eps = group, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        mean, variance = _moments(x, self.group)
+        _, variance = _moments(x, self.group)
         deviation = (variance + self.eps).sqrt().mean()
         return torch.cat([x, deviation.expand(x.shape[0], 1, *x.shape[2:])], dim=1)
 

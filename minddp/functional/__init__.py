@@ -508,7 +508,7 @@ def _received(send: Sequence[int], expected: Sequence[int] | None, group: Any) -
         if line[size] >= 0 and line[size:] != sent:
             raise CollectiveError(
                 f"minddp.functional.all_to_all: rank {receiver} of the group passes output_splits="
-                f"{line[size:]}, but ranks 0 to {size - 1} send it {sent} rows; pass no output_splits to have them "
-                "learned"
+                f"{line[size:]}, but ranks 0 to {size - 1} send it {sent} rows; without output_splits they "
+                "are learned"
             )
     return tuple(table[sender][rank] for sender in range(size))
