@@ -51,11 +51,12 @@ void scaled_copy_tensors(
 }
 
 }  // namespace
-}  // namespace minddp
 
 void bind_cuda(py::module_& module) {
   module.def(
-      "cuda_scaled_copy", &minddp::scaled_copy_tensors, py::arg("sources"), py::arg("destinations"),
+      "cuda_scaled_copy", &scaled_copy_tensors, py::arg("sources"), py::arg("destinations"),
       py::arg("src_type"), py::arg("scale") = 1.0, py::arg("nonfinite") = std::nullopt,
       py::call_guard<py::gil_scoped_release>());
 }
+
+}  // namespace minddp

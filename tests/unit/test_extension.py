@@ -1,0 +1,68 @@
+"""Loading the extension: only into the torch it was built against, and with errors that say what to do."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import minddp
+from minddp import _extension
+
+
+def fake_build(monkeypatch: pytest.MonkeyPatch, extension: Path) -> None:
+    """Makes ``extension`` (which need not exist) what an import of minddp._C would find."""
+    spec = importlib.machinery.ModuleSpec("minddp._C", None, origin=str(extension))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+
+
+def test_the_record_is_of_this_build() -> None:
+    record = _extension.build_record()
+    assert record["torch"] == torch.__version__
+    text = minddp.__config__()
+    for part in (record["version"], record["torch"], record["compiler"]):
+        assert str(part) in text
+    assert ("cuda: no" in text) == (record["cuda"] is None)
+
+
+def test_another_torch_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_build(monkeypatch, tmp_path / "_C.so")
+    (tmp_path / "_build.json").write_text(json.dumps({"torch": "2.12.1+cu130"}))
+    with pytest.raises(ImportError, match=r"built against torch 2\.12\.1\+cu130, but torch") as caught:
+        _extension.load()
+    assert torch.__version__ in str(caught.value)
+    assert "pip install --no-build-isolation" in str(caught.value)
+
+
+def test_a_linked_extension_keeps_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Checkouts may share one build by a symbolic link to the extension alone."""
+    real, link = tmp_path / "built" / "_C.so", tmp_path / "_C.so"
+    real.parent.mkdir()
+    real.touch()
+    link.symlink_to(real)
+    (real.parent / "_build.json").write_text(json.dumps({"torch": "1.0"}))
+    fake_build(monkeypatch, link)
+    assert _extension.build_record() == {"torch": "1.0"}
+
+
+def test_without_a_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="not built for this Python"):
+        _extension.load()
+    monkeypatch.undo()
+    fake_build(monkeypatch, tmp_path / "_C.so")
+    with pytest.raises(ImportError, match="no record of its build"):
+        _extension.load()
+
+
+def test_an_extension_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> None:
+        raise ImportError("undefined symbol: _ZN2at")
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    with pytest.raises(ImportError, match=r"does not load \(undefined symbol: _ZN2at\)"):
+        _extension.load()
