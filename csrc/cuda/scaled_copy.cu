@@ -40,15 +40,14 @@ struct Launcher {
 
   void operator()(const SegmentTable& table) const {
     const size_t count = table.pieces.size();
-    if (count <= kSmallTable) {
+    if (count <= kSmallTable)
       in_parameters<kSmallTable>(table, 0, count);
-    } else if (count <= kLargeTable) {
+    else if (count <= kLargeTable)
       in_parameters<kLargeTable>(table, 0, count);
-    } else if (is_capturing(stream)) {
+    else if (is_capturing(stream))
       in_batches(table);
-    } else {
+    else
       in_memory(table);
-    }
   }
 
   template <typename Table>
@@ -71,9 +70,8 @@ struct Launcher {
   // to keep; parameters are part of the graph. Its launches cost little when they are replayed.
   void in_batches(const SegmentTable& table) const {
     const size_t count = table.pieces.size();
-    for (size_t begin = 0; begin < count; begin += kLargeTable) {
+    for (size_t begin = 0; begin < count; begin += kLargeTable)
       in_parameters<kLargeTable>(table, begin, std::min(begin + kLargeTable, count));
-    }
   }
 
   // Too many for the parameters: one upload, one launch. Both buffers may be let go at once: torch's
@@ -87,27 +85,19 @@ struct Launcher {
     at::Tensor device = at::empty({nbytes}, options.device(stream.device()));
     device.copy_(host, /*non_blocking=*/true);
     launch(
-        DeviceTable{
-            static_cast<uint32_t>(table.pieces.size()), static_cast<const Piece*>(device.const_data_ptr())},
+        DeviceTable{static_cast<uint32_t>(table.pieces.size()), static_cast<const Piece*>(device.const_data_ptr())},
         table.chunks);
   }
 };
 
 }  // namespace
 
-void scaled_copy(
-    const std::vector<CopySegment>& segments,
-    at::ScalarType src_type,
-    at::ScalarType dst_type,
-    double scale,
-    c10::DeviceIndex device,
-    uint32_t* nonfinite_flags) {
+void scaled_copy(const std::vector<CopySegment>& segments, at::ScalarType src_type, at::ScalarType dst_type,
+    double scale, c10::DeviceIndex device, uint32_t* nonfinite_flags) {
   const c10::cuda::CUDAGuard guard(device);
-  dispatch(
-      segments, src_type, dst_type, scale, nonfinite_flags,
+  dispatch(segments, src_type, dst_type, scale, nonfinite_flags,
       [&](auto src, auto dst, auto scaled, const SegmentTable& table) {
-        using Launch =
-            Launcher<typename decltype(src)::type, typename decltype(dst)::type, decltype(scaled)::value>;
+        using Launch = Launcher<typename decltype(src)::type, typename decltype(dst)::type, decltype(scaled)::value>;
         Launch{scale, nonfinite_flags, c10::cuda::getCurrentCUDAStream(device)}(table);
       });
 }

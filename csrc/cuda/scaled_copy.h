@@ -25,13 +25,8 @@ namespace cuda {
 // REQUIRES: both types floating, or both complex, or equal with scale == 1;
 //   segments' memory on `device`, and alive until the stream has passed this point;
 //   src and dst of a segment are equal (then the types' sizes are too) or do not overlap.
-void scaled_copy(
-    const std::vector<CopySegment>& segments,
-    at::ScalarType src_type,
-    at::ScalarType dst_type,
-    double scale,
-    c10::DeviceIndex device,
-    uint32_t* nonfinite_flags = nullptr);
+void scaled_copy(const std::vector<CopySegment>& segments, at::ScalarType src_type, at::ScalarType dst_type,
+    double scale, c10::DeviceIndex device, uint32_t* nonfinite_flags = nullptr);
 
 }  // namespace cuda
 }  // namespace minddp

@@ -41,8 +41,7 @@ struct alignas(kWidth == 1 ? alignof(T) : 16) Vector {
 };
 
 template <typename Src, typename Dst>
-using Accumulate =
-    std::conditional_t<std::is_same_v<Src, double> || std::is_same_v<Dst, double>, double, float>;
+using Accumulate = std::conditional_t<std::is_same_v<Src, double> || std::is_same_v<Dst, double>, double, float>;
 
 template <typename Src, typename Dst, bool kScaled>
 __device__ Dst convert(Src value, double scale) {
@@ -56,13 +55,12 @@ __device__ Dst convert(Src value, double scale) {
 
 template <typename T>
 __device__ bool is_nonfinite(T value) {
-  if constexpr (std::is_integral_v<T>) {
+  if constexpr (std::is_integral_v<T>)
     return false;
-  } else if constexpr (std::is_same_v<T, double>) {
+  else if constexpr (std::is_same_v<T, double>)
     return !(std::fabs(value) <= 1.7976931348623157e308);
-  } else {
+  else
     return !(std::fabs(static_cast<float>(value)) <= 3.402823466e38f);
-  }
 }
 
 // Copies `count` vectors of kWidth elements; true if a written value is not finite.
@@ -74,11 +72,8 @@ __device__ bool copy_vectors(const Src* src, Dst* dst, int count, double scale) 
   for (int first = static_cast<int>(threadIdx.x); first < count; first += kBatch * kThreads) {
     Vector<Src, kWidth> loaded[kBatch] = {};  // zeros stand for a src that does not exist
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (src != nullptr && first + b * kThreads < count) {
-        loaded[b] = in[first + b * kThreads];
-      }
-    }
+    for (int b = 0; b < kBatch; ++b)
+      if (src != nullptr && first + b * kThreads < count) loaded[b] = in[first + b * kThreads];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (first + b * kThreads < count) {
@@ -105,8 +100,8 @@ __device__ bool copy_chunk(const Src* src, Dst* dst, int count, double scale) {
   const int vectors = aligned ? count / kWidth : 0;
   bool nonfinite = copy_vectors<Src, Dst, kScaled, kWidth>(src, dst, vectors, scale);
   const int done = vectors * kWidth;
-  nonfinite |= copy_vectors<Src, Dst, kScaled, 1>(
-      src == nullptr ? nullptr : src + done, dst + done, count - done, scale);
+  nonfinite |=
+      copy_vectors<Src, Dst, kScaled, 1>(src == nullptr ? nullptr : src + done, dst + done, count - done, scale);
   return nonfinite;
 }
 
@@ -121,8 +116,7 @@ __device__ inline uint32_t find_piece(const Piece* pieces, uint32_t count, uint3
 }
 
 template <typename Src, typename Dst, bool kScaled, typename Table>
-__global__ void scaled_copy_kernel(
-    const __grid_constant__ Table table, double scale, uint32_t* nonfinite_flags) {
+__global__ void scaled_copy_kernel(const __grid_constant__ Table table, double scale, uint32_t* nonfinite_flags) {
   const uint32_t chunk = table.pieces[0].first_chunk + blockIdx.x;
   const Piece& piece = table.pieces[find_piece(table.pieces, table.count, chunk)];
   const int64_t begin = static_cast<int64_t>(chunk - piece.first_chunk) * kChunk;
@@ -130,9 +124,8 @@ __global__ void scaled_copy_kernel(
   const Src* src = piece.src == nullptr ? nullptr : static_cast<const Src*>(piece.src) + begin;
   Dst* dst = static_cast<Dst*>(piece.dst) + begin;
   const int count = static_cast<int>(left < kChunk ? left : kChunk);
-  if (copy_chunk<Src, Dst, kScaled>(src, dst, count, scale) && nonfinite_flags != nullptr) {
+  if (copy_chunk<Src, Dst, kScaled>(src, dst, count, scale) && nonfinite_flags != nullptr)
     nonfinite_flags[piece.segment] = 1;  // a race of equal values
-  }
 }
 
 // --- the choice of types ------------------------------------------------------------------------------
@@ -145,32 +138,22 @@ struct Type {
 template <typename Visitor>
 bool visit_floating(at::ScalarType type, Visitor&& visitor) {
   switch (type) {
-    case at::ScalarType::Half:
-      return visitor(Type<c10::Half>()), true;
-    case at::ScalarType::BFloat16:
-      return visitor(Type<c10::BFloat16>()), true;
-    case at::ScalarType::Float:
-      return visitor(Type<float>()), true;
-    case at::ScalarType::Double:
-      return visitor(Type<double>()), true;
-    default:
-      return false;
+    case at::ScalarType::Half: return visitor(Type<c10::Half>()), true;
+    case at::ScalarType::BFloat16: return visitor(Type<c10::BFloat16>()), true;
+    case at::ScalarType::Float: return visitor(Type<float>()), true;
+    case at::ScalarType::Double: return visitor(Type<double>()), true;
+    default: return false;
   }
 }
 
 template <typename Visitor>
 bool visit_bits(size_t size, Visitor&& visitor) {
   switch (size) {
-    case 1:
-      return visitor(Type<uint8_t>()), true;
-    case 2:
-      return visitor(Type<uint16_t>()), true;
-    case 4:
-      return visitor(Type<uint32_t>()), true;
-    case 8:
-      return visitor(Type<uint64_t>()), true;
-    default:
-      return false;
+    case 1: return visitor(Type<uint8_t>()), true;
+    case 2: return visitor(Type<uint16_t>()), true;
+    case 4: return visitor(Type<uint32_t>()), true;
+    case 8: return visitor(Type<uint64_t>()), true;
+    default: return false;
   }
 }
 
@@ -186,37 +169,24 @@ void visit_types(at::ScalarType src_type, at::ScalarType dst_type, double scale,
       TORCH_CHECK(cast, "scaled_copy cannot cast ", src_type, " to ", dst_type);
     }
   });
-  if (!known && same && scale == 1.0) {
-    known =
-        visit_bits(c10::elementSize(src_type), [&](auto bits) { visitor(bits, bits, std::false_type()); });
-  }
+  if (!known && same && scale == 1.0)
+    known = visit_bits(c10::elementSize(src_type), [&](auto bits) { visitor(bits, bits, std::false_type()); });
   TORCH_CHECK(known, "scaled_copy cannot scale ", src_type, " by ", scale, " into ", dst_type);
 }
 
 // Calls launch(Src, Dst, scaled, table), once, or never when there is nothing to do.
 template <typename Launch>
-void dispatch(
-    const std::vector<CopySegment>& segments,
-    at::ScalarType src_type,
-    at::ScalarType dst_type,
-    double scale,
-    const uint32_t* nonfinite_flags,
-    Launch&& launch) {
+void dispatch(const std::vector<CopySegment>& segments, at::ScalarType src_type, at::ScalarType dst_type,
+    double scale, const uint32_t* nonfinite_flags, Launch&& launch) {
   const bool complex = c10::isComplexType(src_type);
-  TORCH_CHECK(
-      complex == c10::isComplexType(dst_type), "scaled_copy cannot cast ", src_type, " to ", dst_type);
+  TORCH_CHECK(complex == c10::isComplexType(dst_type), "scaled_copy cannot cast ", src_type, " to ", dst_type);
   const bool copies_bits = src_type == dst_type && scale == 1.0;
-  const SegmentTable table =
-      make_segment_table(segments, complex ? 2 : 1, copies_bits && nonfinite_flags == nullptr);
-  TORCH_CHECK(
-      table.chunks <= std::numeric_limits<int>::max(), "scaled_copy: more elements than one launch takes");
-  const auto real = [&](at::ScalarType type) {
-    return complex ? c10::toRealValueType(type) : type;
-  };
+  const SegmentTable table = make_segment_table(segments, complex ? 2 : 1, copies_bits && nonfinite_flags == nullptr);
+  TORCH_CHECK(table.chunks <= std::numeric_limits<int>::max(), "scaled_copy: more elements than one launch takes");
+  const auto real = [&](at::ScalarType type) { return complex ? c10::toRealValueType(type) : type; };
   if (!table.pieces.empty()) {
-    visit_types(real(src_type), real(dst_type), scale, [&](auto src, auto dst, auto scaled) {
-      launch(src, dst, scaled, table);
-    });
+    visit_types(real(src_type), real(dst_type), scale,
+        [&](auto src, auto dst, auto scaled) { launch(src, dst, scaled, table); });
   }
 }
 
