@@ -101,8 +101,8 @@ bench: $(BUILT) $(call needs,bench)
 NVCC = $(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc)
 CUDA_BUILD := build/cuda
 
-CHECK_CUDA = import minddp._extension as built; print(built.config()); \
-	assert built.load().has_cuda(), "the extension was built without CUDA"
+CHECK_CUDA = import minddp; print(minddp.__config__()); \
+	from minddp import _C; assert hasattr(_C, "cuda_scaled_copy"), "built without CUDA"
 
 check-cuda:
 ifeq ($(NVCC),)
