@@ -2,7 +2,8 @@
 
 The order of collectives of one iteration, which the hook below must mirror, is: (by torch's Join) the
 count of ranks still training; the re-planning of buckets, once; the buffers' broadcast, where forward does
-it; the question whether this iteration synchronizes; then the backward's own, with zeros.
+it; the question whether this iteration synchronizes; then the backward's own, with zeros. Where layers
+communicate in forward (SyncBatchNorm), the last is a forward and backward on no rows; see empty_batch.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
+
+from .empty_batch import EmptyBatch, communicates_in_forward
 
 if TYPE_CHECKING:
     from .distributed import DistributedDataParallel
@@ -24,6 +27,7 @@ class DDPJoinHook(JoinHook):
         ddp.logger.note_join()
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
         self.ddp = ddp
+        self.empty_batch = EmptyBatch(ddp) if communicates_in_forward(ddp.module) else None
         super().__init__()
 
     def main_hook(self) -> None:
@@ -33,10 +37,14 @@ class DDPJoinHook(JoinHook):
             ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))
         synchronizes = agree_on_sync(ddp, is_joined_rank=True)
         ddp.require_forward_param_sync = synchronizes
-        if synchronizes:
+        if self.empty_batch is not None:
+            self.empty_batch.forward_backward(synchronizes)
+        elif synchronizes:
             ddp.reducer.shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
+        if self.empty_batch is not None:
+            self.empty_batch.close()
         self.ddp._sync_final_model(is_last_joiner)
 
 

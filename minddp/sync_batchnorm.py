@@ -308,6 +308,8 @@ class SyncBatchNorm(_BatchNorm):
             first training step the ranks' channels or dtypes do not match.
     """
 
+    communicates_in_forward = True  # for join(); see empty_batch.py
+
     def __init__(
         self,
         num_features: int,

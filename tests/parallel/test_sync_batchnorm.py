@@ -22,6 +22,7 @@ OPTIONS = {
     "bias=False": {"bias": False},
 }
 SPLITS = {"even": (4, 4, 4), "uneven": (1, 6, 3), "empty": (0, 5, 2), "one each": (1, 1, 1)}
+NEEDS_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
 
 def share(whole, sizes, rank, world_size):
@@ -29,8 +30,8 @@ def share(whole, sizes, rank, world_size):
     return whole.split([*sizes[:world_size], len(whole) - sum(sizes[:world_size])])[rank]
 
 
-def batch(rows, tail, dtype=torch.float32, layout=torch.contiguous_format, offset=0.0):
-    x = (torch.randn(rows, CHANNELS, *tail) * 2 + 1 + offset).to(dtype)
+def batch(rows, tail, dtype=torch.float32, layout=torch.contiguous_format, offset=0.0, device="cpu"):
+    x = (torch.randn(rows, CHANNELS, *tail) * 2 + 1 + offset).to(device, dtype)
     return x.to(memory_format=layout) if layout != torch.contiguous_format else x
 
 
@@ -53,13 +54,13 @@ def plain_batch_norm(options, tail, dtype=torch.float32):
     return layer
 
 
-def compare_with_whole_batch(rank, world_size, tail, options, sizes, dtype, layout, tolerance):
+def compare_with_whole_batch(rank, world_size, device, tail, options, sizes, dtype, layout, tolerance):
     """Two training steps and an evaluation, beside BatchNorm on the whole batch."""
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
-    plain = plain_batch_norm(options, tail, statistics)
+    plain = plain_batch_norm(options, tail, statistics).to(device)
     if plain.affine:
         nn.init.normal_(plain.weight)
-    layer = SyncBatchNorm(CHANNELS, dtype=statistics, **options)
+    layer = SyncBatchNorm(CHANNELS, dtype=statistics, device=device, **options)
     layer.load_state_dict(plain.state_dict())
     rows = sum(sizes[:world_size])
 
@@ -67,8 +68,8 @@ def compare_with_whole_batch(rank, world_size, tail, options, sizes, dtype, layo
         torch.testing.assert_close(ours, truth, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
 
     for step in range(2):
-        whole = batch(rows, tail, dtype, layout, offset=step).requires_grad_()
-        cotangent = batch(rows, tail, dtype, layout)
+        whole = batch(rows, tail, dtype, layout, step, device).requires_grad_()
+        cotangent = batch(rows, tail, dtype, layout, device=device)
         local = share(whole.detach(), sizes, rank, world_size).clone(memory_format=torch.preserve_format)
         local.requires_grad_()
         for module in (plain, layer):
@@ -91,7 +92,7 @@ def compare_with_whole_batch(rank, world_size, tail, options, sizes, dtype, layo
             close(f"{name} gradient", summed(ours) / values, parameter.grad / values)
         for name, buffer in plain.named_buffers():
             close(name, layer.get_buffer(name), buffer)
-    evaluated = batch(3, tail, dtype, layout)
+    evaluated = batch(3, tail, dtype, layout, device=device)
     close("eval", layer.eval()(evaluated), plain.eval()(evaluated))
 
 
@@ -111,11 +112,12 @@ def cases():
         yield "2d", options, split, torch.bfloat16, torch.channels_last, 3e-2
 
 
-def run_cases(rank, world_size):
+def run_cases(rank, world_size, device):
     count = 0
     for shape, options, split, *rest in cases():
         try:
-            compare_with_whole_batch(rank, world_size, TAILS[shape], OPTIONS[options], SPLITS[split], *rest)
+            setting = TAILS[shape], OPTIONS[options], SPLITS[split]
+            compare_with_whole_batch(rank, world_size, device, *setting, *rest)
         except AssertionError as error:
             raise AssertionError(f"{shape}, {options}, {split}, {rest}: {error}") from None
         count += 1
@@ -123,8 +125,9 @@ def run_cases(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_equals_batch_norm_over_the_whole_batch(world_size):
-    assert run_ranks(run_cases, world_size, timeout=120) == [len(list(cases()))] * world_size
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_equals_batch_norm_over_the_whole_batch(world_size, device):
+    assert run_ranks(run_cases, world_size, device, timeout=120) == [len(list(cases()))] * world_size
 
 
 def fast_beside_reference(rank, world_size):
