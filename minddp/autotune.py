@@ -164,14 +164,16 @@ class PlanSearch:
         yield from self._lap([self.default])
         yield from self._lap(self._uniform_trials())
         yield from self._planned_trials()
+        finalists = self._finalists(self.trials)
         for _ in range(1, self.settings.laps):
-            finalists = self._finalists()
             if len(finalists) == 1 or all(t.uncertainty < self.settings.noise for t in finalists):
                 break
-            # The default comes along as long as it has not won: it is what must be beaten, and a
-            # machine that slows down or speeds up meanwhile must do so for both.
+            # The default comes along even when it is behind: it is what must be beaten, and a machine
+            # that slows down or speeds up meanwhile must do so for both.
             yield from self._lap(finalists if self.default in finalists else [self.default, *finalists])
-        return self._winner()
+            finalists = self._finalists(finalists)
+        best = finalists[0]
+        return self.default if self.default.median <= best.median * (1 + self.settings.noise) else best
 
     @property
     def cost(self) -> LinearCost:
@@ -223,7 +225,7 @@ class PlanSearch:
 
     def _planned_trials(self) -> Generator[Trial, TrialTimes, None]:
         """Plans from the best trial's times, then from the plan's own, until a plan comes again."""
-        base = self._best()
+        base = min(self.trials, key=lambda trial: trial.median)
         for number in range(1, self.settings.max_plans + 1):
             buckets = self._plan(base)
             if any(buckets == trial.buckets for trial in self.trials):
@@ -243,25 +245,15 @@ class PlanSearch:
         )
         return [[times.order[position] for position in bucket] for bucket in plan.buckets]
 
-    def _finalists(self) -> list[Trial]:
-        """The fastest trials that may still be the best one, as far as their spread tells."""
-        ranked = sorted(self.trials, key=lambda trial: trial.median)[: self.settings.finalists]
+    def _finalists(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Those of ``trials`` that may be the best one, as far as their spread tells; the fastest first."""
+        ranked = sorted(trials, key=lambda trial: trial.median)[: self.settings.finalists]
         best = ranked[0]
         return [
             trial
             for trial in ranked
             if trial.median <= best.median * (1 + self.settings.noise + best.uncertainty + trial.uncertainty)
         ]
-
-    def _best(self) -> Trial:
-        return min(self.trials, key=lambda trial: trial.median)
-
-    def _winner(self) -> Trial:
-        """The fastest of those that stayed to the end; one that left early was measured in other times."""
-        last = max(len(trial.step_seconds) for trial in self.trials)
-        stayed = [trial for trial in self.trials if len(trial.step_seconds) == last]
-        best = min(stayed, key=lambda trial: trial.median)
-        return self.default if self.default.median <= best.median * (1 + self.settings.noise) else best
 
 
 # The tuner: every rank's ----------------------------------------------------------------------------
@@ -386,9 +378,7 @@ class AutoTuner:
     def _measure_alone(self) -> list[Burst]:
         """Allreduces with nothing beside them: the small ones show the latency, which buckets hide."""
         largest = min(sum(self._nbytes), 4 * MIB)
-        sizes, seconds = measure_allreduce(
-            self._group, max_nbytes=largest, device=self._device, budget_seconds=1.0
-        )
+        sizes, seconds = measure_allreduce(self._group, max_nbytes=largest, device=self._device, budget_seconds=1.0)
         return [Burst(1, nbytes, t) for nbytes, t in zip(sizes, seconds, strict=True)]
 
     def _agree(self, steps: Sequence[StepTimes]) -> TrialTimes:

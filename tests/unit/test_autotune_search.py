@@ -118,6 +118,15 @@ def test_a_summary_predicts_what_the_simulator_measured():
     assert summary["buckets"] == len(winner.buckets)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_noise_does_not_hand_the_default_the_win(seed):
+    """The default is measured in every lap; that must not count for it."""
+    world = World(comm_bound(seed), LinearCost(5e-4, 4e-9), noise=0.25, seed=seed)
+    found, winner = search(world)
+    assert winner.median <= found.default.median
+    assert winner is not found.default or found.default.median <= 1.01 * min(t.median for t in found.trials)
+
+
 @pytest.mark.parametrize(
     "bad", [{"warmup_iterations": 1}, {"measured_iterations": 0}, {"caps_mb": (1, 0)}, {"noise": -0.1}]
 )
