@@ -21,7 +21,8 @@ What always holds
     * Under torch.compile a call is a graph break: it runs, eagerly; ``fullgraph=True`` refuses it.
       ``torch.func`` transforms (vmap, jvp) are not supported.
 
-Reading order: ``linear.py`` (the derivation), this file, ``agreement.py``, ``transport.py``.
+Reading order: ``linear.py`` (the derivation), this file, ``agreement.py``, ``transport.py``. ``gradcheck.py``
+checks a program of your own by finite differences across ranks.
 """
 
 from __future__ import annotations
@@ -435,9 +436,7 @@ def _reduction(x: Any, collective: str, op: Any, group: Any, loss: str = "per_ra
     return _described(x, collective, group, op=name, loss=loss, **options)
 
 
-def _gathering(
-    x: Any, collective: str, group: Any, sizes: Sequence[int] | None = None, **options: Any
-) -> Call:
+def _gathering(x: Any, collective: str, group: Any, sizes: Sequence[int] | None = None, **options: Any) -> Call:
     rows = _as_rows(arguments.tensor(x, group)).shape[0]
     known = tuple(int(count) for count in sizes or ())
     if known and (len(known) != dist.get_world_size(group) or known[dist.get_rank(group)] != rows):

@@ -37,7 +37,7 @@ from minddp import ordering
 __all__ = ["Call", "CollectiveError", "agree", "checks_enabled", "require_replicated"]
 
 _MAGIC = 0x6D696E64647031
-_MAX_DIMS = 15
+MAX_DIMS = 15
 _TEXT_BYTES = 1024
 
 # Gradient modes of a rank.
@@ -106,7 +106,7 @@ class Call:
             int(self.same_shape),
             -1 if self.shape is None or failed else len(shape),
             *(() if failed else shape),
-            *([0] * (_MAX_DIMS - (0 if failed else len(shape)))),
+            *([0] * (MAX_DIMS - (0 if failed else len(shape)))),
         ]
 
 
@@ -163,8 +163,6 @@ def agree(call: Call, group: Any) -> list[Header]:
     """
     if call.error and not checks_enabled():
         raise CollectiveError(call.error)
-    if call.shape is not None and len(call.shape) > _MAX_DIMS:
-        raise CollectiveError(f"{call.collective}: at most {_MAX_DIMS} dimensions, not {len(call.shape)}")
     if ordering.enabled():
         ordering.record(group, call.uniform_text())
     headers = _exchange_headers(call, group)
@@ -297,9 +295,7 @@ def require_replicated(grad: Tensor, group: Any) -> None:
     stats = torch.stack([norm, numbers.sum(dtype=torch.float64)]).cpu()
     rows = torch.tensor(all_gather_ints(stats.view(torch.int64).tolist(), group)).view(torch.float64)
     if not _equal_up_to_rounding(rows, grad):
-        listed = "; ".join(
-            f"rank {rank}: norm {n:.6g}, sum {s:.6g}" for rank, (n, s) in enumerate(rows.tolist())
-        )
+        listed = "; ".join(f"rank {rank}: norm {n:.6g}, sum {s:.6g}" for rank, (n, s) in enumerate(rows.tolist()))
         raise CollectiveError(
             'minddp.functional: loss="replicated" says that all ranks compute the same loss from a '
             "collective's result, but the gradients that come back to it differ. If every rank has a "

@@ -24,9 +24,7 @@ LOSSES = ("per_rank", "replicated")
 def member(group: Any) -> Any:
     """The process group, the default one for None; raises where this process is not in it."""
     if not dist.is_available() or not dist.is_initialized():
-        raise CollectiveError(
-            "minddp.functional needs a process group: call torch.distributed.init_process_group"
-        )
+        raise CollectiveError("minddp.functional needs a process group: call torch.distributed.init_process_group")
     group = dist.group.WORLD if group is None else group
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
         raise CollectiveError(
@@ -62,6 +60,8 @@ def tensor(x: Any, group: Any, name: str = "x") -> Tensor:
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
     if x.layout is not torch.strided:
         raise TypeError(f"{name} must be dense, not {x.layout}; use {name}.to_dense()")
+    if x.dim() > agreement.MAX_DIMS:
+        raise ValueError(f"{name} has {x.dim()} dimensions; at most {agreement.MAX_DIMS} are supported")
     if not agreement.supports(group, x.device.type):
         raise ValueError(
             f"{name} is on {x.device}, which the group's backend {dist.get_backend(group)!r} cannot reach"
@@ -75,9 +75,7 @@ def has_rows(x: Tensor) -> Tensor:
     return x
 
 
-def joined(
-    x: Any, group: Any, splits: Sequence[int] | None, name: str = "splits"
-) -> tuple[Tensor, tuple[int, ...]]:
+def joined(x: Any, group: Any, splits: Sequence[int] | None, name: str = "splits") -> tuple[Tensor, tuple[int, ...]]:
     """The rows for all ranks as one tensor, and how many go to each; a list brings its own splits."""
     size = dist.get_world_size(group)
     if not isinstance(x, (list, tuple)):
@@ -156,9 +154,7 @@ def root_rank(rank: int | None, global_rank: int | None, group: Any, name: str) 
             raise ValueError(f"pass {name}= (a rank in the group) or global_{name}=, not both")
         members = dist.get_process_group_ranks(group)
         if global_rank not in members:
-            raise ValueError(
-                f"global_{name}={global_rank} is outside the group, whose global ranks are {members}"
-            )
+            raise ValueError(f"global_{name}={global_rank} is outside the group, whose global ranks are {members}")
         return members.index(global_rank)
     root = 0 if rank is None else rank
     if not isinstance(root, int) or not 0 <= root < size:

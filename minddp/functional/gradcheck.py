@@ -47,9 +47,7 @@ def numerical_gradient(loss: Loss, x: Tensor, group: Any = None, eps: float = 1e
         for index in range(sizes[owner]):
             for unit in (1.0, 1j) if x.is_complex() else (1.0,):
                 step = eps * unit if owner == rank else 0.0
-                slope = (_total(loss, x, index, step, group) - _total(loss, x, index, -step, group)) / (
-                    2 * eps
-                )
+                slope = (_total(loss, x, index, step, group) - _total(loss, x, index, -step, group)) / (2 * eps)
                 if owner == rank:
                     gradient.view(-1)[index] += slope * unit
     return gradient
@@ -90,9 +88,7 @@ def check(
 
         def along(y: Tensor) -> Tensor:
             (gradient,) = torch.autograd.grad(base(y), y, create_graph=True)
-            return (
-                (gradient * direction.conj()).real.sum() if x.is_complex() else (gradient * direction).sum()
-            )
+            return (gradient * direction.conj()).real.sum() if x.is_complex() else (gradient * direction).sum()
 
         return along
 

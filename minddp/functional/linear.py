@@ -213,9 +213,7 @@ class Exchange(LinearMap):
 
     def run(self, x: Tensor) -> Tensor:
         row = _row(x)
-        flat = transport.all_to_all(
-            x.reshape(-1), _scaled(self.send, row), _scaled(self.receive, row), self.group
-        )
+        flat = transport.all_to_all(x.reshape(-1), _scaled(self.send, row), _scaled(self.receive, row), self.group)
         return flat.view(sum(self.receive), *x.shape[1:])
 
     def adjoint(self) -> LinearMap:

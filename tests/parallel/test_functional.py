@@ -15,9 +15,7 @@ ADDED = [dtype for dtype in MOVED if dtype not in (torch.bool, torch.float8_e5m2
 
 
 def _values(rank, dtype, rows):
-    return (
-        (torch.arange(rows * 2).reshape(rows, 2) + rank).remainder(2 if dtype is torch.bool else 99).to(dtype)
-    )
+    return (torch.arange(rows * 2).reshape(rows, 2) + rank).remainder(2 if dtype is torch.bool else 99).to(dtype)
 
 
 def _same(actual, expected):
@@ -34,9 +32,7 @@ def _moves(rank, size):
         everybody = [_values(r, dtype, r) for r in range(size)]
         mine, before = everybody[rank], everybody[rank].clone()
         _same(F.all_gather(mine), torch.cat(everybody))
-        for part, expected in zip(
-            F.all_gather(mine, concat=False, sizes=range(size)), everybody, strict=True
-        ):
+        for part, expected in zip(F.all_gather(mine, concat=False, sizes=range(size)), everybody, strict=True):
             _same(part, expected)
         _same(F.gather(mine, 1), torch.cat(everybody) if rank == 1 else everybody[0])
         parts = F.gather(mine, 1, concat=False)

@@ -22,9 +22,7 @@ def _gradient(program, rank):
 def _table(rank, size):
     return {
         "square": _gradient(lambda xx: F.all_reduce(xx) ** 2, rank),
-        "square, replicated": _gradient_of_one_loss(
-            lambda xx: F.all_reduce(xx, loss="replicated") ** 2, rank
-        ),
+        "square, replicated": _gradient_of_one_loss(lambda xx: F.all_reduce(xx, loss="replicated") ** 2, rank),
         "square, divided": _gradient(lambda xx: F.all_reduce(xx) ** 2 / size, rank),
         "local factor": _gradient(lambda xx: (rank + 2) * F.all_reduce(xx), rank),
         "product": _gradient(lambda xx: (rank + 2) * F.all_reduce(xx, "product"), rank),

@@ -17,8 +17,7 @@ def _nt_xent_by_the_formula(z1, z2, temperature=0.5):
     weights = (views @ views.T / temperature).exp()
     batch = len(z1)
     terms = [
-        -(weights[i, (i + batch) % (2 * batch)] / (weights[i].sum() - weights[i, i])).log()
-        for i in range(2 * batch)
+        -(weights[i, (i + batch) % (2 * batch)] / (weights[i].sum() - weights[i, i])).log() for i in range(2 * batch)
     ]
     return sum(terms) / (2 * batch)
 
@@ -76,9 +75,7 @@ def _compare_gradients(ddp, reference):
         if p.grad is None:  # the scale, where a loss has none
             assert ours[name] is None or not ours[name].any()
             continue
-        torch.testing.assert_close(
-            ours[name], p.grad, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(ours[name], p.grad, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def _share(whole, rank, size):
@@ -166,27 +163,3 @@ def _minibatch_stddev(rank, size, per_rank, own_group):
 @pytest.mark.parametrize("own_group", [False, True])
 def test_minibatch_stddev_equals_one_process(world_size, per_rank, own_group):
     run_ranks(_minibatch_stddev, world_size, per_rank, own_group)
-
-
-class _StatisticInABuffer(nn.Module):
-    """Keeps the local mean in a buffer, in the hope that DDP will average it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, x):
-        carried = self.mean.clone()
-        self.mean.fill_(x.mean().item())
-        return carried * self.weight
-
-
-def _carried(rank, size):
-    ddp = DistributedDataParallel(_StatisticInABuffer())
-    ddp(torch.tensor([10.0 * (rank + 1)]))
-    return ddp(torch.zeros(1)).item()
-
-
-def test_a_registered_buffer_carries_rank_0s_value():
-    assert run_ranks(_carried, 2) == [10.0, 10.0]  # not the mean, 15
