@@ -3,7 +3,7 @@
 Overview
     A backend that is given different shapes, dtypes or calls on different ranks hangs, aborts the
     process, or adds bytes that have nothing to do with each other. So each forward call is preceded by
-    an all_gather of one fixed-size header per rank (224 bytes). Every rank then evaluates the same
+    an exchange of one fixed-size header per rank (224 bytes). Every rank then evaluates the same
     function of the same headers: all go on, or all raise the same :class:`CollectiveError`. A rank whose
     arguments are bad sends a header that says so before it raises. The headers also carry what a call
     has to learn anyway: the sizes of an uneven all_gather, what a broadcast's receivers will get, and
@@ -181,10 +181,13 @@ def all_gather_ints(values: list[int], group: Any) -> list[list[int]]:
     size = dist.get_world_size(group)
     if size == 1:
         return [values]
-    mine = torch.tensor(values, dtype=torch.int64)
-    rows = [torch.empty_like(mine) for _ in range(size)]
-    ordering.wait(dist.all_gather(rows, mine, group=_control_group(group), async_op=True), group)
-    return [row.tolist() for row in rows]
+    sent = torch.tensor(values, dtype=torch.int64).repeat(size)
+    received = torch.empty_like(sent)
+    # An all_to_all of copies: Gloo posts all its messages at once, where its all_gather goes round a ring.
+    work = dist.all_to_all_single(received, sent, group=_control_group(group), async_op=True)
+    ordering.wait(work, group)
+    rows: list[list[int]] = received.view(size, -1).tolist()
+    return rows
 
 
 def ints_from_root(values: list[int] | None, root: int, group: Any) -> list[int]:
@@ -201,8 +204,9 @@ _control_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 def _control_group(group: Any) -> Any:
     """The group, if it can move CPU tensors; else a Gloo group of the same ranks, made at first use."""
     if group not in _control_groups:
-        _control_groups[group] = group if supports(group, "cpu") else _companion(group)
-    return _control_groups[group]
+        # None for the group itself: a value that refers to its key would keep the group alive for ever.
+        _control_groups[group] = None if supports(group, "cpu") else _companion(group)
+    return _control_groups[group] or group
 
 
 def supports(group: Any, device: str) -> bool:
