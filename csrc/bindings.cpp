@@ -27,7 +27,7 @@ py::object to_python(c10::intrusive_ptr<Future> future) {
 
 std::vector<size_t> parameter_indices(const Bucket& bucket) {
   std::vector<size_t> indices;
-  for (const Bucket::Slot& slot : bucket.slots()) indices.push_back(slot.index);
+  for (const Bucket::Slot& slot : *bucket.slots()) indices.push_back(slot.index);
   return indices;
 }
 
@@ -197,7 +197,7 @@ void scaled_copy_tensors(const at::Tensor& src, const at::Tensor& dst, double sc
   if (reference)
     scaled_copy_reference(segment, src.device(), src.scalar_type(), dst.scalar_type(), scale);
   else
-    scaled_copy(&segment, 1, src.scalar_type(), dst.scalar_type(), scale);
+    scaled_copy({segment}, src.device(), src.scalar_type(), dst.scalar_type(), scale);
 }
 
 }  // namespace

@@ -8,11 +8,11 @@
 // contiguous piece on both sides. Threads: the reducer's; a bucket has no lock.
 #pragma once
 
+#include "cuda/producers.h"
 #include "scaled_copy.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/Stream.h>
 
 #include <string>
 #include <vector>
@@ -39,48 +39,57 @@ class Bucket {
   Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
       const std::vector<std::string>& names, Options options);
 
-  void begin_backward();  // back to kFilling, all gradients pending
+  void begin_backward() {  // back to kFilling, all gradients pending
+    state_ = State::kFilling;
+    pending_ = slots_->size();
+    producers_.clear();
+  }
   // A gradient, made on the current stream, is whole; true when it was the last one.
-  bool mark_ready();
+  bool mark_ready() { return producers_.note(), --pending_ == 0; }
   // Copies every gradient, times `scale`, into the buffer, on the current stream, after the streams that
   // made them; a missing gradient counts as zero. Afterwards kPacked.
   void pack(double scale);
   void repack() { state_ = State::kFilling; }  // a gradient grew before launch
-  void launched(c10::intrusive_ptr<c10::ivalue::Future> future);
+  void launched(c10::intrusive_ptr<c10::ivalue::Future> future) {
+    future_ = std::move(future);
+    state_ = State::kLaunched;
+  }
   // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those
   // that do not exist. REQUIRES: kLaunched.
   void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used);
-  void release();  // drops the buffer; the next pack makes a new one
+  void release() {  // drops the buffer; the next pack makes a new one
+    buffer_ = at::Tensor();
+    for (Slot& slot : *slots_) slot.view = at::Tensor();
+  }
 
   State state() const { return state_; }
   bool complete() const { return pending_ == 0; }
   int64_t numel() const { return numel_; }
   int64_t nbytes() const { return numel_ * int64_t(at::elementSize(options_.buffer_dtype)); }
   const Options& options() const { return options_; }
-  at::Device device() const { return slots_[0].parameter.device(); }
-  const std::vector<Slot>& slots() const { return slots_; }
+  at::Device device() const { return device_; }
+  const std::shared_ptr<std::vector<Slot>>& slots() const { return slots_; }
   const at::Tensor& buffer() const { return buffer_; }  // undefined when released
   at::Tensor zeros() const;                             // what a rank without data sends
   const c10::intrusive_ptr<c10::ivalue::Future>& future() const { return future_; }
 
  private:
   void allocate();
-  void wait_for_producers();
   void pack_sparse(double scale);
   void adopt_views();
   bool is_one_piece(const Slot& slot, const at::Tensor& grad) const;
   void check(const Slot& slot, const at::Tensor& grad) const;
-  c10::Stream current_stream() const;
 
   const Options options_;
   const at::ScalarType grad_dtype_;
-  std::vector<Slot> slots_;
+  const at::Device device_;
+  const std::shared_ptr<std::vector<Slot>> slots_ = std::make_shared<std::vector<Slot>>();  // shared with hooks
   int64_t numel_ = 0;
   at::Tensor buffer_;
   size_t pending_ = 0;
   State state_ = State::kFilling;
-  std::vector<c10::Stream> producers_;  // streams that made this backward's gradients
-  std::vector<CopySegment> segments_;   // reserved once: packing allocates nothing
+  Producers producers_;                // streams that made this backward's gradients
+  std::vector<CopySegment> segments_;  // reserved once: packing allocates nothing
   // The collective in flight. Held until unpack: it keeps the buffer, and what a hook put in its place,
   // alive while other threads or the device still write to it.
   c10::intrusive_ptr<c10::ivalue::Future> future_;

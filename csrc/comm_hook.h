@@ -7,6 +7,7 @@
 
 #include "bucket.h"
 
+#include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace minddp {
@@ -16,20 +17,30 @@ using Future = c10::ivalue::Future;
 // What a hook sees of a bucket; a value, which may outlive the backward that made it.
 class GradBucket {
  public:
-  GradBucket(size_t index, bool is_last, at::Tensor buffer, std::vector<Bucket::Slot> slots)
+  GradBucket(size_t index, bool is_last, at::Tensor buffer, std::shared_ptr<const std::vector<Bucket::Slot>> slots)
       : index_(index), is_last_(is_last), buffer_(std::move(buffer)), slots_(std::move(slots)) {}
   size_t index() const { return index_; }
   bool is_last() const { return is_last_; }
   const at::Tensor& buffer() const { return buffer_; }
   void set_buffer(at::Tensor buffer) { buffer_ = std::move(buffer); }
-  std::vector<at::Tensor> gradients() const;  // parameter-shaped windows on buffer()
-  std::vector<at::Tensor> parameters() const;
+  std::vector<at::Tensor> gradients() const {  // parameter-shaped windows on buffer()
+    if (buffer_.is_sparse()) return {buffer_};
+    std::vector<at::Tensor> tensors;
+    for (const Bucket::Slot& s : *slots_)
+      tensors.push_back(buffer_.as_strided(s.parameter.sizes(), s.strides, buffer_.storage_offset() + s.offset));
+    return tensors;
+  }
+  std::vector<at::Tensor> parameters() const {
+    std::vector<at::Tensor> tensors;
+    for (const Bucket::Slot& slot : *slots_) tensors.push_back(slot.parameter);
+    return tensors;
+  }
 
  private:
   size_t index_;
   bool is_last_;
   at::Tensor buffer_;
-  std::vector<Bucket::Slot> slots_;
+  std::shared_ptr<const std::vector<Bucket::Slot>> slots_;
 };
 
 class CommHook {
@@ -43,6 +54,11 @@ class CommHook {
 
 // All-reduces `tensor` in place: its sum over ranks, or AVG where `average`. Complex numbers, which
 // backends lack, travel as pairs.
-c10::intrusive_ptr<Future> allreduce(c10d::ProcessGroup& group, const at::Tensor& tensor, bool average);
+inline c10::intrusive_ptr<Future> allreduce(c10d::ProcessGroup& group, const at::Tensor& tensor, bool average) {
+  c10d::AllreduceOptions options;
+  options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+  std::vector<at::Tensor> tensors = {tensor.is_complex() ? at::view_as_real(tensor) : tensor};
+  return group.allreduce(tensors, options)->getFuture();
+}
 
 }  // namespace minddp

@@ -49,10 +49,9 @@ inline std::string unfinished_reduction(int rank, const std::vector<Parameter>& 
 inline std::string ready_twice(int rank, const Parameter& p, int arrivals) {
   return "Expected to mark a variable ready only once. Parameter at index " + std::to_string(p.index) +
       " with name " + p.name + " has been marked as ready twice: its gradient arrived " + std::to_string(arrivals) +
-      " times in one backward, the last time after its bucket had been sent. Usual causes: the parameter takes part "
-      "in several activation checkpoints, or inside and outside of one, and how often differs between iterations. "
-      "Pass static_graph=True if every iteration does the same, or use "
-      "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)." +
+      " times in one backward, at last after its bucket had been sent. Usual cause: it takes part in several "
+      "activation "
+      "checkpoints, a varying number of times. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)." +
       on(rank);
 }
 

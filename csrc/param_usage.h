@@ -17,12 +17,11 @@ struct ParamUsage {
 
   std::vector<int32_t> arrivals;  // in this backward
   std::vector<int32_t> expected;  // at which the gradient is whole
-  // 1 where a gradient arrived since the last synchronization: those of no_sync backwards count, since the
+  // 1 where a (defined) gradient arrived since the last synchronization: those of no_sync backwards count, since the
   // next synchronization sends what they accumulated.
   std::vector<int32_t> local_used_map;
 
   Arrival note_arrival(size_t index) {
-    local_used_map[index] = 1;
     int32_t left = expected[index] - ++arrivals[index];
     return left > 0 ? Arrival::kEarly : left == 0 ? Arrival::kLast : Arrival::kExtra;
   }

@@ -54,10 +54,6 @@ void Reducer::fail(const std::string& message) const {
   TORCH_CHECK(false, message);
 }
 
-std::unique_lock<std::mutex> Reducer::guard() {
-  return several_threads_ ? std::unique_lock(mutex_) : std::unique_lock(mutex_, std::defer_lock);
-}
-
 std::vector<size_t> Reducer::missing() const {
   std::vector<size_t> indices = usage_.missing();
   std::erase_if(indices, [&](size_t index) { return known_unused(index); });
@@ -107,11 +103,9 @@ void Reducer::begin_backward() {
 
 void Reducer::on_ready(size_t index) {
   auto lock = guard();
+  if (parameters_[index].mutable_grad().defined()) usage_.local_used_map[index] = 1;
   if (phase_ != Phase::kBackward) {
-    if (!sync_enabled) {
-      usage_.local_used_map[index] = 1;
-      return;
-    }
+    if (!sync_enabled) return;
     begin_backward();
   }
   if (known_unused(index)) fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
@@ -148,37 +142,20 @@ void Reducer::pack(size_t index) {
   buckets_[index].pack(options_.pre_scale);
 }
 
-GradBucket Reducer::grad_bucket(size_t index, at::Tensor buffer) const {
-  return {index, index + 1 == buckets_.size(), std::move(buffer), buckets_[index].slots()};
-}
-
 // REQUIRES: index == next_bucket_.
 void Reducer::launch(size_t index) {
   if (index == 0 && callbacks_.before_first_launch) callbacks_.before_first_launch();
   Bucket& bucket = buckets_[index];
   if (bucket.state() == Bucket::State::kFilling) pack(index);
   trace_->note(index, BucketEvent::kLaunch);
-  c10::intrusive_ptr<Future> future;
-  if (hook_) {
-    GradBucket seen = grad_bucket(index, bucket.buffer());
-    future = hook_->run(seen);
-  } else {
-    future = allreduce(*group_, bucket.buffer(), options_.average_in_collective);
-  }
+  GradBucket seen = grad_bucket(index, bucket.buffer());
+  auto future = run_hook(seen);
   if (bucket.device().is_cpu()) {  // elsewhere a future completes when it is enqueued: no time to tell
     future->addCallback([trace = trace_, index](Future&) { trace->note(index, BucketEvent::kDone); },
         /*uses_future=*/false);
   }
   bucket.launched(std::move(future));
   ++next_bucket_;
-}
-
-c10::intrusive_ptr<Future> Reducer::run_allreduce(const GradBucket& bucket) {
-  return allreduce(*group_, bucket.buffer(), /*average=*/false);
-}
-
-c10::intrusive_ptr<Future> Reducer::run_hook(GradBucket& bucket) {
-  return hook_ ? hook_->run(bucket) : allreduce(*group_, bucket.buffer(), options_.average_in_collective);
 }
 
 void Reducer::finish_backward() {
@@ -195,7 +172,7 @@ void Reducer::finish_backward() {
 
 void Reducer::launch_remaining_buckets() {
   while (next_bucket_ < buckets_.size()) {
-    const auto& slots = buckets_[next_bucket_].slots();
+    const auto& slots = *buckets_[next_bucket_].slots();
     bool used =
         std::any_of(slots.begin(), slots.end(), [&](const auto& slot) { return usage_.local_used_map[slot.index]; });
     if (options_.skip_all_reduce_unused && unused_is_fine() && !used)
@@ -222,20 +199,20 @@ void Reducer::shadow_used_map() {
 }
 
 at::Tensor Reducer::used_map() {
-  if (used_map_future_) wait(*used_map_future_, buckets_.size());
-  return used_map_future_ ? used_map_.cpu() : at::tensor(usage_.local_used_map, at::kInt);
+  if (!used_map_future_) return at::tensor(usage_.local_used_map, at::kInt);
+  wait(*used_map_future_, buckets_.size());
+  return used_map_.cpu();
 }
 
 // Nonzero for parameters whose gradient some rank has. Waits only when this rank lacks one: with all of them
 // used here, the others' maps change nothing.
 std::vector<int32_t> Reducer::globally_used() {
   if (!static_used_.empty()) return static_used_;
+  if (!unused_is_fine()) return std::vector<int32_t>(parameters_.size(), 1);
   const std::vector<int32_t>& local = usage_.local_used_map;
   bool all_here = std::find(local.begin(), local.end(), 0) == local.end();
-  if (!used_map_future_ || (all_here && options_.graph_mode != GraphMode::kStatic)) {
-    // Without a map, what is missing here is missing everywhere (promised), or nothing is.
-    return local;
-  }
+  // Without a map, what is unused here is unused everywhere, as promised.
+  if (!used_map_future_ || (all_here && options_.graph_mode != GraphMode::kStatic)) return local;
   at::Tensor map = used_map();
   return {map.const_data_ptr<int32_t>(), map.const_data_ptr<int32_t>() + map.numel()};
 }

@@ -94,9 +94,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void release_buckets();
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   // The reduction of a bucket: with the hook, and what the reducer does without one (for hooks that wrap it).
-  c10::intrusive_ptr<Future> run_hook(GradBucket& bucket);
-  c10::intrusive_ptr<Future> run_allreduce(const GradBucket& bucket);
-  GradBucket grad_bucket(size_t index, at::Tensor buffer) const;
+  c10::intrusive_ptr<Future> run_hook(GradBucket& b) {
+    return hook_ ? hook_->run(b) : allreduce(*group_, b.buffer(), options_.average_in_collective);
+  }
+  c10::intrusive_ptr<Future> run_allreduce(const GradBucket& b) { return allreduce(*group_, b.buffer(), false); }
+  GradBucket grad_bucket(size_t index, at::Tensor buffer) const {
+    return {index, index + 1 == buckets_.size(), std::move(buffer), buckets_[index].slots()};
+  }
   // Waited for at the end of the next synchronized backward.
   void wait_after_backward(c10::intrusive_ptr<Future> future) { extra_futures_.push_back(std::move(future)); }
   // A rank that has no backward of its own (join) sends an empty used map, and counts as recorded.
@@ -132,7 +136,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void wait(Future& future, size_t bucket);
   void end_iteration();
   [[noreturn]] void fail(const std::string& message) const;
-  std::unique_lock<std::mutex> guard();
+  std::unique_lock<std::mutex> guard() {
+    return several_threads_ ? std::unique_lock(mutex_) : std::unique_lock(mutex_, std::defer_lock);
+  }
   bool unused_is_fine() const { return options_.graph_mode != GraphMode::kAllUsed; }
   bool known_unused(size_t index) const { return !static_used_.empty() && !static_used_[index]; }
 

@@ -7,6 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 namespace minddp {
 
 struct CopySegment {
@@ -15,11 +17,12 @@ struct CopySegment {
   int64_t numel;
 };
 
-// CPU. Computed in float (double for double); scale == 1 without a cast is a bit-exact copy.
-// REQUIRES: both types floating or complex, or equal.
-void scaled_copy(const CopySegment* segments, size_t count, at::ScalarType src, at::ScalarType dst, double scale);
+// On any device (CUDA: one kernel on the current stream). Computed in float, double for double; scale == 1
+// without a cast is a bit-exact copy. REQUIRES: both types floating or complex, or equal.
+void scaled_copy(const std::vector<CopySegment>& segments, at::Device device, at::ScalarType src, at::ScalarType dst,
+    double scale);
 
-// The readable version, right for every device and pair of types; the fast ones must agree with it.
+// The readable version of one segment, for every device; the fast ones must agree with it.
 void scaled_copy_reference(
     const CopySegment& segment, at::Device device, at::ScalarType src, at::ScalarType dst, double scale);
 

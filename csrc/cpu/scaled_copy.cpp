@@ -5,6 +5,10 @@
 
 #include <cstring>
 
+#ifdef MINDDP_WITH_CUDA
+#include "../cuda/scaled_copy.h"
+#endif
+
 // One binary for every x86-64: the loader picks the AVX2 version where the machine has it.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define MINDDP_VECTORIZED __attribute__((target_clones("avx2", "default")))
@@ -98,12 +102,17 @@ void scaled_copy_reference(
   else if (src_type == dst_type)
     at::mul_out(dst, src, at::native::wrapped_scalar_tensor(scale));
   else
-    dst.copy_(src.to(at::promote_types(at::promote_types(src_type, dst_type), at::kFloat)).mul_(scale));
+    dst.copy_(src.to(at::promote_types(at::promote_types(src_type, dst_type), at::kFloat)).mul(scale));
 }
 
-void scaled_copy(const CopySegment* segments, size_t count, at::ScalarType src_type, at::ScalarType dst_type,
+void scaled_copy(const std::vector<CopySegment>& segments, at::Device device, at::ScalarType src, at::ScalarType dst,
     double scale) {
-  for (size_t i = 0; i < count; ++i) copy_one(segments[i], src_type, dst_type, scale);
+  if (segments.empty()) return;
+#ifdef MINDDP_WITH_CUDA
+  if (device.is_cuda()) return cuda::scaled_copy(segments, src, dst, scale, device.index());
+#endif
+  for (const CopySegment& s : segments)
+    device.is_cpu() ? copy_one(s, src, dst, scale) : scaled_copy_reference(s, device, src, dst, scale);
 }
 
 }  // namespace minddp

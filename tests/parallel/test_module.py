@@ -1,0 +1,632 @@
+"""The module on real ranks: what a backward leaves in .grad, whatever happens around it."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from minddp.testing import RankError, run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x, skip_b=False):
+        x = torch.tanh(self.a(x))
+        return self.c(x if skip_b else torch.tanh(self.b(x)))
+
+
+def _data(rank, step=0, n=5):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(n, 4, generator=generator)
+
+
+def _ddp(**arguments):
+    from minddp import DistributedDataParallel
+
+    torch.manual_seed(3)
+    return DistributedDataParallel(Net(), **arguments)
+
+
+def _local_grads(model, batches, loss=lambda y: y.pow(2).sum()):
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    for x in batches:
+        loss(model(x)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def _mean_of(model, world_size, batches_of_rank, loss=lambda y: y.pow(2).sum(), divisor=None):
+    """The plain truth: every rank's gradient computed here, added and divided."""
+    grads = [_local_grads(model, batches_of_rank(r), loss) for r in range(world_size)]
+    return [sum(column) / (divisor or world_size) for column in zip(*grads)]
+
+
+def _check(ddp, expected, **tolerance):
+    for (name, p), want in zip(ddp.module.named_parameters(), expected):
+        torch.testing.assert_close(p.grad, want, msg=lambda m: f"{name}: {m}", **tolerance)
+
+
+def _warm(ddp, rank, steps=3):
+    for step in range(steps):
+        ddp.zero_grad()
+        ddp(_data(rank, step)).pow(2).sum().backward()
+    ddp.zero_grad()
+
+
+def _accumulation(rank, world_size):
+    for views in (False, True):
+        ddp = _ddp(gradient_as_bucket_view=views, bucket_cap_mb=0.0002)
+        _warm(ddp, rank)
+        expected = _mean_of(ddp.module, world_size, lambda r: [_data(r, 10), _data(r, 11), _data(r, 12)])
+        with ddp.no_sync():
+            ddp(_data(rank, 10)).pow(2).sum().backward()
+            local = [p.grad.clone() for p in ddp.parameters()]
+            ddp(_data(rank, 11)).pow(2).sum().backward()
+        assert not torch.equal(local[0], _mean_of(ddp.module, world_size, lambda r: [_data(r, 10)])[0])
+        ddp(_data(rank, 12)).pow(2).sum().backward()
+        _check(ddp, expected)
+
+
+def _no_sync_around_backward_alone(rank, world_size):
+    ddp = _ddp()
+    _warm(ddp, rank)
+    loss = ddp(_data(rank, 10)).pow(2).sum()
+    with ddp.no_sync():
+        loss.backward()
+    _check(ddp, _local_grads(ddp.module, [_data(rank, 10)]))
+    ddp(_data(rank, 11)).pow(2).sum().backward()
+    _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r, 10), _data(r, 11)]))
+
+
+def _second_backward(rank, world_size):
+    ddp = _ddp()
+    for _ in range(3):
+        ddp.zero_grad()
+        loss = ddp(_data(rank)).pow(2).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        _check(ddp, [2 * g for g in _mean_of(ddp.module, world_size, lambda r: [_data(r)])])
+
+
+def _two_losses_share_the_work(rank, world_size):
+    """Each backward brings only some of the gradients; together they bring all."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.left(x), self.right(x)
+
+    from minddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Two())
+    for step in range(3):
+        ddp.zero_grad()
+        left, right = ddp(_data(rank, step))
+        left.sum().backward()
+        right.pow(2).sum().backward()
+
+        def both(y):
+            return y[0].sum() + y[1].pow(2).sum()
+
+        _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r, step)], both))
+
+
+def _several_forwards_one_backward(rank, world_size):
+    for arguments in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+        ddp = _ddp(**arguments)
+        for step in range(3):
+            ddp.zero_grad()
+            (ddp(_data(rank, step)).pow(2).sum() + ddp(_data(rank, step + 50)).pow(2).sum()).backward()
+            _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r, step), _data(r, step + 50)]))
+
+
+def _bypassed_forward(rank, world_size):
+    ddp = _ddp()
+    for step in range(4):
+        ddp.zero_grad()
+        module = ddp if step == 0 else ddp.module
+        module(_data(rank, step)).pow(2).sum().backward()
+        _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r, step)]))
+
+
+def _create_graph(rank, world_size):
+    warnings.simplefilter("ignore")
+    for views in (False, True):
+        ddp = _ddp(gradient_as_bucket_view=views)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(_data(rank, step)).pow(2).sum().backward(create_graph=True)
+            _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r, step)]))
+            assert all(p.grad.grad_fn is not None for p in ddp.parameters())
+
+
+def _views_are_windows_on_the_buckets(rank, world_size):
+    ddp = _ddp(gradient_as_bucket_view=True)
+    _warm(ddp, rank)
+    ddp(_data(rank)).pow(2).sum().backward()
+    storages = {p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}
+    assert len(storages) == len(ddp.reducer.buckets())
+    assert ddp.reducer.allocated_bytes() == sum(p.nbytes for p in ddp.parameters())
+    first = next(ddp.parameters())
+    first.grad.detach_()  # refused by torch's views
+    ddp.zero_grad(set_to_none=False)
+    ddp(_data(rank, 5)).pow(2).sum().backward()
+    _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r, 5)]))
+
+
+def _buckets_can_be_released(rank, world_size):
+    ddp = _ddp()
+    _warm(ddp, rank)
+    assert ddp.reducer.allocated_bytes() > 0
+    ddp.release_buckets()
+    assert ddp.reducer.allocated_bytes() == 0
+    ddp(_data(rank)).pow(2).sum().backward()
+    _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r)]))
+
+
+def _sum_and_predivide(rank, world_size):
+    for arguments, factor in (
+        ({"reduction": "sum"}, world_size),
+        ({"reduction": "sum", "predivide_factor": 4.0}, world_size),
+        ({"predivide_factor": 2.0}, 1),
+        ({"reduce_dtype": torch.float64}, 1),
+    ):
+        ddp = _ddp(**arguments)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(_data(rank, step)).pow(2).sum().backward()
+            mean = _mean_of(ddp.module, world_size, lambda r: [_data(r, step)])
+            _check(ddp, [g * factor for g in mean])
+
+
+def _weighted(rank, world_size):
+    """Uneven shares, accumulated unevenly: exactly the gradient of one process with the whole batch."""
+    for hook in (None, "allreduce"):
+        ddp = _ddp(reduction="weighted", gradient_as_bucket_view=rank >= 0)
+        if hook:
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+            ddp.register_comm_hook(None, allreduce_hook)
+        for step in range(3):
+            ddp.zero_grad()
+            shares = {r: [_data(r, 10 * step + i, n=1 + r + i) for i in range(1 + r)] for r in range(world_size)}
+            for i, x in enumerate(shares[rank]):
+                ddp.require_backward_grad_sync = i + 1 == len(shares[rank])
+                ddp.add_weight(len(x))
+                ddp(x).pow(2).sum().backward()
+            whole = torch.cat([x for share in shares.values() for x in share])
+            _check(ddp, [g / len(whole) for g in _local_grads(ddp.module, [whole])])
+
+
+def _weight_errors(rank, world_size):
+    ddp = _ddp(reduction="weighted")
+    if rank == 0:
+        ddp.add_weight(3)
+    with pytest.raises(RuntimeError, match="add_weight.*this rank" if rank else "add_weight.*another rank"):
+        ddp(_data(rank)).pow(2).sum().backward()
+    zero = _ddp(reduction="weighted")
+    zero.add_weight(0)
+    with pytest.raises(RuntimeError, match="add up to 0"):
+        zero(_data(rank)).pow(2).sum().backward()
+    with pytest.raises(ValueError, match="weight must be finite"):
+        zero.add_weight(-1)
+    with pytest.raises(RuntimeError, match='needs reduction="weighted"'):
+        _ddp().add_weight(1)
+
+
+def _an_unused_parameter_is_reported_before_step(rank, world_size):
+    ddp = _ddp()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    before = [p.clone() for p in ddp.parameters()]
+    ddp(_data(rank), skip_b=True).sum().backward()
+    with pytest.raises(RuntimeError, match=rf"for rank {rank}: 2 3\n.*for rank {rank}: b.weight, b.bias"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(before, ddp.parameters()))
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+        ddp(_data(rank))
+    assert ddp._get_ddp_logging_data()["has_error"]
+
+
+def _unused_on_all_ranks_keeps_its_gradient(rank, world_size):
+    ddp = _ddp(find_unused_parameters=True)
+    for step in range(4):
+        ddp.zero_grad()
+        kept = torch.full_like(ddp.module.b.weight, float(rank))
+        ddp.module.b.weight.grad = kept.clone()
+        ddp(_data(rank, step), skip_b=True).pow(2).sum().backward()
+        assert torch.equal(ddp.module.b.weight.grad, kept)
+        assert ddp.module.b.bias.grad is None
+        a = _mean_of(ddp.module, world_size, lambda r: [_data(r, step)], lambda y: y.sum() * 0)
+        assert ddp.module.a.weight.grad.abs().sum() > 0 and len(a) == 6
+
+
+def _static_graph_changes(rank, world_size):
+    ddp = _ddp(static_graph=True)
+    ddp(_data(rank), skip_b=True).sum().backward()
+    ddp(_data(rank), skip_b=True).sum().backward()
+    with pytest.raises(RuntimeError, match="Your training graph has changed.*'b\\."):
+        ddp(_data(rank)).sum().backward()
+
+
+def _static_graph_with_no_sync(rank, world_size):
+    ddp = _ddp(static_graph=True)
+    for step in range(4):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(_data(rank, step)).pow(2).sum().backward()
+        ddp(_data(rank, step + 9)).pow(2).sum().backward()
+        _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r, step), _data(r, step + 9)]))
+
+
+def _ignored_at_the_root(rank, world_size):
+    from minddp import DistributedDataParallel
+
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((2,), float(rank)))
+            self.head = nn.Linear(4, 2)
+            self.register_buffer("count", torch.full((1,), float(rank)))
+
+        def forward(self, x):
+            return self.head(x) * self.scale
+
+    module = Root()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["scale", "count"])
+    ddp = DistributedDataParallel(module)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(_data(rank)).sum().backward()
+    assert float(module.scale[0]) == rank and float(module.count) == rank
+    everyone = [torch.empty(2) for _ in range(world_size)]
+    dist.all_gather(everyone, module.scale.grad)
+    assert not torch.equal(everyone[0], everyone[1])
+    dist.all_gather(everyone, module.head.bias.grad)
+    assert torch.equal(everyone[0], everyone[1])
+
+
+def _buffers_follow_rank_zero(rank, world_size):
+    from minddp import DistributedDataParallel
+
+    torch.manual_seed(rank)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    ddp = DistributedDataParallel(module)
+    for step in range(3):
+        ddp(_data(rank, step)).sum().backward()
+    mean = ddp.module[1].running_mean.clone()
+    ddp.eval()
+    ddp(_data(rank))  # broadcasts at its start
+    both = [torch.empty(4) for _ in range(world_size)]
+    dist.all_gather(both, ddp.module[1].running_mean)
+    assert all(torch.equal(b, both[0]) for b in both)
+    assert rank == 0 or not torch.equal(mean, both[0])
+    assert list(ddp.state_dict())[0] == "module.0.weight"
+
+
+def _copies_and_pickles(rank, world_size):
+    ddp = _ddp(bucket_cap_mb=0.0002)
+    _warm(ddp, rank)
+    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        for step in range(3):
+            other.zero_grad()
+            other(_data(rank, step)).pow(2).sum().backward()
+            _check(other, _mean_of(other.module, world_size, lambda r: [_data(r, step)]))
+
+
+def _hooks(rank, world_size):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    ddp = _ddp()
+    seen = []
+
+    def hook(state, bucket):
+        seen.append((bucket.index(), bucket.is_last(), [p.shape for p in bucket.parameters()]))
+        assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
+        assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
+        return default_hooks.allreduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(_data(rank, step)).pow(2).sum().backward()
+        _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r, step)]))
+    assert seen[-1][:2] == (len(ddp.reducer.buckets()) - 1, True)
+    half = _ddp()
+    half.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    builtin = _ddp()
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    for model in (half, builtin):
+        for step in range(3):
+            model.zero_grad()
+            model(_data(rank, step)).pow(2).sum().backward()
+            _check(model, _mean_of(model.module, world_size, lambda r: [_data(r, step)]), rtol=5e-3, atol=1e-2)
+    power = _ddp()
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    power.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    _warm(power, rank, 5)
+
+
+def _hook_errors(rank, world_size):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    ddp = _ddp()
+    with pytest.raises(TypeError, match="must be callable"):
+        ddp.register_comm_hook(None, 3)
+    with pytest.raises(ValueError, match=r"hook\(state, bucket\)"):
+        ddp.register_comm_hook(None, lambda state, grads: None)
+    with pytest.raises(ValueError, match="annotation"):
+
+        def wrong(state, bucket: int):
+            return None
+
+        ddp.register_comm_hook(None, wrong)
+    ddp.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(RuntimeError, match="only be called once"):
+        ddp.register_comm_hook(None, allreduce_hook)
+    late = _ddp()
+    _warm(late, rank)
+    with pytest.raises(RuntimeError, match="before the first backward"):
+        late.register_comm_hook(None, allreduce_hook)
+    nothing = _ddp()
+    nothing.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    with pytest.raises(TypeError, match="returned a Tensor, expected a torch.futures.Future"):
+        nothing(_data(rank)).sum().backward()
+    raising = _ddp()
+
+    def fails(state, bucket):
+        raise KeyError("the hook's own error")
+
+    raising.register_comm_hook(None, fails)
+    with pytest.raises(KeyError, match="the hook's own error"):
+        raising(_data(rank)).sum().backward()
+    short = _ddp()
+
+    def shortens(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer()[:3])
+        return future
+
+    short.register_comm_hook(None, shortens)
+    with pytest.raises(RuntimeError, match="bucket 0 holds a tensor of 3 elements"):
+        short(_data(rank)).sum().backward()
+
+
+def _join(rank, world_size):
+    for arguments in ({}, {"find_unused_parameters": True}, {"reduction": "weighted"}):
+        for by_initial in (True, False):
+            ddp = _ddp(**arguments)
+            steps = 2 + 2 * rank
+            with ddp.join(divide_by_initial_world_size=by_initial):
+                for step in range(steps):
+                    ddp.zero_grad()
+                    if ddp.reduction == "weighted":
+                        ddp.add_weight(5)
+                    ddp(_data(rank, step)).pow(2).sum().backward()
+                    active = [r for r in range(world_size) if 2 + 2 * r > step]
+                    divisor = len(active) * 5 if ddp.reduction == "weighted" else (
+                        world_size if by_initial else len(active))
+                    expected = [_local_grads(ddp.module, [_data(r, step)]) for r in active]
+                    _check(ddp, [sum(column) / divisor for column in zip(*expected)])
+
+
+def _torch_is_not_used(rank, world_size):
+    """Every method of torch's class and reducer raises; training goes on all the same."""
+    from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+    import minddp
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a line of torch's DDP ran")
+
+    saved, c10d = dict(vars(TorchDDP)), torch._C._distributed_c10d
+    names = ["Reducer", "Logger", "_broadcast_coalesced", "_compute_bucket_assignment_by_size"]
+    saved_c10d = {name: getattr(c10d, name) for name in names if hasattr(c10d, name)}
+    try:
+        for name, value in saved.items():
+            if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
+                setattr(TorchDDP, name, property(refuse) if isinstance(value, property) else refuse)
+        for name in saved_c10d:
+            setattr(c10d, name, refuse)
+            if hasattr(dist, name):
+                setattr(dist, name, refuse)
+        for arguments in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+            ddp = _ddp(**arguments)
+            assert isinstance(ddp, TorchDDP) and isinstance(ddp, minddp.DistributedDataParallel)
+            with ddp.join():
+                _warm(ddp, rank)
+            with ddp.no_sync():
+                ddp(_data(rank)).sum().backward()
+            copy.deepcopy(ddp)
+            ddp._get_ddp_logging_data(), ddp.state_dict(), ddp.train(), ddp.eval()
+    finally:
+        for name, value in saved.items():
+            if name not in ("__dict__", "__weakref__", "__doc__", "__module__"):
+                setattr(TorchDDP, name, value)
+        for name, value in saved_c10d.items():
+            setattr(c10d, name, value)
+            if hasattr(dist, name):
+                setattr(dist, name, value)
+
+
+def _every_torch_method_is_ours(rank, world_size):
+    from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+    from minddp import DistributedDataParallel
+
+    skip = {"__dict__", "__weakref__", "__doc__", "__module__", "_active_ddp_module", "__annotations__"}
+    inherited = [name for name in vars(TorchDDP) if name not in skip and name not in vars(DistributedDataParallel)]
+    return sorted(inherited)
+
+
+CASES = [
+    _accumulation,
+    _no_sync_around_backward_alone,
+    _second_backward,
+    _two_losses_share_the_work,
+    _several_forwards_one_backward,
+    _bypassed_forward,
+    _create_graph,
+    _views_are_windows_on_the_buckets,
+    _buckets_can_be_released,
+    _sum_and_predivide,
+    _weighted,
+    _weight_errors,
+    _an_unused_parameter_is_reported_before_step,
+    _unused_on_all_ranks_keeps_its_gradient,
+    _static_graph_changes,
+    _static_graph_with_no_sync,
+    _ignored_at_the_root,
+    _buffers_follow_rank_zero,
+    _copies_and_pickles,
+    _hooks,
+    _hook_errors,
+    _join,
+    _torch_is_not_used,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
+def test_two_ranks(case):
+    run_ranks(case, 2)
+
+
+@pytest.mark.parametrize(
+    "case", [_accumulation, _sum_and_predivide, _weighted, _join], ids=lambda case: case.__name__.strip("_")
+)
+def test_three_ranks(case):
+    run_ranks(case, 3)
+
+
+def test_nothing_is_inherited_from_torch():
+    assert run_ranks(_every_torch_method_is_ours, 2) == [[], []]
+
+
+def _construct(rank, world_size, make, arguments, match):
+    from minddp import DistributedDataParallel
+
+    try:
+        DistributedDataParallel(make(rank), **arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _net(rank):
+    return Net()
+
+
+def _frozen(rank):
+    return Net().requires_grad_(False)
+
+
+def _lazy(rank):
+    return nn.LazyLinear(3)
+
+
+def _unequal(rank):
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2 + rank))
+
+
+def _unequal_count(rank):
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(1 + rank)])
+
+
+def _unequal_dtype(rank):
+    return nn.Linear(4, 4, dtype=torch.float64 if rank else torch.float32)
+
+
+def _unknown_ignored(rank):
+    net = Net()
+    net._ddp_params_and_buffers_to_ignore = ["nowhere"]
+    return net
+
+
+def _mixed_devices(rank):
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
+BAD = [
+    (_frozen, {}, "RuntimeError.*doesn't have any parameter that requires a gradient"),
+    (_lazy, {}, "RuntimeError.*uninitialized parameters.*'weight'"),
+    (_mixed_devices, {}, r"ValueError.*same type of devices.*\['cpu', 'meta'\]"),
+    (_net, {"device_ids": [0]}, r"ValueError.*device_ids \[0\]"),
+    (_net, {"device_ids": [0, 1]}, "ValueError.*single element"),
+    (_net, {"output_device": 0}, "ValueError.*output_device 0"),
+    (_net, {"bucket_cap_mb": 0}, "ValueError.*bucket_cap_mb must be a positive"),
+    (_net, {"bucket_cap_mb": -1}, "ValueError.*bucket_cap_mb must be a positive"),
+    (_net, {"bucket_cap_mb": "big"}, 'ValueError.*bucket_cap_mb.*"auto".*big'),
+    (_net, {"bucket_cap_mb": [1]}, "TypeError.*bucket_cap_mb must be a number"),
+    (_net, {"bucket_cap_mb_list": [1, 0]}, "ValueError.*bucket_cap_mb_list must be a positive"),
+    (_net, {"reduction": "median"}, "ValueError.*reduction must be.*'median'"),
+    (_net, {"predivide_factor": 0}, "ValueError.*predivide_factor"),
+    (_net, {"reduce_dtype": torch.int8}, "TypeError.*reduce_dtype"),
+    (_net, {"reduce_dtype": torch.float64, "gradient_as_bucket_view": True}, "ValueError.*contradict"),
+    (_net, {"delay_all_reduce_named_params": []}, "ValueError.*at the same time"),
+    (_unknown_ignored, {}, r"ValueError.*\['nowhere'\]"),
+    (_unequal, {}, r"RuntimeError.*differ at parameter 2.*rank 0: '1.weight' \[2, 4\].*rank 1: '1.weight' \[3, 4\]"),
+    (_unequal_count, {}, "RuntimeError.*number of parameters differs.*rank 0: 2.*rank 1: 4"),
+    (_unequal_dtype, {}, "RuntimeError.*differ at parameter 0.*float32.*float64"),
+]
+
+
+@pytest.mark.parametrize("make, arguments, match", BAD)
+def test_bad_input_raises_on_every_rank(make, arguments, match):
+    import re
+
+    for answer in run_ranks(_construct, 2, make, arguments, match, timeout=30):
+        assert re.search(match, answer, re.S), answer
+
+
+def _without_a_group(rank, world_size):
+    from minddp import DistributedDataParallel
+
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        DistributedDataParallel(Net())
+
+
+def test_no_process_group():
+    run_ranks(_without_a_group, 1, backend=None)
+
+
+def _group_and_mesh(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from minddp import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
+        DistributedDataParallel(Net(), process_group=dist.group.WORLD, device_mesh=mesh)
+    with pytest.raises(RuntimeError, match="Only 1D device mesh"):
+        DistributedDataParallel(Net(), device_mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b")))
+    ddp = DistributedDataParallel(Net(), device_mesh=mesh)
+    ddp(_data(rank)).sum().backward()
+    assert ddp.device_mesh is mesh
+
+
+def test_device_mesh():
+    run_ranks(_group_and_mesh, 2)
+
+
+def _fails_on_one_rank(rank, world_size):
+    ddp = _ddp()
+    _warm(ddp, rank)
+    if rank == 1:
+        raise RuntimeError("a rank dies")
+    ddp(_data(rank)).sum().backward()
+
+
+def test_a_dead_peer_ends_backward_with_an_error():
+    with pytest.raises(RankError) as caught:
+        run_ranks(_fails_on_one_rank, 2, timeout=30)
+    assert "a rank dies" in caught.value.failures[1]

@@ -1,0 +1,73 @@
+"""Bucket assignment: every parameter once, caps kept, small bucket last, kinds apart, order of completion."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minddp.bucket_assignment import assign_buckets, check_buckets, ready_order
+
+KB = 1024
+
+
+def test_one_cap_leaves_the_rest_in_the_first_bucket():
+    assert assign_buckets([KB] * 5, [0] * 5, [4, 3, 2, 1, 0], [2 * KB]) == [[4], [3, 2], [1, 0]]
+
+
+def test_the_last_bucket_is_the_small_one():
+    buckets = assign_buckets([KB] * 6, [0] * 6, range(6), [4 * KB], last_cap=KB)
+    assert buckets == [[0], [1, 2, 3, 4], [5]]
+
+
+def test_a_list_of_caps_counts_in_launch_order_and_repeats_its_last():
+    buckets = assign_buckets([KB] * 6, [0] * 6, range(6), [KB, 2 * KB])
+    assert buckets == [[0], [1, 2], [3, 4], [5]]
+
+
+def test_a_bucket_exceeds_its_cap_by_less_than_a_parameter():
+    assert assign_buckets([10 * KB, 1], [0, 0], [0, 1], [KB]) == [[0, 1]]
+    assert assign_buckets([1, 10 * KB], [0, 0], [0, 1], [KB]) == [[0], [1]]
+
+
+def test_kinds_do_not_mix_and_buckets_come_as_they_complete():
+    buckets = assign_buckets([KB] * 4, ["a", "b", "a", "b"], range(4), [100 * KB])
+    assert buckets == [[0, 2], [1, 3]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_model(data):
+    count = data.draw(st.integers(1, 30))
+    nbytes = data.draw(st.lists(st.integers(0, 5000), min_size=count, max_size=count))
+    kinds = data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
+    order = data.draw(st.permutations(range(count)))
+    caps = data.draw(st.lists(st.integers(1, 8000), min_size=1, max_size=3))
+    last = data.draw(st.none() | st.integers(1, 8000))
+    buckets = assign_buckets(nbytes, kinds, order, caps, last)
+    check_buckets(buckets, [f"p{i}" for i in range(count)], kinds)
+    position = {index: i for i, index in enumerate(order)}
+    ends = [max(position[i] for i in bucket) for bucket in buckets]
+    assert ends == sorted(ends)
+    for bucket in buckets:
+        places = [position[i] for i in bucket]
+        assert places == sorted(places)
+        # Without either of its end parameters a bucket was still open.
+        smaller = min(sum(nbytes[i] for i in bucket[1:]), sum(nbytes[i] for i in bucket[:-1]))
+        assert smaller < max([*caps, last or 0])
+
+
+def test_ready_order_lists_absent_parameters_apart():
+    assert ready_order([30, -1, 10, 20, -1]) == ([2, 3, 0], [4, 1])
+
+
+@pytest.mark.parametrize(
+    "buckets, message",
+    [
+        ([[0], [0, 1]], "exactly one bucket.*'a'"),
+        ([[0]], "exactly one bucket.*'b'"),
+        ([[0, 1]], "one dtype and device"),
+        ([[0], [1], [7]], "index 7"),
+    ],
+)
+def test_wrong_buckets_are_refused(buckets, message):
+    with pytest.raises(ValueError, match=message):
+        check_buckets(buckets, ["a", "b"], ["x", "y"])
