@@ -6,13 +6,14 @@ import csv
 import html
 import io
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import harness
 from harness import BenchmarkError, Spread, spread
-from sweep import LOCAL, MIB, RAW, Point, Sweep
+from sweep import LOCAL, RAW, Point, Sweep
 
 COLORS = {
     "minddp": "#1b6ca8", "torch": "#d1495b", "naive": "#9a7b4f", "flat": "#e08e2b", "per-parameter": "#7b5ea7",
@@ -33,7 +34,7 @@ class Summary:
         return sorted(
             (float(point.cap_mb), time)
             for point, time in self.times.items()
-            if point.variant == variant and isinstance(point.cap_mb, (int, float))
+            if point.variant == variant and isinstance(point.cap_mb, (int, float)) and not point.option
         )
 
     def variants(self) -> list[str]:
@@ -69,7 +70,7 @@ def write(sweep: Sweep) -> None:
     for line in findings(summary):
         print(f"  {line}")
     harness.write_text(sweep.path.with_suffix(".csv"), as_csv(sweep))
-    picture = draw(summary, sweep.path.with_suffix(".png"), sweep.path.with_suffix(".svg"))
+    picture = draw(summary, [sweep.path.with_suffix(".png"), sweep.path.with_suffix(".svg")])
     harness.write_text(sweep.path.with_suffix(".html"), as_html(summary, picture))
     print(f"written: {sweep.path.with_suffix('')}.{{json,csv,svg,png,html}}")
 
@@ -161,7 +162,7 @@ def print_table(summary: Summary) -> None:
     from rich.table import Table
 
     heads, cells = rows(summary)
-    table = Table(title=f"{title(summary)}: step in ms, median [quartiles]", title_justify="left")
+    table = Table(title=rf"{title(summary)}: step in ms, median \[quartiles]", title_justify="left")
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for row in cells:
@@ -188,8 +189,19 @@ def as_csv(sweep: Sweep) -> str:
 # ---- picture
 
 
-def draw(summary: Summary, *paths: Path) -> str:
+def draw(summary: Summary, paths: Sequence[Path]) -> str:
     """Draws step time against bucket size into ``paths``; returns the picture as SVG text."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
+    _draw_curves(axes, summary)
+    _draw_levels(axes, summary)
+    _mark_default_and_auto(axes, summary)
+    _finish_axes(axes, summary)
+    return save(figure, paths)
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, set up to draw files; a clear error where it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -198,16 +210,16 @@ def draw(summary: Summary, *paths: Path) -> str:
     import matplotlib.pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "minddp"  # the same picture gives the same file
-    figure, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
-    _draw_curves(axes, summary)
-    _draw_levels(axes, summary)
-    _mark_default_and_auto(axes, summary)
-    _finish_axes(axes, summary)
+    return plt
+
+
+def save(figure: Any, paths: Sequence[Path]) -> str:
+    """Writes ``figure`` to ``paths``, closes it, and returns it as an SVG element for a page."""
     for path in paths:
         figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
-    plt.close(figure)
+    pyplot().close(figure)
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
@@ -249,7 +261,7 @@ def _mark_default_and_auto(axes: Any, summary: Summary) -> None:
     if auto in summary.times:
         sizes = summary.bucket_bytes(auto)
         axes.plot(
-            sum(sizes) / len(sizes) / MIB, summary.times[auto].median * 1e3, marker="*", markersize=17,
+            sum(sizes) / len(sizes) / 2**20, summary.times[auto].median * 1e3, marker="*", markersize=17,
             color=COLORS["minddp"], markeredgecolor="white", linestyle="none", zorder=5,
             label='minddp, "auto" (at its mean bucket)',
         )  # fmt: skip
@@ -293,26 +305,33 @@ def as_html(summary: Summary, picture: str) -> str:
     machine = [[key, str(value)] for key, value in document["machine"].items()]
     escape = html.escape
     rounds = max(time.count for time in summary.times.values())
-    return "\n".join(
+    return html_page(
+        title(summary),
         [
-            "<!doctype html><html lang='en'><meta charset='utf-8'>",
-            "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-            f"<title>{escape(title(summary))}</title><style>{_STYLE}</style>",
             f"<h1>Bucket size: {escape(title(summary))}</h1>",
             f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in findings(summary))}</ul>",
             picture,
             f"<h2>Step, ms: median [quartiles] of up to {rounds} rounds</h2>",
-            _html_table(heads, cells),
+            html_table(heads, cells),
             "<h2>Without buckets</h2>",
-            _html_table(["variant", "step, ms"], levels),
+            html_table(["variant", "step, ms"], levels),
             f"<h2>How</h2><p><code>{escape(document['command'])}</code></p>",
-            _html_table(["machine", ""], machine),
-            "</html>\n",
-        ]
+            html_table(["machine", ""], machine),
+        ],
     )
 
 
-def _html_table(heads: list[str], cells: list[list[str]]) -> str:
+def html_page(name: str, body: Sequence[str]) -> str:
+    """A page that needs no other file."""
+    head = [
+        "<!doctype html><html lang='en'><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<title>{html.escape(name)}</title><style>{_STYLE}</style>",
+    ]
+    return "\n".join([*head, *body, "</html>\n"])
+
+
+def html_table(heads: list[str], cells: list[list[str]]) -> str:
     def row(values: list[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
 

@@ -154,7 +154,7 @@ def print_table(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{result['model']}, {result['world_size']} rank(s): ms, median [quartiles]"
+    title = rf"{result['model']}, {result['world_size']} rank(s): ms, median \[quartiles]"
     table = Table(title=title, title_justify="left")
     for heading in ("variant", "step", "step - local", "overhead", "overhead / torch's", "step / torch's"):
         table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)

@@ -17,9 +17,8 @@ from typing import Any
 import harness
 from harness import BenchmarkError, Ranks
 
-__all__ = ["LOCAL", "MIB", "RAW", "Point", "Sweep", "uniform_buckets", "visit"]
+__all__ = ["LOCAL", "RAW", "WARMUP", "Point", "Sweep", "visit"]
 
-MIB = 1 << 20
 WARMUP = 3  # steps: both DDP classes rebuild their buckets after the first
 LOCAL, RAW = "local", "raw"
 
@@ -32,7 +31,7 @@ class Point:
         variant: a name of benchmarks/variants.py, or ``"raw"``: the collectives alone.
         cap_mb: ``bucket_cap_mb`` in MiB, ``"default"`` (not passed), ``"auto"``, or None where the
             variant has no buckets.
-        option: what else distinguishes this point (the paper's questions use it), else "".
+        option: see ``with_option`` of benchmarks/variants.py; else "".
     """
 
     variant: str
@@ -64,21 +63,25 @@ def visit(
 
     device = harness.rank_device(engine, rank)
     if model not in _workloads:
-        _workloads.clear()
+        _workloads.clear()  # one model at a time: they are large
         _workloads[model] = models.workload(model, device, rank)
     base = _workloads[model]
     torch.manual_seed(rank)
     if point.variant == RAW:
-        sizes = uniform_buckets(base.sizes(), float(point.cap_mb or 0))
+        sizes = base.sizes()
+        groups = variants.group_by_cap(sizes, float(point.cap_mb or 0))
+        sizes = [sum(sizes[index] for index in group) for group in groups]
         return {"seconds": variants.timed(variants.raw_collectives(sizes, device), steps)}
     work = models.Workload(model, copy.deepcopy(base.module), base.call)
     if point.cap_mb == "auto" and plan is None:
         plan = _tune(point, work, device)
     step = variants.make_step(point.variant, work, device, **_bucket_arguments(point, plan))
+    call, length = variants.with_option(step, point.option)
     for _ in range(WARMUP):
         step()
-    found = {"seconds": variants.timed(step, steps), "bucket_bytes": step.bucket_bytes(), "plan": plan}
-    del step
+    seconds = [total / length for total in variants.timed(call, steps)]
+    found = {"seconds": seconds, "bucket_bytes": step.bucket_bytes(), "plan": plan}
+    del step, call
     gc.collect()  # the wrapper is part of reference cycles; its hooks go with it
     return found
 
@@ -100,17 +103,6 @@ def _bucket_arguments(point: Point, plan: str | None) -> dict[str, Any]:
 
         return {"bucket_plan": BucketPlan.from_json(plan)}
     return {} if point.cap_mb in (None, "default") else {"bucket_cap_mb": point.cap_mb}
-
-
-def uniform_buckets(sizes: Sequence[int], cap_mb: float) -> list[int]:
-    """Bytes of the buckets that a cap gives: parameters in reverse order, a bucket closed when full."""
-    buckets, filled = [], 0
-    for size in reversed(sizes):
-        filled += size
-        if filled >= cap_mb * MIB:
-            buckets.append(filled)
-            filled = 0
-    return [*buckets, filled] if filled else buckets
 
 
 # ---- in the parent

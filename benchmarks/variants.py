@@ -8,6 +8,7 @@ Implementations (the part before the dash):
     minddp         minddp.DistributedDataParallel
     naive          after backward, one blocking allreduce for each parameter
     flat           after backward, all gradients copied to one buffer, one allreduce, copied back
+    late           the same with buffers of at most bucket_cap_mb, all launched before any is awaited
     per-parameter  an allreduce for each parameter as its gradient arrives, awaited after backward
 Options of the two DDP classes (after the dash): views, static, batched, unused.
 """
@@ -15,6 +16,7 @@ Options of the two DDP classes (after the dash): views, static, batched, unused.
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,9 +26,14 @@ import torch.distributed as dist
 from harness import BenchmarkError
 from models import Workload
 
-__all__ = ["IMPLEMENTATIONS", "OPTIONS", "Step", "ddp_class", "make_step", "raw_collectives", "timed"]
+__all__ = [
+    "IMPLEMENTATIONS", "MIB", "OPTIONS", "Step", "ddp_class", "group_by_cap", "make_step", "raw_collectives",
+    "timed", "with_option",
+]  # fmt: skip
 
-IMPLEMENTATIONS = ("minddp", "torch", "naive", "flat", "per-parameter", "local")
+MIB = 1 << 20
+
+IMPLEMENTATIONS = ("minddp", "torch", "naive", "flat", "late", "per-parameter", "local")
 OPTIONS: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
@@ -94,7 +101,7 @@ def make_step(variant: str, work: Workload, device: torch.device, **arguments: A
     if variant == "local":
         return Step(work, work.module)
     if variant in _BY_HAND:
-        return _BY_HAND[variant](work)
+        return _BY_HAND[variant](work, **arguments)
     package, *options = variant.split("-")
     unknown = [option for option in options if option not in OPTIONS]
     if package not in ("torch", "minddp") or unknown:
@@ -120,20 +127,40 @@ def _naive(work: Workload) -> Step:
     return Step(work, work.module, finish, work.sizes()[::-1])
 
 
-def _flat(work: Workload) -> Step:
-    parameters, world_size = work.parameters(), dist.get_world_size()
-    buffer = torch.empty(sum(p.numel() for p in parameters), device=parameters[0].device)
-    pieces = buffer.split([p.numel() for p in parameters])
-    views = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+def _late(work: Workload, bucket_cap_mb: float = math.inf) -> Step:
+    world_size = dist.get_world_size()
+    groups = group_by_cap(work.sizes(), bucket_cap_mb)
+    parameters = [[work.parameters()[index] for index in group] for group in groups]
+    buffers = [torch.empty(sum(p.numel() for p in group), device=group[0].device) for group in parameters]
+    views = [
+        [piece.view_as(p) for piece, p in zip(buffer.split([p.numel() for p in group]), group, strict=True)]
+        for buffer, group in zip(buffers, parameters, strict=True)
+    ]
 
     def finish() -> None:
-        gradients = [p.grad for p in parameters]
-        torch._foreach_copy_(views, gradients)
-        dist.all_reduce(buffer)
-        buffer.div_(world_size)
-        torch._foreach_copy_(gradients, views)
+        handles = []
+        for buffer, pieces, group in zip(buffers, views, parameters, strict=True):
+            torch._foreach_copy_(pieces, [p.grad for p in group])
+            handles.append(dist.all_reduce(buffer, async_op=True))
+        for handle, buffer, pieces, group in zip(handles, buffers, views, parameters, strict=True):
+            handle.wait()
+            buffer.div_(world_size)
+            torch._foreach_copy_([p.grad for p in group], pieces)
 
-    return Step(work, work.module, finish, [sum(work.sizes())])
+    return Step(work, work.module, finish, [buffer.nbytes for buffer in buffers])
+
+
+def group_by_cap(sizes: list[int], cap_mb: float) -> list[list[int]]:
+    """Parameter indices in uniform buckets: in reverse order, a bucket closed when it holds ``cap_mb`` MiB."""
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for index in reversed(range(len(sizes))):
+        if groups[-1] and filled >= cap_mb * MIB:
+            groups.append([])
+            filled = 0
+        groups[-1].append(index)
+        filled += sizes[index]
+    return groups
 
 
 def _per_parameter(work: Workload) -> Step:
@@ -154,7 +181,40 @@ def _per_parameter(work: Workload) -> Step:
     return Step(work, work.module, finish, work.sizes()[::-1])
 
 
-_BY_HAND = {"naive": _naive, "flat": _flat, "per-parameter": _per_parameter}
+_BY_HAND: dict[str, Callable[..., Step]] = {
+    "naive": _naive, "flat": _late, "late": _late, "per-parameter": _per_parameter,
+}  # fmt: skip
+
+
+def with_option(step: Step, option: str) -> tuple[Callable[[], None], int]:
+    """What to time for ``option``, and how many training steps one call of it is.
+
+    ``""``: the step itself. ``"skip-4"``: gradients are synchronized in every 4th step only.
+    ``"groups-3"``: buckets are reduced by 3 process groups in turn (before the first step only).
+    """
+    kind, _, number = option.partition("-")
+    if kind == "skip":
+        return lambda: _accumulate(step, int(number)), int(number)
+    if kind == "groups":
+        groups = [dist.new_group() for _ in range(int(number))]
+        step.wrapped.register_comm_hook(groups, _reduce_in_turn)
+    return step, 1
+
+
+def _accumulate(step: Step, length: int) -> None:
+    step.zero_grad()
+    with step.wrapped.no_sync():
+        for _ in range(length - 1):
+            step.forward_backward()
+    step.forward_backward()
+
+
+def _reduce_in_turn(groups, bucket):  # unannotated: DDP checks annotations, and a string is none it knows
+    """A comm hook: the mean of bucket ``i`` is taken by group ``i mod n``, so that they can run side by side."""
+    group = groups[bucket.index() % len(groups)]
+    buffer = bucket.buffer().div_(group.size())
+    future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
 
 
 def raw_collectives(sizes: list[int], device: torch.device) -> Callable[[], None]:

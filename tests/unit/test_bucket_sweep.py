@@ -16,7 +16,8 @@ import bucket_report
 import bucket_size
 import sweep as sweeping
 from harness import BenchmarkError
-from sweep import Point, Sweep, uniform_buckets
+from sweep import Point, Sweep
+from variants import group_by_cap
 
 import minddp.bench
 
@@ -151,9 +152,10 @@ def test_nothing_measured_is_said(tmp_path):
 
 def test_uniform_buckets_fill_from_the_last_parameter():
     mib = 1 << 20
-    assert uniform_buckets([mib, 2 * mib, mib // 2, mib // 2], 1) == [mib, 2 * mib, mib]
-    assert uniform_buckets([mib // 4, mib], 1) == [mib, mib // 4]
-    assert sum(uniform_buckets(list(range(100)), 0.0001)) == sum(range(100))
+    assert group_by_cap([mib, 2 * mib, mib // 2, mib // 2], 1) == [[3, 2], [1], [0]]
+    assert group_by_cap([mib // 4, mib], 1) == [[1], [0]]
+    assert group_by_cap([1, 1, 1], 0) == [[2], [1], [0]]
+    assert group_by_cap([1, 1, 1], float("inf")) == [[2, 1, 0]]
 
 
 def test_the_entry_point_names_its_commands(capsys, monkeypatch, tmp_path):

@@ -1,0 +1,86 @@
+"""What the benchmarks compare does the same work: every variant ends with the same averaged gradients."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from minddp.testing import RankError, run_ranks
+
+BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
+
+CASES = (
+    ("naive", {}, ""), ("flat", {}, ""), ("late", {"bucket_cap_mb": 0.01}, ""), ("per-parameter", {}, ""),
+    ("torch", {"bucket_cap_mb": 0.01}, ""), ("torch-views-static", {}, ""), ("minddp", {}, ""),
+    ("minddp-views", {"bucket_cap_mb": 0.01}, ""), ("minddp-static", {}, ""),
+    ("minddp", {"bucket_cap_mb": 0.01}, "groups-3"),
+)  # fmt: skip
+
+
+def _make(rank: int, variant: str, **arguments: Any) -> Any:
+    """The step of ``variant`` on the model of 400 small parameters."""
+    sys.path.insert(0, BENCHMARKS)
+    import models
+    import torch
+    import variants
+
+    device = torch.device("cpu")
+    return variants.make_step(variant, models.workload("many-small", device, rank), device, **arguments)
+
+
+def _variants(rank: int, world_size: int) -> dict[str, float]:
+    """Largest difference of each variant's gradients from an average taken parameter by parameter."""
+    local = _make(rank, "local")
+    local()
+    expected = [p.grad.clone() for p in local.work.parameters()]
+    for gradient in expected:
+        dist.all_reduce(gradient)
+        gradient.div_(world_size)
+    differences = {}
+    for variant, arguments, option in CASES:
+        step = _make(rank, variant, **arguments)
+        call, _ = sys.modules["variants"].with_option(step, option)
+        for _ in range(3):  # buckets are rebuilt after the first
+            call()
+        assert sum(step.bucket_bytes()) == step.work.nbytes(), variant
+        found = [p.grad for p in step.work.parameters()]
+        differences[f"{variant} {option}"] = max(
+            float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)
+        )
+    return differences
+
+
+def _skipping(rank: int, world_size: int) -> tuple[int, float]:
+    """Four accumulated steps are four times one step's gradients; and how many steps a call stands for."""
+    step = _make(rank, "minddp")
+    step()
+    once = [p.grad.clone() for p in step.work.parameters()]
+    call, length = sys.modules["variants"].with_option(step, "skip-4")
+    call()
+    pairs = zip(step.work.parameters(), once, strict=True)
+    return length, max(float((p.grad / 4 - one).abs().max() / one.abs().max()) for p, one in pairs)
+
+
+def _make_any(rank: int, world_size: int, variant: str) -> None:
+    _make(rank, variant)
+
+
+def test_every_variant_averages_the_same_gradients():
+    for differences in run_ranks(_variants, 2):
+        assert len(differences) == len(CASES)
+        assert max(differences.values()) < 1e-4, differences
+
+
+def test_skipped_steps_add_up():
+    for length, difference in run_ranks(_skipping, 2):
+        assert length == 4
+        assert difference < 1e-4
+
+
+def test_an_unknown_variant_is_named():
+    with pytest.raises(RankError, match=r"variant 'minddp-turbo' is not known: .* options of torch and minddp"):
+        run_ranks(_make_any, 2, "minddp-turbo")
