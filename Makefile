@@ -70,7 +70,8 @@ RANKS ?= 2
 DEMO := tutorials/01_digits.py
 
 demo: $(BUILT) $(call needs,tutorials)
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+	  $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
 
 test: $(BUILT) $(call needs,test)
 	$(PY) -m pytest $(ARGS)
