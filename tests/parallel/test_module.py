@@ -608,7 +608,8 @@ def _group_and_mesh(rank, world_size):
     with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
         DistributedDataParallel(Net(), process_group=dist.group.WORLD, device_mesh=mesh)
     with pytest.raises(RuntimeError, match="Only 1D device mesh"):
-        DistributedDataParallel(Net(), device_mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b")))
+        two_dims = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))
+        DistributedDataParallel(Net(), device_mesh=two_dims)
     ddp = DistributedDataParallel(Net(), device_mesh=mesh)
     ddp(_data(rank)).sum().backward()
     assert ddp.device_mesh is mesh
