@@ -19,7 +19,6 @@ A module takes part if it is a SyncBatchNorm (minddp's or torch's) or sets ``com
 from __future__ import annotations
 
 import io
-import itertools
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EmptyBatch", "communicates_in_forward"]
 
-# Every rank enters the same join() contexts, so counting them gives ranks the same key.
-_contexts = itertools.count()
+# Every rank of a group enters the same join() contexts on it, so counting them gives ranks the same key.
+_contexts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _WAIT = timedelta(seconds=60)
 
 
@@ -61,7 +60,9 @@ class EmptyBatch:
     def __init__(self, ddp: DistributedDataParallel):
         self._ddp = ddp
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._key = f"minddp/join/{next(_contexts)}/{ddp.process_group.group_name}"
+        group = ddp.process_group
+        _contexts[group] = _contexts.get(group, 0) + 1
+        self._key = f"minddp/join/{group.group_name}/{_contexts[group]}"
         this = weakref.ref(self)
 
         def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
