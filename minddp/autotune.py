@@ -102,8 +102,12 @@ class Trial:
 
     name: str
     buckets: Buckets
-    step_seconds: list[float] = field(default_factory=list)
-    times: TrialTimes | None = None
+    laps: list[TrialTimes] = field(default_factory=list)
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """All measured steps."""
+        return [seconds for lap in self.laps for seconds in lap.step_seconds]
 
     @property
     def median(self) -> float:
@@ -115,16 +119,11 @@ class Trial:
         """Twice the standard error of the median, relative to it.
 
         The standard error of n normal samples' median is 1.25 sigma / sqrt(n), and sigma is 1.48 median
-        absolute deviations; that of a few samples is no estimate, so a tenth of a step over n is added.
+        absolute deviations; that of a few samples is no estimate, so 6 % over n are added.
         """
         median, count = self.median, len(self.step_seconds)
         deviation = statistics.median(abs(seconds - median) for seconds in self.step_seconds)
-        return (2 * 1.25 * 1.48 * deviation / median) / count**0.5 + 0.1 / count
-
-    def add(self, times: TrialTimes) -> None:
-        """Takes in another lap."""
-        self.times = times
-        self.step_seconds += times.step_seconds
+        return (2 * 1.25 * 1.48 * deviation / median) / count**0.5 + 0.06 / count
 
 
 # The search: rank 0's -------------------------------------------------------------------------------
@@ -185,10 +184,13 @@ class PlanSearch:
 
     def predict(self, trial: Trial) -> SimulatedStep:
         """The step that the cost model expects of ``trial``, from the times that it showed itself."""
-        assert trial.times is not None
-        position = {index: p for p, index in enumerate(trial.times.order)}
-        buckets = [[position[index] for index in bucket] for bucket in trial.buckets]
-        return simulate_step(trial.times.profile, buckets, self.cost)
+        steps = [self._replay(trial.buckets, lap) for lap in trial.laps]
+        return sorted(steps, key=lambda step: step.step_seconds)[len(steps) // 2]
+
+    def _replay(self, buckets: Buckets, times: TrialTimes) -> SimulatedStep:
+        position = {index: p for p, index in enumerate(times.order)}
+        positions = [[position[index] for index in bucket] for bucket in buckets]
+        return simulate_step(times.profile, positions, self.cost)
 
     def summary(self, trial: Trial) -> dict[str, Any]:
         """A trial in numbers that JSON can hold."""
@@ -205,15 +207,14 @@ class PlanSearch:
             if trial not in self.trials:
                 self.trials.append(trial)
             times = yield trial
-            trial.add(times)
+            trial.laps.append(times)
             self._bursts += times.bursts
 
     def _uniform_trials(self) -> list[Trial]:
         """Uniform caps along the default's ready order; each different choice once."""
-        assert self.default.times is not None
         trials: list[Trial] = []
         for cap in self.settings.caps_mb:
-            buckets = self._in_ready_order(self.default.times, int(cap * MIB))
+            buckets = self._in_ready_order(self.default.laps[0], int(cap * MIB))
             if all(buckets != trial.buckets for trial in [self.default, *trials]):
                 trials.append(Trial(f"uniform {cap:g} MiB", buckets))
         return trials
@@ -234,8 +235,7 @@ class PlanSearch:
             yield from self._lap([base])
 
     def _plan(self, base: Trial) -> Buckets:
-        times = base.times
-        assert times is not None
+        times = base.laps[-1]
         plan = optimal_plan(
             times.profile.ready_seconds,
             times.profile.nbytes,
@@ -383,14 +383,13 @@ class AutoTuner:
 
     def _agree(self, steps: Sequence[StepTimes]) -> TrialTimes:
         """This trial's times over all ranks."""
-        local = StepTimes.median(steps)
-        row = [*(step.step_seconds for step in steps), *local.row()]
-        message = torch.tensor(row, dtype=torch.float64, device=self._device)
+        rows = [step.row() for step in steps]
+        message = torch.tensor(rows, dtype=torch.float64, device=self._device)
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group)
-        agreed = message.tolist()
-        times = local.with_row(agreed[len(steps) :])
+        slowest = [step.with_row(row) for step, row in zip(steps, message.tolist(), strict=True)]
+        times = StepTimes.median(slowest)
         profile, order = BackwardProfile.from_times(times, self._nbytes)
-        return TrialTimes(agreed[: len(steps)], profile, order, bursts(times.collectives))
+        return TrialTimes([step.step_seconds for step in slowest], profile, order, bursts(times.collectives))
 
     def _broadcast(self, move: _Move | None) -> _Move:
         box = [move]
