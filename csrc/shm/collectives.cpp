@@ -1,0 +1,466 @@
+#include "collectives.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace minddp::shm {
+namespace {
+
+constexpr size_t kCacheLine = 64;
+
+// Up to here every rank reads all others' whole data and reduces them itself: more work, but one
+// wait instead of two.
+constexpr size_t kFlatBytes = size_t{32} << 10;
+
+// The piece of an allreduce that one rank reduces at a time. Two ranks keep four such pieces going
+// (in, out, own, result), which fit in a core's second-level cache.
+constexpr size_t kShareBytes = size_t{128} << 10;
+
+// What a direct allreduce reduces before it hands the result to the peers: fits in the first level.
+constexpr size_t kDirectBlockBytes = size_t{8} << 10;
+
+constexpr size_t kMinimumPiece = size_t{32} << 10;
+
+size_t ceil_div(size_t value, size_t unit) { return (value + unit - 1) / unit; }
+
+size_t round_up(size_t value, size_t unit) { return ceil_div(value, unit) * unit; }
+
+// Pieces for a message: small enough that the reader begins while the writer goes on.
+size_t piece_bytes(size_t total, size_t limit) {
+  const size_t piece = std::max(round_up(ceil_div(total, 8), kCacheLine), kMinimumPiece);
+  return std::min(piece, limit);
+}
+
+// The part of `span` that lies in [begin, begin + bytes).
+Span clip(Span span, size_t begin, size_t bytes) {
+  const size_t first = std::min(begin, span.bytes);
+  return {span.data + first, std::min(bytes, span.bytes - first)};
+}
+
+// memcpy wants pointers to something even for nothing.
+void copy(void* destination, const void* source, size_t bytes) {
+  if (bytes > 0 && destination != source) {
+    std::memcpy(destination, source, bytes);
+  }
+}
+
+// The reader stays one tick behind the writer, so that a rank's writing hides its peers' delay.
+template <class Write, class Read>
+void pipeline(size_t ticks, Write write, Read read) {
+  for (size_t tick = 0; tick <= ticks; ++tick) {
+    if (tick < ticks) {
+      write(tick);
+    }
+    if (tick > 0) {
+      read(tick - 1);
+    }
+  }
+}
+
+size_t total_bytes(const std::vector<Span>& spans) {
+  size_t total = 0;
+  for (const Span& span : spans) {
+    total += span.bytes;
+  }
+  return total;
+}
+
+size_t largest(const std::vector<Span>& spans) {
+  size_t bytes = 0;
+  for (const Span& span : spans) {
+    bytes = std::max(bytes, span.bytes);
+  }
+  return bytes;
+}
+
+Signature signature(Kind kind, const Call& call, size_t bytes, int root = -1) {
+  return {.kind = kind, .dtype = call.dtype, .root = root, .bytes = bytes};
+}
+
+Signature signature(Kind kind, const Call& call, size_t bytes, const Reduction& reduction, int root = -1) {
+  return {.kind = kind, .dtype = call.dtype, .reduce_op = reduction.op, .root = root, .bytes = bytes};
+}
+
+}  // namespace
+
+void Collectives::run(const Signature& signature, const Call& call, const std::function<void()>& program) {
+  exchange_.begin(signature, call.timeout);
+  try {
+    program();
+  } catch (...) {
+    exchange_.fail_current();
+  }
+}
+
+// Everyone has arrived; the note is seen by all.
+void Collectives::synchronize(int64_t note) {
+  exchange_.acquire();
+  exchange_.post(note);
+  exchange_.await_all();
+}
+
+void Collectives::barrier(const Call& call) {
+  run({.kind = Kind::kBarrier}, call, [&] {
+    synchronize();
+    exchange_.take();
+  });
+}
+
+void Collectives::broadcast(Span data, int root, const Call& call) {
+  const size_t piece = piece_bytes(data.bytes, Exchange::kSlotBytes);
+  run(signature(Kind::kBroadcast, call, data.bytes, root), call, [&] {
+    for (size_t begin = 0; begin < data.bytes && size() > 1; begin += piece) {
+      const Span part = clip(data, begin, piece);
+      if (rank() == root) {
+        copy(exchange_.acquire(), part.data, part.bytes);
+        exchange_.post();
+      } else {
+        exchange_.skip();
+        copy(part.data, exchange_.await(root), part.bytes);
+      }
+      exchange_.take();
+    }
+  });
+}
+
+// --- allreduce ---
+
+void Collectives::allreduce(Span data, const Reduction& reduction, const Call& call) {
+  if (size() == 1 || data.bytes == 0) {
+    return;
+  }
+  run(signature(Kind::kAllreduce, call, data.bytes, reduction), call, [&] {
+    std::vector<char*> buffers;
+    if (data.bytes <= kFlatBytes) {
+      allreduce_flat(data, reduction);
+    } else if (all_shared(data, buffers)) {
+      allreduce_direct(data, buffers, reduction);
+    } else {
+      allreduce_sharded(data, reduction);
+    }
+  });
+}
+
+void Collectives::allreduce_flat(Span data, const Reduction& reduction) {
+  copy(exchange_.acquire(), data.data, data.bytes);
+  exchange_.post();
+  exchange_.await_all();
+  reduce_awaited(data, data.data, 0, reduction);
+  exchange_.take();
+}
+
+// output = the reduction of `own` and what each peer has in its lane for this rank, `lane` bytes wide;
+// 0 when the whole slot is for everyone. REQUIRES: the slots are awaited
+void Collectives::reduce_awaited(Span output, const char* own, size_t lane, const Reduction& reduction) {
+  std::vector<const void*> sources;
+  for (int peer = 0; peer < size(); ++peer) {
+    sources.push_back(peer == rank() ? own : exchange_.data(peer) + lane_index(peer, rank()) * lane);
+  }
+  reduction.function(
+      output.data, sources.data(), size(), static_cast<int64_t>(output.bytes / reduction.element_bytes));
+}
+
+// The data are cut into chunks, and each chunk into one share per rank. A rank hands the others' shares
+// of its chunk out, reduces its own share, and hands the result out: ticks "in" and "out" of a chunk.
+// Chunk c+1 goes in before chunk c is reduced, and chunk c is fetched after chunk c+1 is reduced, so a
+// rank waits only for a peer that is a whole chunk behind.
+//
+// With n ranks and M bytes, a rank reads and writes M (n-1)/n in, M/n results and M (n-1)/n out: its own
+// tensor is read and written once in memory (2M), as in the direct version; what passes through the
+// slots, 2M (n-1)/n each way, stays in the cache.
+void Collectives::allreduce_sharded(Span data, const Reduction& reduction) {
+  const size_t ranks = static_cast<size_t>(size());
+  const size_t full_share = std::min(
+      {Exchange::kSlotBytes / (ranks - 1) / kCacheLine * kCacheLine, kShareBytes,
+       std::max(round_up(ceil_div(data.bytes, 4 * ranks), kCacheLine), kMinimumPiece / 2)});
+  const size_t chunks = ceil_div(data.bytes, full_share * ranks);
+
+  const auto share_of = [&](size_t chunk, int owner) {
+    const size_t begin = chunk * full_share * ranks;
+    const size_t share =
+        std::min(full_share, round_up(ceil_div(data.bytes - begin, ranks), kCacheLine));
+    const size_t end = std::min(begin + share * ranks, data.bytes);
+    return clip({data.data, end}, begin + share * static_cast<size_t>(owner), share);
+  };
+  const auto hand_in = [&](size_t chunk) {
+    char* slot = exchange_.acquire();
+    for (int owner = 0; owner < size(); ++owner) {
+      if (owner != rank()) {
+        const Span share = share_of(chunk, owner);
+        copy(slot + lane_index(rank(), owner) * full_share, share.data, share.bytes);
+      }
+    }
+    exchange_.post();
+  };
+  const auto reduce_own = [&](size_t chunk) {
+    char* slot = exchange_.acquire();
+    exchange_.await_all();
+    const Span own = share_of(chunk, rank());
+    reduce_awaited(own, own.data, full_share, reduction);
+    copy(slot, own.data, own.bytes);
+    exchange_.post();
+    exchange_.take();
+  };
+  const auto fetch_results = [&](size_t chunk) {
+    for (int owner = 0; owner < size(); ++owner) {
+      if (owner != rank()) {
+        const Span share = share_of(chunk, owner);
+        copy(share.data, exchange_.await(owner), share.bytes);
+      }
+    }
+    exchange_.take();
+  };
+  for (size_t step = 0; step < chunks + 2; ++step) {
+    if (step < chunks) {
+      hand_in(step);
+    }
+    if (step >= 1 && step <= chunks) {
+      reduce_own(step - 1);
+    }
+    if (step >= 2) {
+      fetch_results(step - 2);
+    }
+  }
+}
+
+// Exchanges where the ranks' tensors lie; the tensors' buffers by rank when all are in shared memory.
+// Everyone has arrived when this returns.
+bool Collectives::all_shared(Span data, std::vector<char*>& buffers) {
+  const int64_t own = group_.offset_of(data.data, data.bytes);
+  synchronize(own);
+  bool shared = true;
+  for (int peer = 0; peer < size(); ++peer) {
+    const int64_t offset = peer == rank() ? own : exchange_.note(peer);
+    shared = shared && offset >= 0;
+    buffers.push_back(shared ? group_.at(peer, offset) : nullptr);
+  }
+  exchange_.take();
+  return shared;
+}
+
+// Each rank reduces one share of the elements straight out of all ranks' tensors and into them.
+//
+// The bound: with n ranks and M bytes, a rank reads M/n from each of n tensors and writes M/n to each,
+// 2M bytes in all; both at the bandwidth that all ranks reach at once, no allreduce on shared buffers can
+// be faster than a copy of M bytes that all ranks make at once. What is written was just read, so the
+// caches hold it and the stores fetch nothing.
+void Collectives::allreduce_direct(Span data, const std::vector<char*>& buffers, const Reduction& reduction) {
+  const size_t ranks = static_cast<size_t>(size());
+  const size_t share = round_up(ceil_div(data.bytes, ranks), kCacheLine);
+  const size_t first = std::min(share * static_cast<size_t>(rank()), data.bytes);
+  const size_t last = std::min(first + share, data.bytes);
+  std::vector<const void*> sources(ranks);
+  for (size_t begin = first; begin < last; begin += kDirectBlockBytes) {
+    const size_t bytes = std::min(kDirectBlockBytes, last - begin);
+    for (size_t peer = 0; peer < ranks; ++peer) {
+      sources[peer] = buffers[peer] + begin;
+    }
+    reduction.function(
+        data.data + begin, sources.data(), size(), static_cast<int64_t>(bytes / reduction.element_bytes));
+    for (size_t peer = 0; peer < ranks; ++peer) {
+      copy(buffers[peer] + begin, data.data + begin, bytes);
+    }
+  }
+  synchronize();
+  exchange_.take();
+}
+
+// --- one root, many receivers, and the reverse ---
+
+void Collectives::reduce(Span data, int root, const Reduction& reduction, const Call& call) {
+  const size_t piece = piece_bytes(data.bytes, Exchange::kSlotBytes);
+  run(signature(Kind::kReduce, call, data.bytes, reduction, root), call, [&] {
+    for (size_t begin = 0; begin < data.bytes && size() > 1; begin += piece) {
+      const Span part = clip(data, begin, piece);
+      if (rank() == root) {
+        exchange_.skip();
+        exchange_.await_all();
+        reduce_awaited(part, part.data, 0, reduction);
+      } else {
+        copy(exchange_.acquire(), part.data, part.bytes);
+        exchange_.post();
+      }
+      exchange_.take();
+    }
+  });
+}
+
+void Collectives::allgather(Span input, const std::vector<Span>& outputs, const Call& call) {
+  copy(outputs[static_cast<size_t>(rank())].data, input.data, input.bytes);
+  if (size() == 1) {
+    return;
+  }
+  const size_t piece = piece_bytes(largest(outputs), Exchange::kSlotBytes);
+  run(signature(Kind::kAllgather, call, total_bytes(outputs)), call, [&] {
+    pipeline(
+        ceil_div(largest(outputs), piece),
+        [&](size_t tick) {
+          const Span part = clip(input, tick * piece, piece);
+          copy(exchange_.acquire(), part.data, part.bytes);
+          exchange_.post(static_cast<int64_t>(input.bytes));
+        },
+        [&](size_t tick) { receive_gathered(outputs, tick * piece, piece); });
+  });
+}
+
+void Collectives::receive_gathered(const std::vector<Span>& outputs, size_t begin, size_t piece) {
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank()) {
+      continue;
+    }
+    const Span& output = outputs[static_cast<size_t>(peer)];
+    const Span part = clip(output, begin, piece);
+    const char* slot = exchange_.await(peer);
+    if (exchange_.note(peer) != static_cast<int64_t>(output.bytes)) {
+      throw std::runtime_error(c10::str(
+          "rank ", peer, " gives ", exchange_.note(peer), " bytes, but the output for it on rank ", rank(), " has ",
+          output.bytes));
+    }
+    copy(part.data, slot, part.bytes);
+  }
+  exchange_.take();
+}
+
+void Collectives::gather(Span input, const std::vector<Span>& outputs, int root, const Call& call) {
+  if (rank() == root) {
+    copy(outputs[static_cast<size_t>(root)].data, input.data, input.bytes);
+  }
+  const size_t piece = piece_bytes(input.bytes, Exchange::kSlotBytes);
+  run(signature(Kind::kGather, call, input.bytes, root), call, [&] {
+    for (size_t begin = 0; begin < input.bytes && size() > 1; begin += piece) {
+      if (rank() == root) {
+        exchange_.skip();
+        receive_gathered(outputs, begin, piece);
+      } else {
+        const Span part = clip(input, begin, piece);
+        copy(exchange_.acquire(), part.data, part.bytes);
+        exchange_.post(static_cast<int64_t>(input.bytes));
+        exchange_.take();
+      }
+    }
+  });
+}
+
+// --- every pair of ranks has data of its own: a slot holds one lane for each peer ---
+
+size_t Collectives::lane_index(int writer, int reader) {
+  return static_cast<size_t>(reader < writer ? reader : reader - 1);
+}
+
+size_t Collectives::lane_bytes() const {
+  return Exchange::kSlotBytes / static_cast<size_t>(size() - 1) / kCacheLine * kCacheLine;
+}
+
+void Collectives::write_lanes(const std::vector<Span>& inputs, size_t begin) {
+  char* slot = exchange_.acquire();
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) {
+      const Span part = clip(inputs[static_cast<size_t>(peer)], begin, lane_bytes());
+      copy(slot + lane_index(rank(), peer) * lane_bytes(), part.data, part.bytes);
+    }
+  }
+  exchange_.post();
+}
+
+void Collectives::scatter(Span output, const std::vector<Span>& inputs, int root, const Call& call) {
+  if (rank() == root) {
+    copy(output.data, inputs[static_cast<size_t>(root)].data, output.bytes);
+  }
+  run(signature(Kind::kScatter, call, output.bytes, root), call, [&] {
+    for (size_t begin = 0; begin < output.bytes && size() > 1; begin += lane_bytes()) {
+      if (rank() == root) {
+        write_lanes(inputs, begin);
+      } else {
+        exchange_.skip();
+        const Span part = clip(output, begin, lane_bytes());
+        copy(part.data, exchange_.await(root) + lane_index(root, rank()) * lane_bytes(), part.bytes);
+      }
+      exchange_.take();
+    }
+  });
+}
+
+void Collectives::reduce_scatter(
+    Span output, const std::vector<Span>& inputs, const Reduction& reduction, const Call& call) {
+  const Span own = inputs[static_cast<size_t>(rank())];
+  if (size() == 1) {
+    copy(output.data, own.data, own.bytes);
+    return;
+  }
+  run(signature(Kind::kReduceScatter, call, output.bytes, reduction), call, [&] {
+    pipeline(
+        ceil_div(output.bytes, lane_bytes()), [&](size_t tick) { write_lanes(inputs, tick * lane_bytes()); },
+        [&](size_t tick) {
+          const size_t begin = tick * lane_bytes();
+          exchange_.await_all();
+          reduce_awaited(clip(output, begin, lane_bytes()), own.data + begin, lane_bytes(), reduction);
+          exchange_.take();
+        });
+  });
+}
+
+// A rank cannot know how much two others send each other, so the first tick always happens, and its
+// notes say how many there are. Each lane begins with the size of the whole message, so that sender and
+// receiver can compare what they expect.
+void Collectives::alltoall(const std::vector<Span>& outputs, const std::vector<Span>& inputs, const Call& call) {
+  const size_t own = static_cast<size_t>(rank());
+  copy(outputs[own].data, inputs[own].data, inputs[own].bytes);
+  if (size() == 1) {
+    return;
+  }
+  run(signature(Kind::kAlltoall, call, 0), call, [&] {
+    const size_t room = lane_bytes() - kCacheLine;
+    size_t longest = largest(inputs);
+    write_measured_lanes(inputs, 0);
+    exchange_.await_all();
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer != rank()) {
+        longest = std::max(longest, static_cast<size_t>(exchange_.note(peer)));
+      }
+    }
+    read_measured_lanes(outputs, 0);
+    for (size_t begin = room; begin < longest; begin += room) {
+      write_measured_lanes(inputs, begin);
+      read_measured_lanes(outputs, begin);
+    }
+  });
+}
+
+void Collectives::write_measured_lanes(const std::vector<Span>& inputs, size_t begin) {
+  char* slot = exchange_.acquire();
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) {
+      const Span& input = inputs[static_cast<size_t>(peer)];
+      char* lane = slot + lane_index(rank(), peer) * lane_bytes();
+      const Span part = clip(input, begin, lane_bytes() - kCacheLine);
+      std::memcpy(lane, &input.bytes, sizeof(input.bytes));
+      copy(lane + kCacheLine, part.data, part.bytes);
+    }
+  }
+  exchange_.post(static_cast<int64_t>(largest(inputs)));
+}
+
+void Collectives::read_measured_lanes(const std::vector<Span>& outputs, size_t begin) {
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank()) {
+      continue;
+    }
+    const Span& output = outputs[static_cast<size_t>(peer)];
+    const char* lane = exchange_.await(peer) + lane_index(peer, rank()) * lane_bytes();
+    size_t sent;
+    std::memcpy(&sent, lane, sizeof(sent));
+    if (sent != output.bytes) {
+      throw std::runtime_error(c10::str(
+          "rank ", peer, " sends ", sent, " bytes to rank ", rank(), ", which expects ", output.bytes,
+          " from it: the input splits there and the output splits here differ"));
+    }
+    const Span part = clip(output, begin, lane_bytes() - kCacheLine);
+    copy(part.data, lane + kCacheLine, part.bytes);
+  }
+  exchange_.take();
+}
+
+}  // namespace minddp::shm

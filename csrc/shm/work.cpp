@@ -1,0 +1,203 @@
+#include "work.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <c10/util/Exception.h>
+
+namespace minddp::shm {
+namespace {
+
+std::exception_ptr stopped_error() {
+  try {
+    C10_THROW_ERROR(DistBackendError, "shm: the process group was aborted or destroyed before this ran");
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+}  // namespace
+
+ShmWork::ShmWork(
+    int rank,
+    c10d::OpType type,
+    const char* title,
+    const std::vector<at::Tensor>& inputs,
+    std::vector<at::Tensor> outputs,
+    std::function<void()> program)
+    : Work(rank, type, title, inputs), outputs_(std::move(outputs)), program_(std::move(program)) {}
+
+int ShmWork::sourceRank() const {
+  TORCH_CHECK(source_rank_ >= 0, "shm: sourceRank() is known for a receive that has completed");
+  return source_rank_;
+}
+
+bool ShmWork::wait(std::chrono::milliseconds timeout) {
+  // With a limit of its own the caller must not get stuck in a collective: then it only looks on.
+  if (timeout <= kNoTimeout) {
+    if (helper_ && !isCompleted()) {
+      helper_(*this);
+    }
+    return Work::wait();
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!cv_.wait_for(lock, timeout, [this] { return completed_; })) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str("shm: ", c10d::opTypeToString(opType_), " on rank ", rank_, " was waited for ", timeout.count(),
+                 " ms and is not done; it goes on"));
+  }
+  lock.unlock();
+  return Work::wait();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!future_) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (completed_) {
+      lock.unlock();
+      mark_future();
+    }
+  }
+  return future_;
+}
+
+void ShmWork::mark_future() {
+  if (error_) {
+    future_->setError(error_);
+  } else {
+    future_->markCompleted(c10::IValue(outputs_));
+  }
+}
+
+void ShmWork::run() {
+  try {
+    program_();
+  } catch (...) {
+    error_ = std::current_exception();
+  }
+  program_ = nullptr;
+}
+
+bool ShmWork::finish() {
+  // Who marks the future is settled together with completed_: the caller, if it exists by now, else
+  // getFuture(), which will find the work completed.
+  bool has_future;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    completed_ = true;
+    exception_ = error_;
+    if (recordFunctionEndCallback_) {
+      recordFunctionEndCallback_();
+      recordFunctionEndCallback_ = nullptr;
+    }
+    has_future = static_cast<bool>(future_);
+  }
+  cv_.notify_all();
+  return has_future;
+}
+
+void ShmWork::complete_with(std::exception_ptr error, int source_rank) {
+  program_ = nullptr;
+  error_ = std::move(error);
+  source_rank_ = source_rank;
+  if (finish()) {
+    mark_future();
+  }
+}
+
+void WorkQueue::submit(const c10::intrusive_ptr<ShmWork>& work, bool now) {
+  work->set_helper([this](ShmWork& waited) { help(waited); });
+  Lock lock(mutex_);
+  if (stopping_) {
+    lock.unlock();
+    work->complete_with(stopped_error());
+    return;
+  }
+  queue_.push_back(work);
+  if (now && !running_ && queue_.size() == 1) {
+    run_next(lock);
+  }
+  rouse_worker();
+}
+
+// REQUIRES: mutex_ held
+void WorkQueue::rouse_worker() {
+  if (queue_.empty() || running_) {
+    return;
+  }
+  if (idle_ > 0) {
+    work_ready_.notify_one();
+  } else {
+    workers_.emplace_back([this] { loop(); });
+  }
+}
+
+void WorkQueue::help(ShmWork& work) {
+  Lock lock(mutex_);
+  while (!work.isCompleted() && !stopping_) {
+    if (!running_ && !queue_.empty()) {
+      run_next(lock);
+    } else {
+      work_done_.wait(lock);
+    }
+  }
+  rouse_worker();
+}
+
+// REQUIRES: mutex_ held by `lock`, nothing running, queue not empty. Releases it meanwhile.
+void WorkQueue::run_next(Lock& lock) {
+  running_ = true;
+  const c10::intrusive_ptr<ShmWork> work = std::move(queue_.front());
+  queue_.pop_front();
+  lock.unlock();
+  work->run();
+  lock.lock();
+  running_ = false;
+  lock.unlock();
+  const bool has_future = work->finish();
+  lock.lock();
+  work_done_.notify_all();
+  if (has_future) {
+    rouse_worker();
+    lock.unlock();
+    work->mark_future();
+    lock.lock();
+  }
+}
+
+void WorkQueue::loop() {
+  Lock lock(mutex_);
+  while (!stopping_) {
+    if (!running_ && !queue_.empty()) {
+      run_next(lock);
+    } else {
+      ++idle_;
+      work_ready_.wait(lock);
+      --idle_;
+    }
+  }
+}
+
+void WorkQueue::stop(std::chrono::milliseconds patience, const std::function<void()>& abort) {
+  std::deque<c10::intrusive_ptr<ShmWork>> abandoned;
+  std::vector<std::thread> workers;
+  {
+    Lock lock(mutex_);
+    work_done_.wait_for(lock, patience, [this] { return queue_.empty() && !running_; });
+    abort();
+    stopping_ = true;
+    abandoned.swap(queue_);
+    workers.swap(workers_);
+  }
+  work_ready_.notify_all();
+  work_done_.notify_all();
+  for (const auto& work : abandoned) {
+    work->complete_with(stopped_error());
+  }
+  for (std::thread& worker : workers) {
+    worker.join();
+  }
+}
+
+}  // namespace minddp::shm
