@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -114,7 +115,8 @@ int Mailbox::try_receive(Span buffer, int from, int tag) {
   return -1;
 }
 
-int Mailbox::receive_from(Span buffer, int from, int tag) {
+// The entry with the lowest number among those that a single scan sees.
+Message* Mailbox::find_full(int from, int tag) {
   Message* messages = table(from, group_.rank());
   Message* oldest = nullptr;
   for (int i = 0; i < kEntries; ++i) {
@@ -124,9 +126,16 @@ int Mailbox::receive_from(Span buffer, int from, int tag) {
       oldest = &message;
     }
   }
-  if (oldest == nullptr) {
+  return oldest;
+}
+
+int Mailbox::receive_from(Span buffer, int from, int tag) {
+  // Twice: a message may be written behind the scan's back and a later one ahead of it. Whatever is
+  // older than a message that was seen is there for the second scan.
+  if (find_full(from, tag) == nullptr) {
     return -1;
   }
+  Message* oldest = find_full(from, tag);
   const uint64_t bytes = oldest->bytes;
   if (bytes == buffer.bytes && bytes > 0) {
     std::memcpy(buffer.data, group_.at(from, oldest->offset), bytes);
@@ -160,13 +169,20 @@ void Receiver::progress() {
   std::vector<Outcome> outcomes;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    // A message that comes while this goes through the list belongs to the first request that fits it,
+    // even if that was already passed by.
+    std::vector<const Request*> waiting;
     for (auto it = pending_.begin(); it != pending_.end();) {
+      const auto competes = [&](const Request* earlier) {
+        return earlier->tag == it->tag && (earlier->from == it->from || earlier->from == Mailbox::kAnySource ||
+                                           it->from == Mailbox::kAnySource);
+      };
       Outcome outcome;
-      if (attempt(*it, outcome)) {
+      if (std::none_of(waiting.begin(), waiting.end(), competes) && attempt(*it, outcome)) {
         outcomes.push_back(std::move(outcome));
         it = pending_.erase(it);
       } else {
-        ++it;
+        waiting.push_back(&*it++);
       }
     }
   }

@@ -46,6 +46,7 @@ class Mailbox {
  private:
   Message* table(int sender, int receiver);
   Message* find_free(int to);
+  Message* find_full(int from, int tag);
   void reclaim();
   int receive_from(Span buffer, int from, int tag);
 
