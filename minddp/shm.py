@@ -50,9 +50,7 @@ def _backend_of(group: dist.ProcessGroup | None) -> Any:
     return getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
 
 
-def empty(
-    *size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """An uninitialized contiguous CPU tensor in memory that all ranks of the group can reach.
 
     An all-reduce whose tensors are such on all ranks works on them in place and copies nothing. Not

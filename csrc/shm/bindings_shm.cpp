@@ -9,14 +9,15 @@
 
 namespace py = pybind11;
 
+namespace minddp {
 namespace {
 
-using minddp::shm::ShmBackend;
+using shm::ShmBackend;
 
 ShmBackend& as_shm(const c10::intrusive_ptr<c10d::Backend>& backend) {
   auto* shm = dynamic_cast<ShmBackend*>(backend.get());
-  TORCH_CHECK_VALUE(shm != nullptr, "this process group does not use the 'shm' backend, but '",
-                    backend->getBackendName(), "'");
+  TORCH_CHECK_VALUE(
+      shm != nullptr, "this process group does not use the 'shm' backend, but '", backend->getBackendName(), "'");
   return *shm;
 }
 
@@ -25,8 +26,10 @@ ShmBackend& as_shm(const c10::intrusive_ptr<c10d::Backend>& backend) {
 void bind_shm(py::module_& module) {
   module.def(
       "shm_backend",
-      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)
-          -> c10::intrusive_ptr<c10d::Backend> { return c10::make_intrusive<ShmBackend>(store, rank, size, timeout); },
+      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+          std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<ShmBackend>(store, rank, size, timeout);
+      },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
       py::call_guard<py::gil_scoped_release>());
   module.def(
@@ -42,3 +45,5 @@ void bind_shm(py::module_& module) {
       },
       py::arg("backend"), py::arg("tensor"));
 }
+
+}  // namespace minddp

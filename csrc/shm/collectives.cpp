@@ -42,37 +42,27 @@ Span clip(Span span, size_t begin, size_t bytes) {
 
 // memcpy wants pointers to something even for nothing.
 void copy(void* destination, const void* source, size_t bytes) {
-  if (bytes > 0 && destination != source) {
-    std::memcpy(destination, source, bytes);
-  }
+  if (bytes > 0 && destination != source) std::memcpy(destination, source, bytes);
 }
 
 // The reader stays one tick behind the writer, so that a rank's writing hides its peers' delay.
 template <class Write, class Read>
 void pipeline(size_t ticks, Write write, Read read) {
   for (size_t tick = 0; tick <= ticks; ++tick) {
-    if (tick < ticks) {
-      write(tick);
-    }
-    if (tick > 0) {
-      read(tick - 1);
-    }
+    if (tick < ticks) write(tick);
+    if (tick > 0) read(tick - 1);
   }
 }
 
 size_t total_bytes(const std::vector<Span>& spans) {
   size_t total = 0;
-  for (const Span& span : spans) {
-    total += span.bytes;
-  }
+  for (const Span& span : spans) total += span.bytes;
   return total;
 }
 
 size_t largest(const std::vector<Span>& spans) {
   size_t bytes = 0;
-  for (const Span& span : spans) {
-    bytes = std::max(bytes, span.bytes);
-  }
+  for (const Span& span : spans) bytes = std::max(bytes, span.bytes);
   return bytes;
 }
 
@@ -129,18 +119,15 @@ void Collectives::broadcast(Span data, int root, const Call& call) {
 // --- allreduce ---
 
 void Collectives::allreduce(Span data, const Reduction& reduction, const Call& call) {
-  if (size() == 1 || data.bytes == 0) {
-    return;
-  }
+  if (size() == 1 || data.bytes == 0) return;
   run(signature(Kind::kAllreduce, call, data.bytes, reduction), call, [&] {
     std::vector<char*> buffers;
-    if (data.bytes <= kFlatBytes) {
+    if (data.bytes <= kFlatBytes)
       allreduce_flat(data, reduction);
-    } else if (all_shared(data, buffers)) {
+    else if (all_shared(data, buffers))
       allreduce_direct(data, buffers, reduction);
-    } else {
+    else
       allreduce_sharded(data, reduction);
-    }
   });
 }
 
@@ -156,9 +143,8 @@ void Collectives::allreduce_flat(Span data, const Reduction& reduction) {
 // 0 when the whole slot is for everyone. REQUIRES: the slots are awaited
 void Collectives::reduce_awaited(Span output, const char* own, size_t lane, const Reduction& reduction) {
   std::vector<const void*> sources;
-  for (int peer = 0; peer < size(); ++peer) {
+  for (int peer = 0; peer < size(); ++peer)
     sources.push_back(peer == rank() ? own : exchange_.data(peer) + lane_index(peer, rank()) * lane);
-  }
   reduction.function(
       output.data, sources.data(), size(), static_cast<int64_t>(output.bytes / reduction.element_bytes));
 }
@@ -173,15 +159,13 @@ void Collectives::reduce_awaited(Span output, const char* own, size_t lane, cons
 // slots, 2M (n-1)/n each way, stays in the cache.
 void Collectives::allreduce_sharded(Span data, const Reduction& reduction) {
   const size_t ranks = static_cast<size_t>(size());
-  const size_t full_share = std::min(
-      {Exchange::kSlotBytes / (ranks - 1) / kCacheLine * kCacheLine, kShareBytes,
-       std::max(round_up(ceil_div(data.bytes, 4 * ranks), kCacheLine), kMinimumPiece / 2)});
+  const size_t full_share = std::min({Exchange::kSlotBytes / (ranks - 1) / kCacheLine * kCacheLine, kShareBytes,
+      std::max(round_up(ceil_div(data.bytes, 4 * ranks), kCacheLine), kMinimumPiece / 2)});
   const size_t chunks = ceil_div(data.bytes, full_share * ranks);
 
   const auto share_of = [&](size_t chunk, int owner) {
     const size_t begin = chunk * full_share * ranks;
-    const size_t share =
-        std::min(full_share, round_up(ceil_div(data.bytes - begin, ranks), kCacheLine));
+    const size_t share = std::min(full_share, round_up(ceil_div(data.bytes - begin, ranks), kCacheLine));
     const size_t end = std::min(begin + share * ranks, data.bytes);
     return clip({data.data, end}, begin + share * static_cast<size_t>(owner), share);
   };
@@ -214,15 +198,9 @@ void Collectives::allreduce_sharded(Span data, const Reduction& reduction) {
     exchange_.take();
   };
   for (size_t step = 0; step < chunks + 2; ++step) {
-    if (step < chunks) {
-      hand_in(step);
-    }
-    if (step >= 1 && step <= chunks) {
-      reduce_own(step - 1);
-    }
-    if (step >= 2) {
-      fetch_results(step - 2);
-    }
+    if (step < chunks) hand_in(step);
+    if (step >= 1 && step <= chunks) reduce_own(step - 1);
+    if (step >= 2) fetch_results(step - 2);
   }
 }
 
@@ -255,14 +233,10 @@ void Collectives::allreduce_direct(Span data, const std::vector<char*>& buffers,
   std::vector<const void*> sources(ranks);
   for (size_t begin = first; begin < last; begin += kDirectBlockBytes) {
     const size_t bytes = std::min(kDirectBlockBytes, last - begin);
-    for (size_t peer = 0; peer < ranks; ++peer) {
-      sources[peer] = buffers[peer] + begin;
-    }
+    for (size_t peer = 0; peer < ranks; ++peer) sources[peer] = buffers[peer] + begin;
     reduction.function(
         data.data + begin, sources.data(), size(), static_cast<int64_t>(bytes / reduction.element_bytes));
-    for (size_t peer = 0; peer < ranks; ++peer) {
-      copy(buffers[peer] + begin, data.data + begin, bytes);
-    }
+    for (size_t peer = 0; peer < ranks; ++peer) copy(buffers[peer] + begin, data.data + begin, bytes);
   }
   synchronize();
   exchange_.take();
@@ -290,9 +264,7 @@ void Collectives::reduce(Span data, int root, const Reduction& reduction, const 
 
 void Collectives::allgather(Span input, const std::vector<Span>& outputs, const Call& call) {
   copy(outputs[static_cast<size_t>(rank())].data, input.data, input.bytes);
-  if (size() == 1) {
-    return;
-  }
+  if (size() == 1) return;
   const size_t piece = piece_bytes(largest(outputs), Exchange::kSlotBytes);
   run(signature(Kind::kAllgather, call, total_bytes(outputs)), call, [&] {
     pipeline(
@@ -308,16 +280,13 @@ void Collectives::allgather(Span input, const std::vector<Span>& outputs, const 
 
 void Collectives::receive_gathered(const std::vector<Span>& outputs, size_t begin, size_t piece) {
   for (int peer = 0; peer < size(); ++peer) {
-    if (peer == rank()) {
-      continue;
-    }
+    if (peer == rank()) continue;
     const Span& output = outputs[static_cast<size_t>(peer)];
     const Span part = clip(output, begin, piece);
     const char* slot = exchange_.await(peer);
     if (exchange_.note(peer) != static_cast<int64_t>(output.bytes)) {
-      throw std::runtime_error(c10::str(
-          "rank ", peer, " gives ", exchange_.note(peer), " bytes, but the output for it on rank ", rank(), " has ",
-          output.bytes));
+      throw std::runtime_error(c10::str("rank ", peer, " gives ", exchange_.note(peer),
+          " bytes, but the output for it on rank ", rank(), " has ", output.bytes));
     }
     copy(part.data, slot, part.bytes);
   }
@@ -325,9 +294,7 @@ void Collectives::receive_gathered(const std::vector<Span>& outputs, size_t begi
 }
 
 void Collectives::gather(Span input, const std::vector<Span>& outputs, int root, const Call& call) {
-  if (rank() == root) {
-    copy(outputs[static_cast<size_t>(root)].data, input.data, input.bytes);
-  }
+  if (rank() == root) copy(outputs[static_cast<size_t>(root)].data, input.data, input.bytes);
   const size_t piece = piece_bytes(input.bytes, Exchange::kSlotBytes);
   run(signature(Kind::kGather, call, input.bytes, root), call, [&] {
     for (size_t begin = 0; begin < input.bytes && size() > 1; begin += piece) {
@@ -366,9 +333,7 @@ void Collectives::write_lanes(const std::vector<Span>& inputs, size_t begin) {
 }
 
 void Collectives::scatter(Span output, const std::vector<Span>& inputs, int root, const Call& call) {
-  if (rank() == root) {
-    copy(output.data, inputs[static_cast<size_t>(root)].data, output.bytes);
-  }
+  if (rank() == root) copy(output.data, inputs[static_cast<size_t>(root)].data, output.bytes);
   run(signature(Kind::kScatter, call, output.bytes, root), call, [&] {
     for (size_t begin = 0; begin < output.bytes && size() > 1; begin += lane_bytes()) {
       if (rank() == root) {
@@ -408,19 +373,14 @@ void Collectives::reduce_scatter(
 void Collectives::alltoall(const std::vector<Span>& outputs, const std::vector<Span>& inputs, const Call& call) {
   const size_t own = static_cast<size_t>(rank());
   copy(outputs[own].data, inputs[own].data, inputs[own].bytes);
-  if (size() == 1) {
-    return;
-  }
+  if (size() == 1) return;
   run(signature(Kind::kAlltoall, call, 0), call, [&] {
     const size_t room = lane_bytes() - kCacheLine;
     size_t longest = largest(inputs);
     write_measured_lanes(inputs, 0);
     exchange_.await_all();
-    for (int peer = 0; peer < size(); ++peer) {
-      if (peer != rank()) {
-        longest = std::max(longest, static_cast<size_t>(exchange_.note(peer)));
-      }
-    }
+    for (int peer = 0; peer < size(); ++peer)
+      if (peer != rank()) longest = std::max(longest, static_cast<size_t>(exchange_.note(peer)));
     read_measured_lanes(outputs, 0);
     for (size_t begin = room; begin < longest; begin += room) {
       write_measured_lanes(inputs, begin);
@@ -445,17 +405,14 @@ void Collectives::write_measured_lanes(const std::vector<Span>& inputs, size_t b
 
 void Collectives::read_measured_lanes(const std::vector<Span>& outputs, size_t begin) {
   for (int peer = 0; peer < size(); ++peer) {
-    if (peer == rank()) {
-      continue;
-    }
+    if (peer == rank()) continue;
     const Span& output = outputs[static_cast<size_t>(peer)];
     const char* lane = exchange_.await(peer) + lane_index(peer, rank()) * lane_bytes();
     size_t sent;
     std::memcpy(&sent, lane, sizeof(sent));
     if (sent != output.bytes) {
-      throw std::runtime_error(c10::str(
-          "rank ", peer, " sends ", sent, " bytes to rank ", rank(), ", which expects ", output.bytes,
-          " from it: the input splits there and the output splits here differ"));
+      throw std::runtime_error(c10::str("rank ", peer, " sends ", sent, " bytes to rank ", rank(), ", which expects ",
+          output.bytes, " from it: the input splits there and the output splits here differ"));
     }
     const Span part = clip(output, begin, lane_bytes() - kCacheLine);
     copy(part.data, lane + kCacheLine, part.bytes);

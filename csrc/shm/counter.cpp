@@ -26,16 +26,12 @@ void Counter::store(uint32_t value) {
   // Sequentially consistent, not only release: the value must be visible before sleepers_ is read,
   // or a peer that goes to sleep in between would be missed (it raises sleepers_, then reads value_).
   value_.store(value, std::memory_order_seq_cst);
-  if (sleepers_.load(std::memory_order_seq_cst) != 0) {
-    wake();
-  }
+  if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
 }
 
 void Counter::ring() {
   value_.fetch_add(1, std::memory_order_seq_cst);
-  if (sleepers_.load(std::memory_order_seq_cst) != 0) {
-    wake();
-  }
+  if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
 }
 
 void Counter::wake() {
@@ -44,16 +40,12 @@ void Counter::wake() {
 }
 
 bool Counter::spin(uint32_t target) const {
-  if (reached(target)) {
-    return true;
-  }
+  if (reached(target)) return true;
   const auto end = std::chrono::steady_clock::now() + kSpinTime;
   do {
     for (int i = 0; i < kPausesPerClockRead; ++i) {
       pause();
-      if (reached(target)) {
-        return true;
-      }
+      if (reached(target)) return true;
     }
   } while (std::chrono::steady_clock::now() < end);
   return false;

@@ -8,8 +8,16 @@ namespace minddp::shm {
 namespace {
 
 const char* const kKindNames[] = {
-    "?",      "barrier", "broadcast",      "allreduce", "reduce", "allgather",
-    "gather", "scatter", "reduce_scatter", "alltoall",
+    "?",
+    "barrier",
+    "broadcast",
+    "allreduce",
+    "reduce",
+    "allgather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "alltoall",
 };
 
 const char* const kReductionNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
@@ -19,18 +27,10 @@ const char* const kReductionNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "B
 std::string Signature::describe() const {
   std::string arguments;
   const auto add = [&](const std::string& argument) { arguments += (arguments.empty() ? "" : ", ") + argument; };
-  if (reduce_op < std::size(kReductionNames)) {
-    add(kReductionNames[reduce_op]);
-  }
-  if (root >= 0) {
-    add("root " + std::to_string(root));
-  }
-  if (dtype != at::ScalarType::Undefined) {
-    add(c10::toString(dtype));
-  }
-  if (bytes > 0) {
-    add(std::to_string(bytes) + " bytes");
-  }
+  if (reduce_op < std::size(kReductionNames)) add(kReductionNames[reduce_op]);
+  if (root >= 0) add("root " + std::to_string(root));
+  if (dtype != at::ScalarType::Undefined) add(c10::toString(dtype));
+  if (bytes > 0) add(std::to_string(bytes) + " bytes");
   return std::string(kKindNames[static_cast<size_t>(kind)]) + "(" + arguments + ")";
 }
 
@@ -53,11 +53,8 @@ void Exchange::begin(const Signature& signature, std::chrono::milliseconds timeo
 char* Exchange::acquire() {
   // The slot's last use was kSlots ticks ago. At the start the counters lie before it, as they should.
   const uint32_t last_use_taken = write_tick_ - kSlots + 1;
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank()) {
-      group_.await(group_.control(peer).taken, last_use_taken, peer, deadline_);
-    }
-  }
+  for (int peer = 0; peer < size(); ++peer)
+    if (peer != rank()) group_.await(group_.control(peer).taken, last_use_taken, peer, deadline_);
   return slot(rank(), write_tick_);
 }
 
@@ -79,25 +76,19 @@ const char* Exchange::data(int peer) { return slot(peer, read_tick_); }
 int64_t Exchange::note(int peer) { return header(peer, read_tick_).note; }
 
 void Exchange::await_all() {
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank()) {
-      await(peer);
-    }
-  }
+  for (int peer = 0; peer < size(); ++peer)
+    if (peer != rank()) await(peer);
 }
 
 void Exchange::take() { group_.control(rank()).taken.store(++read_tick_); }
 
 void Exchange::check(int peer, const Header& theirs) const {
-  if (theirs.tick == read_tick_ && theirs.sequence == sequence_ && theirs.signature == signature_) {
-    return;
-  }
+  if (theirs.tick == read_tick_ && theirs.sequence == sequence_ && theirs.signature == signature_) return;
   // A slot of another tick: the peer let this tick pass, as a rank does that only receives.
   const std::string call = theirs.tick == read_tick_
-                               ? theirs.signature.describe() + " as number " + std::to_string(theirs.sequence)
-                               : "one in which it sends nothing here";
-  throw std::runtime_error(c10::str(
-      "rank ", peer, " runs another collective: ", call,
+      ? theirs.signature.describe() + " as number " + std::to_string(theirs.sequence)
+      : "one in which it sends nothing here";
+  throw std::runtime_error(c10::str("rank ", peer, " runs another collective: ", call,
       ". All ranks must call the same collectives, with the same sizes and dtypes, in the same order"));
 }
 

@@ -65,7 +65,7 @@ std::string link_target(const char* path) {
 std::string host_id() {
   const char* extra = std::getenv("MINDDP_SHM_HOST_ID");
   return first_line("/proc/sys/kernel/random/boot_id") + " " + link_target("/proc/self/ns/pid") + " " +
-         (extra == nullptr ? "" : extra);
+      (extra == nullptr ? "" : extra);
 }
 
 std::string host_name() {
@@ -97,10 +97,8 @@ std::vector<std::string> all_gather(
     try {
       store.wait({key(what, peer)}, std::max(deadline.left(), std::chrono::milliseconds(1)));
     } catch (const std::exception& error) {
-      C10_THROW_ERROR(
-          DistBackendError,
-          c10::str(
-              "shm: rank ", peer, " did not come to join the group within ", deadline.timeout.count(),
+      C10_THROW_ERROR(DistBackendError,
+          c10::str("shm: rank ", peer, " did not come to join the group within ", deadline.timeout.count(),
               " ms, rank ", rank, " waited for it (", error.what(), ")"));
     }
     const std::vector<uint8_t> value = store.get(key(what, peer));
@@ -116,31 +114,24 @@ void check_hosts(const std::vector<std::string>& cards) {
     std::string& text = ranks_of.try_emplace(card.host, card.name + " has ranks").first->second;
     text += " " + std::to_string(rank);
   }
-  if (ranks_of.size() == 1) {
-    return;
-  }
+  if (ranks_of.size() == 1) return;
   std::string text;
-  for (const auto& [host, ranks] : ranks_of) {
-    text.append(text.empty() ? "" : "; ").append(ranks);
-  }
-  C10_THROW_ERROR(
-      DistBackendError,
+  for (const auto& [host, ranks] : ranks_of) text.append(text.empty() ? "" : "; ").append(ranks);
+  C10_THROW_ERROR(DistBackendError,
       "shm: the ranks of a group must share one machine and one PID namespace (containers: --pid=host), "
-      "but these do not: " + text + ". Use backend='gloo' across machines, and 'shm' for groups within one.");
+      "but these do not: " +
+          text + ". Use backend='gloo' across machines, and 'shm' for groups within one.");
 }
 
 void check_everyone_attached(const std::vector<std::string>& failures) {
   std::string text;
-  for (size_t rank = 0; rank < failures.size(); ++rank) {
-    if (!failures[rank].empty()) {
-      text += "; rank " + std::to_string(rank) + ": " + failures[rank];
-    }
-  }
+  for (size_t rank = 0; rank < failures.size(); ++rank)
+    if (!failures[rank].empty()) text += "; rank " + std::to_string(rank) + ": " + failures[rank];
   if (!text.empty()) {
-    C10_THROW_ERROR(
-        DistBackendError,
+    C10_THROW_ERROR(DistBackendError,
         "shm: the ranks could not map each other's memory (they must run as the same user, and /proc must be "
-        "readable)" + text + ". Use backend='gloo' where this cannot be arranged.");
+        "readable)" +
+            text + ". Use backend='gloo' where this cannot be arranged.");
   }
 }
 
@@ -152,24 +143,15 @@ std::chrono::milliseconds Deadline::left() const {
 }
 
 Group::Group(int rank, int size, size_t table_bytes, size_t slot_bytes)
-    : rank_(rank),
-      size_(size),
-      table_bytes_(table_bytes),
-      heap_begin_(kControlBytes + table_bytes + slot_bytes),
-      peers_(static_cast<size_t>(size)),
-      owner_(::getpid()) {
+    : rank_(rank), size_(size), table_bytes_(table_bytes), heap_begin_(kControlBytes + table_bytes + slot_bytes),
+      peers_(static_cast<size_t>(size)), owner_(::getpid()) {
   const std::shared_ptr<Segment> segment = Segment::create(segment_bytes(size) + heap_begin_);
   peers_[static_cast<size_t>(rank)].segment = segment;
   heap_ = std::make_shared<SharedHeap>(segment, heap_begin_);
 }
 
-std::unique_ptr<Group> Group::join(
-    c10d::Store& store,
-    int rank,
-    int size,
-    std::chrono::milliseconds timeout,
-    size_t table_bytes,
-    size_t slot_bytes) {
+std::unique_ptr<Group> Group::join(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
+    size_t table_bytes, size_t slot_bytes) {
   const Deadline deadline(timeout);
   std::unique_ptr<Group> group(new Group(rank, size, table_bytes, slot_bytes));
   Segment& own = *group->peers_[static_cast<size_t>(rank)].segment;
@@ -189,11 +171,8 @@ std::unique_ptr<Group> Group::join(
 }
 
 void Group::attach_all(const std::vector<std::string>& cards) {
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_) {
-      attach(peer, cards[static_cast<size_t>(peer)]);
-    }
-  }
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_) attach(peer, cards[static_cast<size_t>(peer)]);
 }
 
 void Group::attach(int rank, const std::string& text) {
@@ -202,25 +181,18 @@ void Group::attach(int rank, const std::string& text) {
   peer.pid = card.pid;
   // Before the memory: a process id may be taken again, the token below shows that it was not.
   peer.pidfd = open_pidfd(card.pid);
-  if (peer.pidfd < 0) {
+  if (peer.pidfd < 0)
     throw std::system_error(errno, std::generic_category(), "pidfd_open of process " + std::to_string(card.pid));
-  }
   peer.segment = Segment::attach(static_cast<pid_t>(card.pid), card.descriptor, card.bytes);
-  if (control(rank).token.load() != card.token) {
+  if (control(rank).token.load() != card.token)
     throw std::runtime_error("the memory of rank " + std::to_string(rank) + " holds another token than it should");
-  }
 }
 
 Group::~Group() {
   // A forked child has a copy of this object, but it is not the rank.
-  if (::getpid() == owner_) {
-    leave();
-  }
-  for (const Peer& peer : peers_) {
-    if (peer.pidfd >= 0) {
-      ::close(peer.pidfd);
-    }
-  }
+  if (::getpid() == owner_) leave();
+  for (const Peer& peer : peers_)
+    if (peer.pidfd >= 0) ::close(peer.pidfd);
 }
 
 int64_t Group::offset_of(const void* address, size_t bytes) const {
@@ -231,43 +203,30 @@ int64_t Group::offset_of(const void* address, size_t bytes) const {
 std::string Group::why_gone(int peer) {
   Control& control = this->control(peer);
   switch (control.state.load(std::memory_order_acquire)) {
-    case RankState::kFailed:
-      return c10::str("rank ", peer, " gave up: ", control.failure);
-    case RankState::kLeft:
-      return c10::str("rank ", peer, " has left the group (its process group was destroyed)");
-    case RankState::kActive:
-      break;
+    case RankState::kFailed: return c10::str("rank ", peer, " gave up: ", control.failure);
+    case RankState::kLeft: return c10::str("rank ", peer, " has left the group (its process group was destroyed)");
+    case RankState::kActive: break;
   }
   const Peer& entry = peers_[static_cast<size_t>(peer)];
-  if (entry.pidfd >= 0 && has_exited(entry.pidfd)) {
+  if (entry.pidfd >= 0 && has_exited(entry.pidfd))
     return c10::str("rank ", peer, " (process ", entry.pid, ") has died");
-  }
   return "";
 }
 
 void Group::await(Counter& counter, uint32_t target, int peer, const Deadline& deadline) {
-  if (counter.spin(target)) {
-    return;
-  }
+  if (counter.spin(target)) return;
   while (true) {
     const uint32_t seen = counter.load();
-    if (counter.reached(target)) {
-      return;
-    }
+    if (counter.reached(target)) return;
     // Asked before the counter is looked at again: what a rank did before it went away counts.
     const std::string gone = why_gone(peer);
-    if (counter.reached(target)) {
-      return;
-    }
-    if (!gone.empty()) {
-      throw std::runtime_error(gone);
-    }
-    if (aborted()) {
-      throw std::runtime_error("the process group was aborted or destroyed on this rank");
-    }
+    if (counter.reached(target)) return;
+    if (!gone.empty()) throw std::runtime_error(gone);
+    if (aborted()) throw std::runtime_error("the process group was aborted or destroyed on this rank");
     const auto left = deadline.left();
     if (left.count() <= 0) {
-      throw std::runtime_error(c10::str("rank ", peer, " did not take part within ", deadline.timeout.count(), " ms"));
+      throw std::runtime_error(
+          c10::str("rank ", peer, " did not take part within ", deadline.timeout.count(), " ms"));
     }
     counter.sleep(seen, std::min<std::chrono::milliseconds>(kLifeCheck, left));
   }
@@ -275,17 +234,13 @@ void Group::await(Counter& counter, uint32_t target, int peer, const Deadline& d
 
 void Group::fail(const std::string& reason) {
   Control& own = control(rank_);
-  if (own.state.load() != RankState::kActive) {
-    return;
-  }
+  if (own.state.load() != RankState::kActive) return;
   std::strncpy(own.failure, reason.c_str(), sizeof(own.failure) - 1);
   announce(RankState::kFailed);
 }
 
 void Group::leave() {
-  if (control(rank_).state.load() == RankState::kActive) {
-    announce(RankState::kLeft);
-  }
+  if (control(rank_).state.load() == RankState::kActive) announce(RankState::kLeft);
 }
 
 void Group::announce(RankState state) {
@@ -293,11 +248,8 @@ void Group::announce(RankState state) {
   own.state.store(state, std::memory_order_release);
   own.posted.wake();
   own.taken.wake();
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_ && peers_[static_cast<size_t>(peer)].segment != nullptr) {
-      control(peer).bell.ring();
-    }
-  }
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_ && peers_[static_cast<size_t>(peer)].segment != nullptr) control(peer).bell.ring();
 }
 
 }  // namespace minddp::shm

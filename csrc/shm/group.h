@@ -30,12 +30,12 @@ enum class RankState : uint32_t { kActive, kLeft, kFailed };
 
 // The head of each segment. Written by its owner, except for the bell.
 struct Control {
-  std::atomic<uint64_t> token;    // proves that the right memory was mapped
+  std::atomic<uint64_t> token;  // proves that the right memory was mapped
   std::atomic<RankState> state;
-  char failure[1024];             // why, once state is kFailed; zero-terminated
-  Counter posted;                 // ticks whose data lie in this rank's slots (exchange.h)
-  Counter taken;                  // ticks that this rank has read from all others
-  Counter bell;                   // rung by a peer when a mailbox of this rank changes (mailbox.h)
+  char failure[1024];  // why, once state is kFailed; zero-terminated
+  Counter posted;      // ticks whose data lie in this rank's slots (exchange.h)
+  Counter taken;       // ticks that this rank has read from all others
+  Counter bell;        // rung by a peer when a mailbox of this rank changes (mailbox.h)
 };
 
 // Until when an operation may wait, and how long that was.
@@ -54,13 +54,8 @@ class Group {
   // Collective over the store's ranks. `table_bytes` and `slot_bytes` are the sizes of the areas
   // between the Control block and the heap. Throws c10::DistBackendError on every rank when one of
   // them is on another machine, cannot map another's memory, or does not arrive in time.
-  static std::unique_ptr<Group> join(
-      c10d::Store& store,
-      int rank,
-      int size,
-      std::chrono::milliseconds timeout,
-      size_t table_bytes,
-      size_t slot_bytes);
+  static std::unique_ptr<Group> join(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
+      size_t table_bytes, size_t slot_bytes);
 
   ~Group();
   Group(const Group&) = delete;

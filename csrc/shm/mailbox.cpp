@@ -49,12 +49,8 @@ void Mailbox::reclaim() {
     Message* messages = table(group_.rank(), receiver);
     for (int i = 0; i < kEntries; ++i) {
       Message& message = messages[i];
-      if (message.state.load(std::memory_order_acquire) != MessageState::kTaken) {
-        continue;
-      }
-      if (message.bytes > 0) {
-        group_.heap().free(group_.at(group_.rank(), message.offset));
-      }
+      if (message.state.load(std::memory_order_acquire) != MessageState::kTaken) continue;
+      if (message.bytes > 0) group_.heap().free(group_.at(group_.rank(), message.offset));
       message.state.store(MessageState::kFree, std::memory_order_relaxed);
     }
   }
@@ -62,11 +58,8 @@ void Mailbox::reclaim() {
 
 Message* Mailbox::find_free(int to) {
   Message* messages = table(group_.rank(), to);
-  for (int i = 0; i < kEntries; ++i) {
-    if (messages[i].state.load(std::memory_order_relaxed) == MessageState::kFree) {
-      return &messages[i];
-    }
-  }
+  for (int i = 0; i < kEntries; ++i)
+    if (messages[i].state.load(std::memory_order_relaxed) == MessageState::kFree) return &messages[i];
   return nullptr;
 }
 
@@ -79,14 +72,11 @@ void Mailbox::send(Span message, int to, int tag, std::chrono::milliseconds time
     const uint32_t seen = bell.load();
     reclaim();
     entry = find_free(to);
-    if (entry != nullptr) {
-      break;
-    }
+    if (entry != nullptr) break;
     try {
       group_.await(bell, seen + 1, to, deadline);
     } catch (const std::exception& error) {
-      C10_THROW_ERROR(
-          DistBackendError,
+      C10_THROW_ERROR(DistBackendError,
           c10::str("shm: send to rank ", to, " with ", kEntries, " messages unreceived there: ", error.what()));
     }
   }
@@ -104,14 +94,9 @@ void Mailbox::send(Span message, int to, int tag, std::chrono::milliseconds time
 }
 
 int Mailbox::try_receive(Span buffer, int from, int tag) {
-  if (from != kAnySource) {
-    return receive_from(buffer, from, tag);
-  }
-  for (int sender = 0; sender < group_.size(); ++sender) {
-    if (receive_from(buffer, sender, tag) >= 0) {
-      return sender;
-    }
-  }
+  if (from != kAnySource) return receive_from(buffer, from, tag);
+  for (int sender = 0; sender < group_.size(); ++sender)
+    if (receive_from(buffer, sender, tag) >= 0) return sender;
   return -1;
 }
 
@@ -132,20 +117,15 @@ Message* Mailbox::find_full(int from, int tag) {
 int Mailbox::receive_from(Span buffer, int from, int tag) {
   // Twice: a message may be written behind the scan's back and a later one ahead of it. Whatever is
   // older than a message that was seen is there for the second scan.
-  if (find_full(from, tag) == nullptr) {
-    return -1;
-  }
+  if (find_full(from, tag) == nullptr) return -1;
   Message* oldest = find_full(from, tag);
   const uint64_t bytes = oldest->bytes;
-  if (bytes == buffer.bytes && bytes > 0) {
-    std::memcpy(buffer.data, group_.at(from, oldest->offset), bytes);
-  }
+  if (bytes == buffer.bytes && bytes > 0) std::memcpy(buffer.data, group_.at(from, oldest->offset), bytes);
   oldest->state.store(MessageState::kTaken, std::memory_order_release);
   group_.control(from).bell.ring();
   if (bytes != buffer.bytes) {
-    throw std::runtime_error(c10::str(
-        "rank ", from, " sent ", bytes, " bytes with tag ", tag, ", but the tensor that receives them on rank ",
-        group_.rank(), " has ", buffer.bytes));
+    throw std::runtime_error(c10::str("rank ", from, " sent ", bytes, " bytes with tag ", tag,
+        ", but the tensor that receives them on rank ", group_.rank(), " has ", buffer.bytes));
   }
   return from;
 }
@@ -158,9 +138,7 @@ void Receiver::submit(Span buffer, int from, int tag, std::chrono::milliseconds 
   progress();
   std::lock_guard<std::mutex> lock(mutex_);
   if (!pending_.empty() && !stopping_) {
-    if (!thread_.joinable()) {
-      thread_ = std::thread([this] { loop(); });
-    }
+    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
     changed_.notify_one();
   }
 }
@@ -174,8 +152,8 @@ void Receiver::progress() {
     std::vector<const Request*> waiting;
     for (auto it = pending_.begin(); it != pending_.end();) {
       const auto competes = [&](const Request* earlier) {
-        return earlier->tag == it->tag && (earlier->from == it->from || earlier->from == Mailbox::kAnySource ||
-                                           it->from == Mailbox::kAnySource);
+        return earlier->tag == it->tag &&
+            (earlier->from == it->from || earlier->from == Mailbox::kAnySource || it->from == Mailbox::kAnySource);
       };
       Outcome outcome;
       if (std::none_of(waiting.begin(), waiting.end(), competes) && attempt(*it, outcome)) {
@@ -186,9 +164,7 @@ void Receiver::progress() {
       }
     }
   }
-  for (Outcome& outcome : outcomes) {
-    outcome.done(outcome.from, outcome.error);
-  }
+  for (Outcome& outcome : outcomes) outcome.done(outcome.from, outcome.error);
 }
 
 // Whether the request has ended, and how.
@@ -203,27 +179,18 @@ bool Receiver::attempt(Request& request, Outcome& outcome) {
   } catch (const std::exception& mismatch) {
     error = mismatch.what();
   }
-  if (from < 0 && error.empty()) {
-    return false;
-  }
+  if (from < 0 && error.empty()) return false;
   outcome = {std::move(request.done), from, error.empty() ? nullptr : make_error(error)};
   return true;
 }
 
 std::string Receiver::why_hopeless(const Request& request) {
   std::string gone;
-  if (request.from != Mailbox::kAnySource && request.from != group_.rank()) {
-    gone = group_.why_gone(request.from);
-  }
-  if (gone.empty() && stopping_) {
-    gone = "the process group was aborted or destroyed on this rank";
-  }
-  if (gone.empty() && request.deadline.left().count() <= 0) {
+  if (request.from != Mailbox::kAnySource && request.from != group_.rank()) gone = group_.why_gone(request.from);
+  if (gone.empty() && stopping_) gone = "the process group was aborted or destroyed on this rank";
+  if (gone.empty() && request.deadline.left().count() <= 0)
     gone = c10::str("nothing came within ", request.deadline.timeout.count(), " ms");
-  }
-  if (gone.empty()) {
-    return "";
-  }
+  if (gone.empty()) return "";
   const std::string from = request.from == Mailbox::kAnySource ? "any rank" : "rank " + std::to_string(request.from);
   return c10::str("rank ", group_.rank(), " receives from ", from, " with tag ", request.tag, ": ", gone);
 }
@@ -234,9 +201,7 @@ void Receiver::loop() {
     const uint32_t seen = bell.load();
     progress();
     std::unique_lock<std::mutex> lock(mutex_);
-    if (stopping_) {
-      return;
-    }
+    if (stopping_) return;
     if (pending_.empty()) {
       changed_.wait(lock, [this] { return stopping_ || !pending_.empty(); });
       continue;
@@ -255,9 +220,7 @@ void Receiver::stop() {
   }
   changed_.notify_all();
   group_.control(group_.rank()).bell.ring();
-  if (thread.joinable()) {
-    thread.join();
-  }
+  if (thread.joinable()) thread.join();
   progress();
 }
 

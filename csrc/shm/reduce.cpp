@@ -75,11 +75,10 @@ struct Average : Sum {};
 
 template <class Op, class T>
 MINDDP_INLINE T finish(T value, [[maybe_unused]] int count) {
-  if constexpr (std::is_same_v<Op, Average>) {
+  if constexpr (std::is_same_v<Op, Average>)
     return value / static_cast<T>(static_cast<float>(count));
-  } else {
+  else
     return value;
-  }
 }
 
 // --- elements that are combined in their own type ---
@@ -88,9 +87,7 @@ template <class Op, class T>
 MINDDP_INLINE void reduce_two(T* destination, const T* a, const T* b, int64_t numel) {
   // The destination may be `a` or `b` itself, which no iteration but its own reads: hence ivdep.
 #pragma GCC ivdep
-  for (int64_t i = 0; i < numel; ++i) {
-    destination[i] = finish<Op>(Op::combine(a[i], b[i]), 2);
-  }
+  for (int64_t i = 0; i < numel; ++i) destination[i] = finish<Op>(Op::combine(a[i], b[i]), 2);
 }
 
 template <class Op, class T>
@@ -102,26 +99,21 @@ MINDDP_INLINE void reduce_blocks(T* destination, const void* const* sources, int
     for (int k = 1; k < count; ++k) {
       const T* source = static_cast<const T*>(sources[k]) + begin;
 #pragma GCC ivdep
-      for (int64_t i = 0; i < size; ++i) {
-        block[i] = Op::combine(block[i], source[i]);
-      }
+      for (int64_t i = 0; i < size; ++i) block[i] = Op::combine(block[i], source[i]);
     }
     T* out = destination + begin;
 #pragma GCC ivdep
-    for (int64_t i = 0; i < size; ++i) {
-      out[i] = finish<Op>(block[i], count);
-    }
+    for (int64_t i = 0; i < size; ++i) out[i] = finish<Op>(block[i], count);
   }
 }
 
 template <class Op, class T>
 MINDDP_INLINE void reduce_same_type(void* destination, const void* const* sources, int count, int64_t numel) {
   T* out = static_cast<T*>(destination);
-  if (count == 2) {
+  if (count == 2)
     reduce_two<Op>(out, static_cast<const T*>(sources[0]), static_cast<const T*>(sources[1]), numel);
-  } else {
+  else
     reduce_blocks<Op>(out, sources, count, numel);
-  }
 }
 
 // --- half and bfloat16, combined in float ---
@@ -173,16 +165,13 @@ int64_t narrow_f16c(const float*, c10::Half*, int64_t) { return 0; }
 
 template <bool kF16C>
 MINDDP_INLINE void widen(const c10::Half* source, float* wide, int64_t size) {
-  for (int64_t i = kF16C ? widen_f16c(source, wide, size) : 0; i < size; ++i) {
-    wide[i] = static_cast<float>(source[i]);
-  }
+  for (int64_t i = kF16C ? widen_f16c(source, wide, size) : 0; i < size; ++i) wide[i] = static_cast<float>(source[i]);
 }
 
 template <bool kF16C>
 MINDDP_INLINE void narrow(const float* wide, c10::Half* destination, int64_t size) {
-  for (int64_t i = kF16C ? narrow_f16c(wide, destination, size) : 0; i < size; ++i) {
+  for (int64_t i = kF16C ? narrow_f16c(wide, destination, size) : 0; i < size; ++i)
     destination[i] = static_cast<c10::Half>(wide[i]);
-  }
 }
 
 template <class Op, class T, bool kF16C>
@@ -194,13 +183,9 @@ MINDDP_INLINE void reduce_widened(void* destination, const void* const* sources,
     widen<kF16C>(static_cast<const T*>(sources[0]) + begin, block, size);
     for (int k = 1; k < count; ++k) {
       widen<kF16C>(static_cast<const T*>(sources[k]) + begin, next, size);
-      for (int64_t i = 0; i < size; ++i) {
-        block[i] = Op::combine(block[i], next[i]);
-      }
+      for (int64_t i = 0; i < size; ++i) block[i] = Op::combine(block[i], next[i]);
     }
-    for (int64_t i = 0; i < size; ++i) {
-      block[i] = finish<Op>(block[i], count);
-    }
+    for (int64_t i = 0; i < size; ++i) block[i] = finish<Op>(block[i], count);
     narrow<kF16C>(block, static_cast<T*>(destination) + begin, size);
   }
 }
@@ -212,11 +197,10 @@ constexpr bool kWidened = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10:
 
 template <class Op, class T, bool kF16C>
 MINDDP_INLINE void reduce_any(void* destination, const void* const* sources, int count, int64_t numel) {
-  if constexpr (kWidened<T>) {
+  if constexpr (kWidened<T>)
     reduce_widened<Op, T, kF16C>(destination, sources, count, numel);
-  } else {
+  else
     reduce_same_type<Op, T>(destination, sources, count, numel);
-  }
 }
 
 template <class Op, class T>
@@ -234,9 +218,7 @@ MINDDP_AVX2 void reduce_avx2(void* destination, const void* const* sources, int 
 template <class Op, class T>
 ReduceFunction pick() {
 #ifdef MINDDP_HAS_AVX2_CLONES
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-    return &reduce_avx2<Op, T>;
-  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return &reduce_avx2<Op, T>;
 #endif
   return &reduce_plain<Op, T>;
 }
@@ -244,8 +226,8 @@ ReduceFunction pick() {
 [[noreturn]] void throw_unsupported(RedOp op, at::ScalarType dtype) {
   static const char* const kNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
   const char* name = static_cast<size_t>(op) < std::size(kNames) ? kNames[op] : "this reduction";
-  C10_THROW_ERROR(
-      TypeError, c10::str("shm: ", name, " of ", c10::toString(dtype), " tensors has no meaning or is not supported"));
+  C10_THROW_ERROR(TypeError,
+      c10::str("shm: ", name, " of ", c10::toString(dtype), " tensors has no meaning or is not supported"));
 }
 
 // A stored bool is the byte 0 or 1, so the bytes' own operations keep it one.
@@ -253,48 +235,34 @@ ReduceFunction pick_bool(RedOp op) {
   switch (op) {
     case RedOp::SUM:
     case RedOp::MAX:
-    case RedOp::BOR:
-      return pick<BitOr, uint8_t>();
+    case RedOp::BOR: return pick<BitOr, uint8_t>();
     case RedOp::PRODUCT:
     case RedOp::MIN:
-    case RedOp::BAND:
-      return pick<BitAnd, uint8_t>();
-    case RedOp::BXOR:
-      return pick<BitXor, uint8_t>();
-    default:
-      throw_unsupported(op, at::ScalarType::Bool);
+    case RedOp::BAND: return pick<BitAnd, uint8_t>();
+    case RedOp::BXOR: return pick<BitXor, uint8_t>();
+    default: throw_unsupported(op, at::ScalarType::Bool);
   }
 }
 
 template <class T>
 ReduceFunction pick_complex(RedOp op, at::ScalarType dtype) {
   switch (op) {
-    case RedOp::SUM:
-      return pick<Sum, T>();
-    case RedOp::AVG:
-      return pick<Average, T>();
-    case RedOp::PRODUCT:
-      return pick<Product, T>();
-    default:
-      throw_unsupported(op, dtype);
+    case RedOp::SUM: return pick<Sum, T>();
+    case RedOp::AVG: return pick<Average, T>();
+    case RedOp::PRODUCT: return pick<Product, T>();
+    default: throw_unsupported(op, dtype);
   }
 }
 
 template <class T>
 ReduceFunction pick_real(RedOp op, at::ScalarType dtype) {
   switch (op) {
-    case RedOp::SUM:
-      return pick<Sum, T>();
-    case RedOp::AVG:
-      return pick<Average, T>();
-    case RedOp::PRODUCT:
-      return pick<Product, T>();
-    case RedOp::MIN:
-      return pick<Min, T>();
-    case RedOp::MAX:
-      return pick<Max, T>();
-    default:
-      throw_unsupported(op, dtype);
+    case RedOp::SUM: return pick<Sum, T>();
+    case RedOp::AVG: return pick<Average, T>();
+    case RedOp::PRODUCT: return pick<Product, T>();
+    case RedOp::MIN: return pick<Min, T>();
+    case RedOp::MAX: return pick<Max, T>();
+    default: throw_unsupported(op, dtype);
   }
 }
 
@@ -303,22 +271,14 @@ ReduceFunction pick_integer(RedOp op, at::ScalarType dtype) {
   // Sums and products wrap around; two's complement makes unsigned arithmetic do for both signs.
   using Unsigned = std::make_unsigned_t<T>;
   switch (op) {
-    case RedOp::SUM:
-      return pick<Sum, Unsigned>();
-    case RedOp::PRODUCT:
-      return pick<Product, Unsigned>();
-    case RedOp::MIN:
-      return pick<Min, T>();
-    case RedOp::MAX:
-      return pick<Max, T>();
-    case RedOp::BAND:
-      return pick<BitAnd, Unsigned>();
-    case RedOp::BOR:
-      return pick<BitOr, Unsigned>();
-    case RedOp::BXOR:
-      return pick<BitXor, Unsigned>();
-    default:
-      throw_unsupported(op, dtype);
+    case RedOp::SUM: return pick<Sum, Unsigned>();
+    case RedOp::PRODUCT: return pick<Product, Unsigned>();
+    case RedOp::MIN: return pick<Min, T>();
+    case RedOp::MAX: return pick<Max, T>();
+    case RedOp::BAND: return pick<BitAnd, Unsigned>();
+    case RedOp::BOR: return pick<BitOr, Unsigned>();
+    case RedOp::BXOR: return pick<BitXor, Unsigned>();
+    default: throw_unsupported(op, dtype);
   }
 }
 
@@ -326,38 +286,22 @@ ReduceFunction pick_integer(RedOp op, at::ScalarType dtype) {
 
 ReduceFunction reduce_function(RedOp op, at::ScalarType dtype) {
   switch (dtype) {
-    case at::ScalarType::Float:
-      return pick_real<float>(op, dtype);
-    case at::ScalarType::Double:
-      return pick_real<double>(op, dtype);
-    case at::ScalarType::Half:
-      return pick_real<c10::Half>(op, dtype);
-    case at::ScalarType::BFloat16:
-      return pick_real<c10::BFloat16>(op, dtype);
-    case at::ScalarType::ComplexFloat:
-      return pick_complex<c10::complex<float>>(op, dtype);
-    case at::ScalarType::ComplexDouble:
-      return pick_complex<c10::complex<double>>(op, dtype);
-    case at::ScalarType::Bool:
-      return pick_bool(op);
-    case at::ScalarType::Byte:
-      return pick_integer<uint8_t>(op, dtype);
-    case at::ScalarType::Char:
-      return pick_integer<int8_t>(op, dtype);
-    case at::ScalarType::Short:
-      return pick_integer<int16_t>(op, dtype);
-    case at::ScalarType::UInt16:
-      return pick_integer<uint16_t>(op, dtype);
-    case at::ScalarType::Int:
-      return pick_integer<int32_t>(op, dtype);
-    case at::ScalarType::UInt32:
-      return pick_integer<uint32_t>(op, dtype);
-    case at::ScalarType::Long:
-      return pick_integer<int64_t>(op, dtype);
-    case at::ScalarType::UInt64:
-      return pick_integer<uint64_t>(op, dtype);
-    default:
-      throw_unsupported(op, dtype);
+    case at::ScalarType::Float: return pick_real<float>(op, dtype);
+    case at::ScalarType::Double: return pick_real<double>(op, dtype);
+    case at::ScalarType::Half: return pick_real<c10::Half>(op, dtype);
+    case at::ScalarType::BFloat16: return pick_real<c10::BFloat16>(op, dtype);
+    case at::ScalarType::ComplexFloat: return pick_complex<c10::complex<float>>(op, dtype);
+    case at::ScalarType::ComplexDouble: return pick_complex<c10::complex<double>>(op, dtype);
+    case at::ScalarType::Bool: return pick_bool(op);
+    case at::ScalarType::Byte: return pick_integer<uint8_t>(op, dtype);
+    case at::ScalarType::Char: return pick_integer<int8_t>(op, dtype);
+    case at::ScalarType::Short: return pick_integer<int16_t>(op, dtype);
+    case at::ScalarType::UInt16: return pick_integer<uint16_t>(op, dtype);
+    case at::ScalarType::Int: return pick_integer<int32_t>(op, dtype);
+    case at::ScalarType::UInt32: return pick_integer<uint32_t>(op, dtype);
+    case at::ScalarType::Long: return pick_integer<int64_t>(op, dtype);
+    case at::ScalarType::UInt64: return pick_integer<uint64_t>(op, dtype);
+    default: throw_unsupported(op, dtype);
   }
 }
 

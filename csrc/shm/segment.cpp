@@ -24,15 +24,12 @@ constexpr std::size_t kReturnPagesFrom = std::size_t{64} << 20;
   throw std::system_error(errno, std::generic_category(), what);
 }
 
-std::size_t round_up(std::size_t value, std::size_t unit) {
-  return (value + unit - 1) / unit * unit;
-}
+std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
-} // namespace
+}  // namespace
 
 Segment::Segment(int descriptor, std::size_t bytes) : descriptor_(descriptor), bytes_(bytes) {
-  void* base =
-      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
+  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
   if (base == MAP_FAILED) {
     const int error = errno;
     ::close(descriptor);
@@ -50,9 +47,7 @@ Segment::~Segment() {
 
 std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
   const int descriptor = ::memfd_create("minddp-shm", MFD_CLOEXEC);
-  if (descriptor < 0) {
-    throw_errno("memfd_create");
-  }
+  if (descriptor < 0) throw_errno("memfd_create");
   if (::ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) {
     const int error = errno;
     ::close(descriptor);
@@ -65,9 +60,7 @@ std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
 std::shared_ptr<Segment> Segment::attach(pid_t pid, int descriptor, std::size_t bytes) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
   const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (opened < 0) {
-    throw_errno("open of " + path);
-  }
+  if (opened < 0) throw_errno("open of " + path);
   std::shared_ptr<Segment> segment(new Segment(opened, bytes));
   segment->close_descriptor();
   return segment;
@@ -86,8 +79,7 @@ bool Segment::contains(const void* address, std::size_t bytes) const {
   return first >= begin && first - begin <= bytes_ && bytes <= bytes_ - (first - begin);
 }
 
-SharedHeap::SharedHeap(std::shared_ptr<Segment> segment, std::size_t begin)
-    : segment_(std::move(segment)) {
+SharedHeap::SharedHeap(std::shared_ptr<Segment> segment, std::size_t begin) : segment_(std::move(segment)) {
   const std::size_t first = round_up(begin, kPage);
   free_.emplace(first, segment_->bytes() - first);
 }
@@ -99,22 +91,14 @@ char* SharedHeap::allocate(std::size_t bytes) {
   auto best = free_.end();
   for (auto it = free_.begin(); it != free_.end(); ++it) {
     const std::size_t padding = round_up(it->first, unit) - it->first;
-    if (it->second >= padding + needed && (best == free_.end() || it->second < best->second)) {
-      best = it;
-    }
+    if (it->second >= padding + needed && (best == free_.end() || it->second < best->second)) best = it;
   }
-  if (best == free_.end()) {
-    throw std::bad_alloc();
-  }
+  if (best == free_.end()) throw std::bad_alloc();
   const auto [begin, size] = *best;
   free_.erase(best);
   const Offset offset = round_up(begin, unit);
-  if (offset > begin) {
-    free_.emplace(begin, offset - begin);
-  }
-  if (offset + needed < begin + size) {
-    free_.emplace(offset + needed, begin + size - offset - needed);
-  }
+  if (offset > begin) free_.emplace(begin, offset - begin);
+  if (offset + needed < begin + size) free_.emplace(offset + needed, begin + size - offset - needed);
   taken_.emplace(offset, needed);
   used_ += needed;
   return segment_->base() + offset;
@@ -127,9 +111,7 @@ void SharedHeap::free(char* address) {
   const std::size_t bytes = it->second;
   taken_.erase(it);
   used_ -= bytes;
-  if (bytes >= kReturnPagesFrom) {
-    ::madvise(address, bytes, MADV_REMOVE);
-  }
+  if (bytes >= kReturnPagesFrom) ::madvise(address, bytes, MADV_REMOVE);
   insert_free(offset, bytes);
 }
 
@@ -158,4 +140,4 @@ std::size_t segment_bytes(int world_size) {
   return round_up(std::max(memory / static_cast<std::size_t>(world_size), kMinimumSegment), kPage);
 }
 
-} // namespace minddp::shm
+}  // namespace minddp::shm

@@ -70,12 +70,12 @@ class SharedHeap {
 
   const std::shared_ptr<Segment> segment_;
   mutable std::mutex mutex_;
-  std::map<Offset, std::size_t> free_;              // GUARDED_BY(mutex_)
-  std::unordered_map<Offset, std::size_t> taken_;   // GUARDED_BY(mutex_)
-  std::size_t used_ = 0;                            // GUARDED_BY(mutex_)
+  std::map<Offset, std::size_t> free_;             // GUARDED_BY(mutex_)
+  std::unordered_map<Offset, std::size_t> taken_;  // GUARDED_BY(mutex_)
+  std::size_t used_ = 0;                           // GUARDED_BY(mutex_)
 };
 
 // The size of each rank's segment: together they may hold the machine's whole memory.
 std::size_t segment_bytes(int world_size);
 
-} // namespace minddp::shm
+}  // namespace minddp::shm

@@ -23,25 +23,21 @@ constexpr auto kReceiveSpin = std::chrono::microseconds(20);
 
 void check_tensor(const char* what, const char* argument, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.defined(), "shm ", what, ": ", argument, " is an undefined tensor");
-  TORCH_CHECK_VALUE(
-      tensor.device().is_cpu(), "shm ", what, ": ", argument, " is on ", tensor.device(),
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "shm ", what, ": ", argument, " is on ", tensor.device(),
       ", but this backend moves CPU tensors; use nccl or gloo for it, or tensor.cpu()");
-  TORCH_CHECK_VALUE(
-      tensor.layout() == at::kStrided, "shm ", what, ": ", argument, " is ", tensor.layout(),
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "shm ", what, ": ", argument, " is ", tensor.layout(),
       ", but this backend moves dense tensors; use tensor.to_dense()");
 }
 
 void check_same_dtype(const char* what, const at::Tensor& a, const at::Tensor& b) {
-  TORCH_CHECK_TYPE(
-      a.scalar_type() == b.scalar_type(), "shm ", what, ": input and output must have one dtype, got ",
+  TORCH_CHECK_TYPE(a.scalar_type() == b.scalar_type(), "shm ", what, ": input and output must have one dtype, got ",
       a.scalar_type(), " and ", b.scalar_type());
 }
 
 void check_same_size(const char* what, const at::Tensor& input, const at::Tensor& output) {
   check_same_dtype(what, input, output);
-  TORCH_CHECK_VALUE(
-      input.numel() == output.numel(), "shm ", what, ": input and output must have the same number of elements, got ",
-      input.numel(), " and ", output.numel());
+  TORCH_CHECK_VALUE(input.numel() == output.numel(), "shm ", what,
+      ": input and output must have the same number of elements, got ", input.numel(), " and ", output.numel());
 }
 
 // Flat memory for a tensor of any strides: its own where it is contiguous, else a copy that
@@ -84,28 +80,23 @@ std::vector<FlatTensor> flatten(const char* what, const char* argument, const Te
 
 std::vector<Span> spans(const std::vector<FlatTensor>& tensors) {
   std::vector<Span> result;
-  for (const FlatTensor& tensor : tensors) {
-    result.push_back(tensor.span());
-  }
+  for (const FlatTensor& tensor : tensors) result.push_back(tensor.span());
   return result;
 }
 
 std::vector<Span> parts(const FlatTensor& tensor, size_t count) {
   std::vector<Span> result;
-  for (size_t i = 0; i < count; ++i) {
-    result.push_back(tensor.part(i, count));
-  }
+  for (size_t i = 0; i < count; ++i) result.push_back(tensor.part(i, count));
   return result;
 }
 
 // Cuts along the first dimension; no splits means equal ones.
-std::vector<Span> cut_rows(
-    const char* argument, const FlatTensor& flat, const at::Tensor& tensor, const std::vector<int64_t>& splits,
-    size_t ranks) {
+std::vector<Span> cut_rows(const char* argument, const FlatTensor& flat, const at::Tensor& tensor,
+    const std::vector<int64_t>& splits, size_t ranks) {
   if (splits.empty()) {
-    TORCH_CHECK_VALUE(
-        tensor.dim() > 0 && tensor.size(0) % static_cast<int64_t>(ranks) == 0, "shm alltoall: the first dimension of ",
-        argument, " must be divisible by the number of ranks, ", ranks, ", got shape ", tensor.sizes());
+    TORCH_CHECK_VALUE(tensor.dim() > 0 && tensor.size(0) % static_cast<int64_t>(ranks) == 0,
+        "shm alltoall: the first dimension of ", argument, " must be divisible by the number of ranks, ", ranks,
+        ", got shape ", tensor.sizes());
     return parts(flat, ranks);
   }
   int64_t sum = 0;
@@ -113,8 +104,7 @@ std::vector<Span> cut_rows(
     TORCH_CHECK_VALUE(rows >= 0, "shm alltoall: ", argument, "_split_sizes has a negative entry, ", rows);
     sum += rows;
   }
-  TORCH_CHECK_VALUE(
-      splits.size() == ranks && tensor.dim() > 0 && sum == tensor.size(0), "shm alltoall: ", argument,
+  TORCH_CHECK_VALUE(splits.size() == ranks && tensor.dim() > 0 && sum == tensor.size(0), "shm alltoall: ", argument,
       "_split_sizes must be one size per rank (", ranks, ") that add up to the first dimension of shape ",
       tensor.sizes(), ", got ", splits);
   const size_t row_bytes = sum > 0 ? tensor.nbytes() / static_cast<size_t>(sum) : 0;
@@ -128,10 +118,9 @@ std::vector<Span> cut_rows(
 }
 
 Reduction reduction(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(
-      op.op_ != c10d::ReduceOp::PREMUL_SUM, "shm ", what, ": PREMUL_SUM is not supported; scale the tensor and use SUM");
-  return {op.op_, reduce_function(op.op_, tensor.scalar_type()),
-          static_cast<size_t>(tensor.element_size())};
+  TORCH_CHECK_VALUE(op.op_ != c10d::ReduceOp::PREMUL_SUM, "shm ", what,
+      ": PREMUL_SUM is not supported; scale the tensor and use SUM");
+  return {op.op_, reduce_function(op.op_, tensor.scalar_type()), static_cast<size_t>(tensor.element_size())};
 }
 
 // Destructors may be called with Python's global lock held, while a worker needs it for a callback.
@@ -139,9 +128,7 @@ class GilRelease {
  public:
   GilRelease() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
   ~GilRelease() {
-    if (state_ != nullptr) {
-      PyEval_RestoreThread(state_);
-    }
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
   }
   GilRelease(const GilRelease&) = delete;
   GilRelease& operator=(const GilRelease&) = delete;
@@ -160,13 +147,9 @@ struct ShmBackend::Kind {
 
 ShmBackend::ShmBackend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)
-    : Backend(rank, size),
-      timeout_(timeout),
-      group_(Group::join(
-          *store, rank, size, timeout, Mailbox::table_bytes(size), Exchange::ring_bytes())),
-      collectives_(*group_),
-      mailbox_(*group_),
-      receiver_(*group_, mailbox_) {}
+    : Backend(rank, size), timeout_(timeout),
+      group_(Group::join(*store, rank, size, timeout, Mailbox::table_bytes(size), Exchange::ring_bytes())),
+      collectives_(*group_), mailbox_(*group_), receiver_(*group_, mailbox_) {}
 
 ShmBackend::~ShmBackend() { stop(kDrainTime); }
 
@@ -189,13 +172,10 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(options.device().is_cpu(), "shm allocateTensor: device must be cpu, got ", options.device());
   TORCH_CHECK_VALUE(size >= 0, "shm allocateTensor: size must not be negative, got ", size);
   const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
-  if (bytes == 0) {
-    return at::empty({size}, options);
-  }
+  if (bytes == 0) return at::empty({size}, options);
   const std::shared_ptr<SharedHeap> heap = group_->shared_heap();
   char* data = heap->allocate(bytes);
-  return at::from_blob(
-      data, {size}, [heap, data](void*) { heap->free(data); }, options.device(c10::kCPU));
+  return at::from_blob(data, {size}, [heap, data](void*) { heap->free(data); }, options.device(c10::kCPU));
 }
 
 bool ShmBackend::is_shared(const at::Tensor& tensor) const {
@@ -218,34 +198,28 @@ void ShmBackend::check_count(const char* what, const char* argument, size_t coun
 }
 
 template <class CallOptions>
-ShmBackend::WorkPointer ShmBackend::submit(
-    const Kind& kind,
-    const CallOptions& options,
-    const Tensors& inputs,
-    Tensors outputs,
-    std::function<void(std::chrono::milliseconds)> program) {
+ShmBackend::WorkPointer ShmBackend::submit(const Kind& kind, const CallOptions& options, const Tensors& inputs,
+    Tensors outputs, std::function<void(std::chrono::milliseconds)> program) {
   const auto timeout = options.timeout == c10d::kUnsetTimeout ? timeout_.load() : options.timeout;
   ++submitted_;
-  auto work = c10::make_intrusive<ShmWork>(
-      rank_, kind.type, kind.title, inputs, std::move(outputs),
+  auto work = c10::make_intrusive<ShmWork>(rank_, kind.type, kind.title, inputs, std::move(outputs),
       [program = std::move(program), timeout] { program(timeout); });
   queue_.submit(work, !options.asyncOp);
   return work;
 }
 
 ShmBackend::WorkPointer ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  return submit({OpType::BARRIER, "shm:barrier"}, options, {}, {}, [this](auto timeout) {
-    collectives_.barrier({at::ScalarType::Undefined, timeout});
-  });
+  return submit({OpType::BARRIER, "shm:barrier"}, options, {}, {},
+      [this](auto timeout) { collectives_.barrier({at::ScalarType::Undefined, timeout}); });
 }
 
 ShmBackend::WorkPointer ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   check_count("broadcast", "tensors", tensors.size(), 1);
   check_root("broadcast", options.rootRank);
   check_tensor("broadcast", "tensor", tensors[0]);
-  return submit(
-      {OpType::BROADCAST, "shm:broadcast"}, options, tensors, tensors,
-      [this, tensor = tensors[0], flat = FlatTensor(tensors[0]), root = static_cast<int>(options.rootRank)](auto timeout) {
+  return submit({OpType::BROADCAST, "shm:broadcast"}, options, tensors, tensors,
+      [this, tensor = tensors[0], flat = FlatTensor(tensors[0]), root = static_cast<int>(options.rootRank)](
+          auto timeout) {
         collectives_.broadcast(flat.span(), root, call(tensor, timeout));
         flat.write_back();
       });
@@ -254,10 +228,9 @@ ShmBackend::WorkPointer ShmBackend::broadcast(Tensors& tensors, const c10d::Broa
 ShmBackend::WorkPointer ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   check_count("allreduce", "tensors", tensors.size(), 1);
   check_tensor("allreduce", "tensor", tensors[0]);
-  return submit(
-      {OpType::ALLREDUCE, "shm:all_reduce"}, options, tensors, tensors,
+  return submit({OpType::ALLREDUCE, "shm:all_reduce"}, options, tensors, tensors,
       [this, tensor = tensors[0], flat = FlatTensor(tensors[0]),
-       how = reduction("allreduce", options.reduceOp, tensors[0])](auto timeout) {
+          how = reduction("allreduce", options.reduceOp, tensors[0])](auto timeout) {
         collectives_.allreduce(flat.span(), how, call(tensor, timeout));
         flat.write_back();
       });
@@ -267,11 +240,8 @@ ShmBackend::WorkPointer ShmBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   const auto flat = flatten("allreduce_coalesced", "tensor", tensors);
   std::vector<Reduction> how;
-  for (const at::Tensor& tensor : tensors) {
-    how.push_back(reduction("allreduce_coalesced", options.reduceOp, tensor));
-  }
-  return submit(
-      {OpType::ALLREDUCE_COALESCED, "shm:all_reduce_coalesced"}, options, tensors, tensors,
+  for (const at::Tensor& tensor : tensors) how.push_back(reduction("allreduce_coalesced", options.reduceOp, tensor));
+  return submit({OpType::ALLREDUCE_COALESCED, "shm:all_reduce_coalesced"}, options, tensors, tensors,
       [this, tensors, flat, how](auto timeout) {
         for (size_t i = 0; i < tensors.size(); ++i) {
           collectives_.allreduce(flat[i].span(), how[i], call(tensors[i], timeout));
@@ -284,10 +254,9 @@ ShmBackend::WorkPointer ShmBackend::reduce(Tensors& tensors, const c10d::ReduceO
   check_count("reduce", "tensors", tensors.size(), 1);
   check_root("reduce", options.rootRank);
   check_tensor("reduce", "tensor", tensors[0]);
-  return submit(
-      {OpType::REDUCE, "shm:reduce"}, options, tensors, tensors,
+  return submit({OpType::REDUCE, "shm:reduce"}, options, tensors, tensors,
       [this, tensor = tensors[0], flat = FlatTensor(tensors[0]), root = static_cast<int>(options.rootRank),
-       how = reduction("reduce", options.reduceOp, tensors[0])](auto timeout) {
+          how = reduction("reduce", options.reduceOp, tensors[0])](auto timeout) {
         collectives_.reduce(flat.span(), root, how, call(tensor, timeout));
         flat.write_back();
       });
@@ -300,17 +269,12 @@ ShmBackend::WorkPointer ShmBackend::allgather(
   check_count("allgather", "the output list", outputs[0].size(), static_cast<size_t>(size_));
   const auto flat_inputs = flatten("allgather", "input", inputs);
   const auto flat_outputs = flatten("allgather", "output", outputs[0]);
-  for (const at::Tensor& output : outputs[0]) {
-    check_same_dtype("allgather", inputs[0], output);
-  }
+  for (const at::Tensor& output : outputs[0]) check_same_dtype("allgather", inputs[0], output);
   check_same_size("allgather", inputs[0], outputs[0][static_cast<size_t>(rank_)]);
-  return submit(
-      {OpType::ALLGATHER, "shm:all_gather"}, options, inputs, outputs[0],
+  return submit({OpType::ALLGATHER, "shm:all_gather"}, options, inputs, outputs[0],
       [this, tensor = inputs[0], flat_inputs, flat_outputs](auto timeout) {
         collectives_.allgather(flat_inputs[0].span(), spans(flat_outputs), call(tensor, timeout));
-        for (const FlatTensor& output : flat_outputs) {
-          output.write_back();
-        }
+        for (const FlatTensor& output : flat_outputs) output.write_back();
       });
 }
 
@@ -329,12 +293,10 @@ ShmBackend::WorkPointer ShmBackend::allgather_into_tensor_coalesced(
   const auto flat_outputs = flatten(what, "output", outputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_same_dtype(what, inputs[i], outputs[i]);
-    TORCH_CHECK_VALUE(
-        outputs[i].numel() == inputs[i].numel() * size_, "shm ", what, ": the output must have ", size_,
+    TORCH_CHECK_VALUE(outputs[i].numel() == inputs[i].numel() * size_, "shm ", what, ": the output must have ", size_,
         " times the input's ", inputs[i].numel(), " elements, got ", outputs[i].numel());
   }
-  return submit(
-      {OpType::_ALLGATHER_BASE, "shm:all_gather_into_tensor"}, options, inputs, outputs,
+  return submit({OpType::_ALLGATHER_BASE, "shm:all_gather_into_tensor"}, options, inputs, outputs,
       [this, inputs, flat_inputs, flat_outputs](auto timeout) {
         for (size_t i = 0; i < inputs.size(); ++i) {
           const auto pieces = parts(flat_outputs[i], static_cast<size_t>(size_));
@@ -356,22 +318,15 @@ ShmBackend::WorkPointer ShmBackend::allgather_coalesced(
     check_count(what, "each output list", list.size(), inputs.size());
     flat_outputs.push_back(flatten(what, "output", list));
     all_outputs.insert(all_outputs.end(), list.begin(), list.end());
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      check_same_size(what, inputs[i], list[i]);
-    }
+    for (size_t i = 0; i < inputs.size(); ++i) check_same_size(what, inputs[i], list[i]);
   }
-  return submit(
-      {OpType::ALLGATHER_COALESCED, "shm:all_gather_coalesced"}, options, inputs, all_outputs,
+  return submit({OpType::ALLGATHER_COALESCED, "shm:all_gather_coalesced"}, options, inputs, all_outputs,
       [this, inputs, flat_inputs, flat_outputs](auto timeout) {
         for (size_t i = 0; i < inputs.size(); ++i) {
           std::vector<Span> pieces;
-          for (const auto& list : flat_outputs) {
-            pieces.push_back(list[i].span());
-          }
+          for (const auto& list : flat_outputs) pieces.push_back(list[i].span());
           collectives_.allgather(flat_inputs[i].span(), pieces, call(inputs[i], timeout));
-          for (const auto& list : flat_outputs) {
-            list[i].write_back();
-          }
+          for (const auto& list : flat_outputs) list[i].write_back();
         }
       });
 }
@@ -386,16 +341,11 @@ ShmBackend::WorkPointer ShmBackend::gather(
   check_count("gather", "the output list", list.size(), is_root ? static_cast<size_t>(size_) : 0);
   const auto flat_inputs = flatten("gather", "input", inputs);
   const auto flat_outputs = flatten("gather", "output", list);
-  for (const at::Tensor& output : list) {
-    check_same_size("gather", inputs[0], output);
-  }
-  return submit(
-      {OpType::GATHER, "shm:gather"}, options, inputs, list,
+  for (const at::Tensor& output : list) check_same_size("gather", inputs[0], output);
+  return submit({OpType::GATHER, "shm:gather"}, options, inputs, list,
       [this, tensor = inputs[0], flat_inputs, flat_outputs, root = static_cast<int>(options.rootRank)](auto timeout) {
         collectives_.gather(flat_inputs[0].span(), spans(flat_outputs), root, call(tensor, timeout));
-        for (const FlatTensor& output : flat_outputs) {
-          output.write_back();
-        }
+        for (const FlatTensor& output : flat_outputs) output.write_back();
       });
 }
 
@@ -409,12 +359,10 @@ ShmBackend::WorkPointer ShmBackend::scatter(
   check_count("scatter", "the input list", list.size(), is_root ? static_cast<size_t>(size_) : 0);
   const auto flat_inputs = flatten("scatter", "input", list);
   const auto flat_outputs = flatten("scatter", "output", outputs);
-  for (const at::Tensor& input : list) {
-    check_same_size("scatter", input, outputs[0]);
-  }
-  return submit(
-      {OpType::SCATTER, "shm:scatter"}, options, list, outputs,
-      [this, tensor = outputs[0], flat_inputs, flat_outputs, root = static_cast<int>(options.rootRank)](auto timeout) {
+  for (const at::Tensor& input : list) check_same_size("scatter", input, outputs[0]);
+  return submit({OpType::SCATTER, "shm:scatter"}, options, list, outputs,
+      [this, tensor = outputs[0], flat_inputs, flat_outputs, root = static_cast<int>(options.rootRank)](
+          auto timeout) {
         collectives_.scatter(flat_outputs[0].span(), spans(flat_inputs), root, call(tensor, timeout));
         flat_outputs[0].write_back();
       });
@@ -427,13 +375,10 @@ ShmBackend::WorkPointer ShmBackend::reduce_scatter(
   check_count("reduce_scatter", "the input list", inputs[0].size(), static_cast<size_t>(size_));
   const auto flat_inputs = flatten("reduce_scatter", "input", inputs[0]);
   const auto flat_outputs = flatten("reduce_scatter", "output", outputs);
-  for (const at::Tensor& input : inputs[0]) {
-    check_same_size("reduce_scatter", input, outputs[0]);
-  }
-  return submit(
-      {OpType::REDUCE_SCATTER, "shm:reduce_scatter"}, options, inputs[0], outputs,
+  for (const at::Tensor& input : inputs[0]) check_same_size("reduce_scatter", input, outputs[0]);
+  return submit({OpType::REDUCE_SCATTER, "shm:reduce_scatter"}, options, inputs[0], outputs,
       [this, tensor = outputs[0], flat_inputs, flat_outputs,
-       how = reduction("reduce_scatter", options.reduceOp, outputs[0])](auto timeout) {
+          how = reduction("reduce_scatter", options.reduceOp, outputs[0])](auto timeout) {
         collectives_.reduce_scatter(flat_outputs[0].span(), spans(flat_inputs), how, call(tensor, timeout));
         flat_outputs[0].write_back();
       });
@@ -455,13 +400,11 @@ ShmBackend::WorkPointer ShmBackend::reduce_scatter_tensor_coalesced(
   std::vector<Reduction> how;
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_same_dtype(what, inputs[i], outputs[i]);
-    TORCH_CHECK_VALUE(
-        inputs[i].numel() == outputs[i].numel() * size_, "shm ", what, ": the input must have ", size_,
+    TORCH_CHECK_VALUE(inputs[i].numel() == outputs[i].numel() * size_, "shm ", what, ": the input must have ", size_,
         " times the output's ", outputs[i].numel(), " elements, got ", inputs[i].numel());
     how.push_back(reduction(what, options.reduceOp, outputs[i]));
   }
-  return submit(
-      {OpType::_REDUCE_SCATTER_BASE, "shm:reduce_scatter_tensor"}, options, inputs, outputs,
+  return submit({OpType::_REDUCE_SCATTER_BASE, "shm:reduce_scatter_tensor"}, options, inputs, outputs,
       [this, outputs, flat_inputs, flat_outputs, how](auto timeout) {
         for (size_t i = 0; i < outputs.size(); ++i) {
           const auto pieces = parts(flat_inputs[i], static_cast<size_t>(size_));
@@ -471,22 +414,17 @@ ShmBackend::WorkPointer ShmBackend::reduce_scatter_tensor_coalesced(
       });
 }
 
-ShmBackend::WorkPointer ShmBackend::alltoall_base(
-    at::Tensor& output,
-    at::Tensor& input,
-    std::vector<int64_t>& output_splits,
-    std::vector<int64_t>& input_splits,
-    const c10d::AllToAllOptions& options) {
+ShmBackend::WorkPointer ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+    std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) {
   check_tensor("alltoall", "input", input);
   check_tensor("alltoall", "output", output);
   check_same_dtype("alltoall", input, output);
   const FlatTensor flat_input(input);
   const FlatTensor flat_output(output);
   const size_t ranks = static_cast<size_t>(size_);
-  return submit(
-      {OpType::ALLTOALL_BASE, "shm:all_to_all"}, options, {input}, {output},
+  return submit({OpType::ALLTOALL_BASE, "shm:all_to_all"}, options, {input}, {output},
       [this, input, flat_input, flat_output, pieces_in = cut_rows("input", flat_input, input, input_splits, ranks),
-       pieces_out = cut_rows("output", flat_output, output, output_splits, ranks)](auto timeout) {
+          pieces_out = cut_rows("output", flat_output, output, output_splits, ranks)](auto timeout) {
         collectives_.alltoall(pieces_out, pieces_in, call(input, timeout));
         flat_output.write_back();
       });
@@ -502,13 +440,10 @@ ShmBackend::WorkPointer ShmBackend::alltoall(
     check_same_dtype("alltoall", inputs[i], outputs[0]);
     check_same_dtype("alltoall", inputs[0], outputs[i]);
   }
-  return submit(
-      {OpType::ALLTOALL, "shm:all_to_all"}, options, inputs, outputs,
+  return submit({OpType::ALLTOALL, "shm:all_to_all"}, options, inputs, outputs,
       [this, tensor = inputs[0], flat_inputs, flat_outputs](auto timeout) {
         collectives_.alltoall(spans(flat_outputs), spans(flat_inputs), call(tensor, timeout));
-        for (const FlatTensor& output : flat_outputs) {
-          output.write_back();
-        }
+        for (const FlatTensor& output : flat_outputs) output.write_back();
       });
 }
 
@@ -543,15 +478,11 @@ ShmBackend::WorkPointer ShmBackend::receive(Tensors& tensors, int from, int tag,
   auto work = c10::make_intrusive<ShmWork>(rank_, type, "shm:recv", tensors, tensors, nullptr);
   work->set_helper([this](ShmWork& waited) {
     const auto end = std::chrono::steady_clock::now() + kReceiveSpin;
-    while (!waited.isCompleted() && std::chrono::steady_clock::now() < end) {
-      receiver_.progress();
-    }
+    while (!waited.isCompleted() && std::chrono::steady_clock::now() < end) receiver_.progress();
   });
   const FlatTensor flat(tensors[0]);
   receiver_.submit(flat.span(), from, tag, timeout_.load(), [work, flat](int source, std::exception_ptr error) {
-    if (!error) {
-      flat.write_back();
-    }
+    if (!error) flat.write_back();
     work->complete_with(error, source);
   });
   return work;

@@ -29,8 +29,7 @@ namespace minddp::shm {
 class ShmBackend : public c10d::Backend {
  public:
   // Collective over the store's ranks; see Group::join().
-  ShmBackend(
-      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
+  ShmBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
   ~ShmBackend() override;
 
   const std::string getBackendName() const override { return "shm"; }
@@ -69,12 +68,8 @@ class ShmBackend : public c10d::Backend {
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
   WorkPointer reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override;
-  WorkPointer alltoall_base(
-      at::Tensor& output,
-      at::Tensor& input,
-      std::vector<int64_t>& output_splits,
-      std::vector<int64_t>& input_splits,
-      const c10d::AllToAllOptions& options) override;
+  WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+      std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
   WorkPointer alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
   WorkPointer barrier(const c10d::BarrierOptions& options) override;
   WorkPointer send(Tensors& tensors, int to, int tag) override;
@@ -85,10 +80,11 @@ class ShmBackend : public c10d::Backend {
   struct Kind;
 
   template <class CallOptions>
-  WorkPointer submit(
-      const Kind& kind, const CallOptions& options, const Tensors& inputs, Tensors outputs,
+  WorkPointer submit(const Kind& kind, const CallOptions& options, const Tensors& inputs, Tensors outputs,
       std::function<void(std::chrono::milliseconds)> program);
-  Call call(const at::Tensor& tensor, std::chrono::milliseconds timeout) const { return {tensor.scalar_type(), timeout}; }
+  Call call(const at::Tensor& tensor, std::chrono::milliseconds timeout) const {
+    return {tensor.scalar_type(), timeout};
+  }
   void check_root(const char* what, int64_t root) const;
   void check_rank(const char* what, int rank) const;
   void check_count(const char* what, const char* argument, size_t count, size_t expected) const;

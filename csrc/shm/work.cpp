@@ -4,8 +4,17 @@
 #include <ATen/core/jit_type.h>
 #include <c10/util/Exception.h>
 
+#include <utility>
+
 namespace minddp::shm {
 namespace {
+
+// A callback that waits for a work queued behind it would hold the queue up for ever. After this time
+// the queue goes on without it.
+constexpr auto kCallbackPatience = std::chrono::seconds(30);
+
+// The queue whose callbacks this thread runs, if any.
+thread_local const WorkQueue* callback_of = nullptr;
 
 std::exception_ptr stopped_error() {
   try {
@@ -17,13 +26,8 @@ std::exception_ptr stopped_error() {
 
 }  // namespace
 
-ShmWork::ShmWork(
-    int rank,
-    c10d::OpType type,
-    const char* title,
-    const std::vector<at::Tensor>& inputs,
-    std::vector<at::Tensor> outputs,
-    std::function<void()> program)
+ShmWork::ShmWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+    std::vector<at::Tensor> outputs, std::function<void()> program)
     : Work(rank, type, title, inputs), outputs_(std::move(outputs)), program_(std::move(program)) {}
 
 int ShmWork::sourceRank() const {
@@ -34,17 +38,14 @@ int ShmWork::sourceRank() const {
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
   // With a limit of its own the caller must not get stuck in a collective: then it only looks on.
   if (timeout <= kNoTimeout) {
-    if (helper_ && !isCompleted()) {
-      helper_(*this);
-    }
+    if (helper_ && !isCompleted()) helper_(*this);
     return Work::wait();
   }
   std::unique_lock<std::mutex> lock(mutex_);
   if (!cv_.wait_for(lock, timeout, [this] { return completed_; })) {
-    C10_THROW_ERROR(
-        DistBackendError,
+    C10_THROW_ERROR(DistBackendError,
         c10::str("shm: ", c10d::opTypeToString(opType_), " on rank ", rank_, " was waited for ", timeout.count(),
-                 " ms and is not done; it goes on"));
+            " ms and is not done; it goes on"));
   }
   lock.unlock();
   return Work::wait();
@@ -63,11 +64,10 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
 }
 
 void ShmWork::mark_future() {
-  if (error_) {
+  if (error_)
     future_->setError(error_);
-  } else {
+  else
     future_->markCompleted(c10::IValue(outputs_));
-  }
 }
 
 void ShmWork::run() {
@@ -101,9 +101,7 @@ void ShmWork::complete_with(std::exception_ptr error, int source_rank) {
   program_ = nullptr;
   error_ = std::move(error);
   source_rank_ = source_rank;
-  if (finish()) {
-    mark_future();
-  }
+  if (finish()) mark_future();
 }
 
 void WorkQueue::submit(const c10::intrusive_ptr<ShmWork>& work, bool now) {
@@ -114,90 +112,110 @@ void WorkQueue::submit(const c10::intrusive_ptr<ShmWork>& work, bool now) {
     work->complete_with(stopped_error());
     return;
   }
-  queue_.push_back(work);
-  if (now && !running_ && queue_.size() == 1) {
-    run_next(lock);
-  }
+  const bool is_next = nested_.empty() && (callback_of == this || queue_.empty());
+  (callback_of == this ? nested_ : queue_).push_back(work);
+  if (now && is_next && runnable()) run_next(lock);
   rouse_worker();
 }
 
 // REQUIRES: mutex_ held
+bool WorkQueue::runnable() const { return !running_ && (!nested_.empty() || (callbacks_ == 0 && !queue_.empty())); }
+
+// REQUIRES: mutex_ held
 void WorkQueue::rouse_worker() {
-  if (queue_.empty() || running_) {
-    return;
-  }
-  if (idle_ > 0) {
+  if (runnable()) call_worker();
+}
+
+// REQUIRES: mutex_ held
+void WorkQueue::call_worker() {
+  if (idle_ > 0)
     work_ready_.notify_one();
-  } else {
+  else
     workers_.emplace_back([this] { loop(); });
-  }
 }
 
 void WorkQueue::help(ShmWork& work) {
   Lock lock(mutex_);
   while (!work.isCompleted() && !stopping_) {
-    if (!running_ && !queue_.empty()) {
+    // A callback that waits for a work of the queue lets the queue pass.
+    const bool lets_pass = callback_of == this && !running_ && !queue_.empty();
+    if (runnable() || lets_pass)
       run_next(lock);
-    } else {
+    else
       work_done_.wait(lock);
-    }
   }
   rouse_worker();
 }
 
-// REQUIRES: mutex_ held by `lock`, nothing running, queue not empty. Releases it meanwhile.
+// REQUIRES: mutex_ held by `lock`, nothing running, a work queued. Releases the mutex meanwhile.
 void WorkQueue::run_next(Lock& lock) {
   running_ = true;
-  const c10::intrusive_ptr<ShmWork> work = std::move(queue_.front());
-  queue_.pop_front();
+  Works& works = nested_.empty() ? queue_ : nested_;
+  const c10::intrusive_ptr<ShmWork> work = std::move(works.front());
+  works.pop_front();
   lock.unlock();
   work->run();
   lock.lock();
   running_ = false;
+  // Counted before anyone can see the work's end, or the next work might begin in between.
+  ++callbacks_;
   lock.unlock();
   const bool has_future = work->finish();
   lock.lock();
+  if (has_future) run_callbacks(*work, lock);
+  --callbacks_;
   work_done_.notify_all();
-  if (has_future) {
-    rouse_worker();
-    lock.unlock();
-    work->mark_future();
-    lock.lock();
-  }
+}
+
+// REQUIRES: mutex_ held by `lock`. Releases it meanwhile.
+void WorkQueue::run_callbacks(ShmWork& work, Lock& lock) {
+  work_done_.notify_all();
+  call_worker();  // stands by for what the callbacks submit, and lest they take too long
+  const WorkQueue* outer = std::exchange(callback_of, this);
+  lock.unlock();
+  work.mark_future();
+  lock.lock();
+  callback_of = outer;
 }
 
 void WorkQueue::loop() {
   Lock lock(mutex_);
   while (!stopping_) {
-    if (!running_ && !queue_.empty()) {
-      run_next(lock);
-    } else {
-      ++idle_;
-      work_ready_.wait(lock);
-      --idle_;
-    }
+    const bool waited_too_long = !runnable() && !idle(lock);
+    if (runnable() || (waited_too_long && !running_ && !queue_.empty())) run_next(lock);
   }
 }
 
+// Waits for work; false when callbacks have held the queue up for too long. REQUIRES: mutex_ held
+bool WorkQueue::idle(Lock& lock) {
+  ++idle_;
+  bool roused = true;
+  if (callbacks_ > 0)
+    roused = work_ready_.wait_for(lock, kCallbackPatience) == std::cv_status::no_timeout;
+  else
+    work_ready_.wait(lock);
+  --idle_;
+  return roused;
+}
+
 void WorkQueue::stop(std::chrono::milliseconds patience, const std::function<void()>& abort) {
-  std::deque<c10::intrusive_ptr<ShmWork>> abandoned;
+  Works abandoned;
   std::vector<std::thread> workers;
   {
     Lock lock(mutex_);
-    work_done_.wait_for(lock, patience, [this] { return queue_.empty() && !running_; });
+    work_done_.wait_for(
+        lock, patience, [this] { return queue_.empty() && nested_.empty() && !running_ && callbacks_ == 0; });
     abort();
     stopping_ = true;
     abandoned.swap(queue_);
+    abandoned.insert(abandoned.end(), nested_.begin(), nested_.end());
+    nested_.clear();
     workers.swap(workers_);
   }
   work_ready_.notify_all();
   work_done_.notify_all();
-  for (const auto& work : abandoned) {
-    work->complete_with(stopped_error());
-  }
-  for (std::thread& worker : workers) {
-    worker.join();
-  }
+  for (const auto& work : abandoned) work->complete_with(stopped_error());
+  for (std::thread& worker : workers) worker.join();
 }
 
 }  // namespace minddp::shm

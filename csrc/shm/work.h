@@ -4,8 +4,10 @@
 //   Works run in the order in which they were submitted, one at a time: on a worker thread, or on a
 //   thread that waits for one of them, if it finds the queue idle: a caller that would block anyway
 //   saves two thread switches, which cost more than a small collective.
-//   A future's callbacks may block on a later work (PowerSGD's do), so they run after the next work
-//   may begin, and another worker is started when the others are all busy with callbacks.
+//   A future's callbacks run on the thread that ran the work, before the next work begins. What they
+//   submit themselves (PowerSGD's do, and wait for it) runs at once, ahead of the queue: so the order of
+//   collectives is the same on all ranks, however far each rank's main thread has come meanwhile. That is
+//   why another worker is started when the others are busy with callbacks.
 // Lock order: WorkQueue::mutex_ before nothing; a Work's own mutex is never held with it.
 #pragma once
 
@@ -25,13 +27,8 @@ class WorkQueue;
 class ShmWork : public c10d::Work {
  public:
   // `outputs` is the value of the future and the result; the tensors live until the work is gone.
-  ShmWork(
-      int rank,
-      c10d::OpType type,
-      const char* title,
-      const std::vector<at::Tensor>& inputs,
-      std::vector<at::Tensor> outputs,
-      std::function<void()> program);
+  ShmWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+      std::vector<at::Tensor> outputs, std::function<void()> program);
 
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -51,7 +48,6 @@ class ShmWork : public c10d::Work {
   // All of this for a work that ends without its program.
   void complete_with(std::exception_ptr error, int source_rank = -1);
 
-
  private:
   std::vector<at::Tensor> outputs_;
   std::function<void()> program_;
@@ -63,7 +59,9 @@ class ShmWork : public c10d::Work {
 
 class WorkQueue {
  public:
-  ~WorkQueue() { stop(std::chrono::milliseconds(0), [] {}); }
+  ~WorkQueue() {
+    stop(std::chrono::milliseconds(0), [] {});
+  }
 
   // Runs the work soon, on another thread or on the one that waits for it; at once, on this thread,
   // when `now` is set, unless others are ahead of it.
@@ -75,20 +73,27 @@ class WorkQueue {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
+  using Works = std::deque<c10::intrusive_ptr<ShmWork>>;
 
+  bool runnable() const;
   void help(ShmWork& work);
   void run_next(Lock& lock);
+  void run_callbacks(ShmWork& work, Lock& lock);
   void rouse_worker();
+  void call_worker();
   void loop();
+  bool idle(Lock& lock);
 
   std::mutex mutex_;
-  std::condition_variable work_ready_;   // for workers
-  std::condition_variable work_done_;    // for helpers and stop()
-  std::deque<c10::intrusive_ptr<ShmWork>> queue_;  // GUARDED_BY(mutex_)
-  bool running_ = false;                           // GUARDED_BY(mutex_); a program is being run
-  int idle_ = 0;                                   // GUARDED_BY(mutex_); workers that wait
-  bool stopping_ = false;                          // GUARDED_BY(mutex_)
-  std::vector<std::thread> workers_;               // GUARDED_BY(mutex_)
+  std::condition_variable work_ready_;  // for workers
+  std::condition_variable work_done_;   // for helpers and stop()
+  Works queue_;                         // GUARDED_BY(mutex_)
+  Works nested_;                        // GUARDED_BY(mutex_); submitted by callbacks
+  bool running_ = false;                // GUARDED_BY(mutex_); a program is being run
+  int callbacks_ = 0;                   // GUARDED_BY(mutex_); works whose callbacks are being run
+  int idle_ = 0;                        // GUARDED_BY(mutex_); workers that wait
+  bool stopping_ = false;               // GUARDED_BY(mutex_)
+  std::vector<std::thread> workers_;    // GUARDED_BY(mutex_)
 };
 
 }  // namespace minddp::shm

