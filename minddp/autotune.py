@@ -114,17 +114,6 @@ class Trial:
         """The median step, in seconds."""
         return statistics.median(self.step_seconds)
 
-    @property
-    def uncertainty(self) -> float:
-        """Twice the standard error of the median, relative to it.
-
-        The standard error of n normal samples' median is 1.25 sigma / sqrt(n), and sigma is 1.48 median
-        absolute deviations; that of a few samples is no estimate, so 6 % over n are added.
-        """
-        median, count = self.median, len(self.step_seconds)
-        deviation = statistics.median(abs(seconds - median) for seconds in self.step_seconds)
-        return (2 * 1.25 * 1.48 * deviation / median) / count**0.5 + 0.06 / count
-
 
 # The search: rank 0's -------------------------------------------------------------------------------
 
@@ -165,7 +154,7 @@ class PlanSearch:
         yield from self._planned_trials()
         finalists = self._finalists(self.trials)
         for _ in range(1, self.settings.laps):
-            if len(finalists) == 1 or all(t.uncertainty < self.settings.noise for t in finalists):
+            if len(finalists) == 1 or all(self._uncertainty(t) < self.settings.noise for t in finalists):
                 break
             # The default comes along even when it is behind: it is what must be beaten, and a machine
             # that slows down or speeds up meanwhile must do so for both.
@@ -249,11 +238,22 @@ class PlanSearch:
         """Those of ``trials`` that may be the best one, as far as their spread tells; the fastest first."""
         ranked = sorted(trials, key=lambda trial: trial.median)[: self.settings.finalists]
         best = ranked[0]
-        return [
-            trial
-            for trial in ranked
-            if trial.median <= best.median * (1 + self.settings.noise + best.uncertainty + trial.uncertainty)
-        ]
+        margin = 1 + self.settings.noise + self._uncertainty(best)
+        return [t for t in ranked if t.median <= best.median * (margin + self._uncertainty(t))]
+
+    def _uncertainty(self, trial: Trial) -> float:
+        """Twice the standard error of a trial's median, relative to it: 2 x 1.25 sigma / sqrt(n).
+
+        Sigma is that of all trials' steps around their medians, for a few steps do not tell their own:
+        the deviation that two thirds of them stay below, each median's own step left out.
+        """
+        deviations = sorted(
+            deviation
+            for other in self.trials
+            for deviation in sorted(abs(s / other.median - 1) for s in other.step_seconds)[1:]
+        )
+        sigma = deviations[int(0.68 * len(deviations))] if deviations else 0.0
+        return 2 * 1.25 * sigma / len(trial.step_seconds) ** 0.5
 
 
 # The tuner: every rank's ----------------------------------------------------------------------------
