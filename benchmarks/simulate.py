@@ -27,8 +27,8 @@ import harness
 from harness import BenchmarkError, Ranks, run_main
 from links import parse_rate
 
-from minddp.backward_profile import BackwardProfile, Burst, StepTimes, bursts
-from minddp.collective_cost import LinearCost, fit_linear, measure_allreduce
+from minddp.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
+from minddp.collective_cost import LinearCost, measure_allreduce
 from minddp.planner import capped_buckets, optimal_plan
 from minddp.simulator import (
     Hierarchy,
@@ -132,7 +132,7 @@ class Sweep:
         medians = (StepTimes.median(steps) for steps in self.steps.values())
         seen = [burst for times in medians for burst in bursts(times.collectives)]
         seen += [Burst(1, m, seconds) for m, seconds in zip(*self.facts["allreduce"], strict=True)]
-        return fit_linear([b.nbytes for b in seen], [b.seconds for b in seen], [b.count for b in seen])
+        return fit_bursts(seen)
 
     def measured(self, name: str) -> harness.Spread:
         """The measured step seconds of a choice."""
@@ -141,6 +141,11 @@ class Sweep:
     def predicted(self, name: str) -> float:
         """The simulated step seconds of a choice."""
         buckets = [[self._position[i] for i in bucket] for bucket in self.facts["buckets"][name]]
+        return simulate_step(self.profile, buckets, self.cost).step_seconds
+
+    def predicted_uniform(self, cap_mb: float) -> float:
+        """The simulated step seconds of a uniform cap."""
+        buckets = capped_buckets(self.profile.nbytes, max(1, int(cap_mb * MIB)))
         return simulate_step(self.profile, buckets, self.cost).step_seconds
 
     def error(self, name: str) -> float:
@@ -240,13 +245,16 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
     medians = [1e3 * spread.median for spread in measured]
     bars = [[1e3 * (s.median - s.low) for s in measured], [1e3 * (s.high - s.median) for s in measured]]
     axes.errorbar(caps, medians, yerr=bars, fmt="o", color="black", capsize=3, label="measured (quartiles)")
-    predicted = [1e3 * sweep.predicted(name) for name in names]
-    axes.plot(caps, predicted, color=COLORS["uniform"], label="simulated")
+    fine = [caps[0] * (caps[-1] / caps[0]) ** (k / 400) for k in range(401)]
+    predicted = [1e3 * sweep.predicted_uniform(cap) for cap in fine]
+    axes.plot(fine, predicted, color=COLORS["uniform"], label="simulated")
     default = sweep.measured("default")
     axes.axhline(1e3 * default.median, color=COLORS["default"], ls="--", label="default caps, measured")
     axes.axhline(1e3 * sweep.planned_seconds(), color=COLORS["planned"], ls="--", label="planned, simulated")
     axes.axhline(1e3 * sweep.profile.local_seconds, color="gray", ls=":", label="no communication")
     axes.set(xscale="log", xlabel="bucket size, MiB", ylabel="step, ms", ylim=(0, None))
+    axes.set_xticks(caps, [f"{cap:g}" for cap in caps])
+    axes.minorticks_off()
     axes.set_title("{model}, {ranks} ranks, {link}".format(**sweep.facts))
     axes.legend(fontsize=8)
     save_figure(figure, path)
@@ -307,12 +315,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--link", help="rate of the link between them, such as 1gbit (needs root)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="measured steps per choice and round")
-    parser.add_argument(
-        "--caps", type=lambda t: [float(x) for x in t.split(",")], default=CAPS_MB, help="MiB"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=3600, help="seconds after which measuring is given up"
-    )
+    parser.add_argument("--caps", type=lambda t: [float(x) for x in t.split(",")], default=CAPS_MB, help="MiB")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds after which measuring is given up")
     parser.add_argument("--from", dest="source", type=Path, help="a measurement to use again")
     parser.add_argument("--hop", help="latency and rate between ranks (or nodes), such as 5us,100gbit")
     parser.add_argument("--inner", default="3us,1600gbit", help="latency and rate inside a node")
@@ -344,7 +348,12 @@ def main(argv: list[str] | None = None) -> int:
     results = [(t, scaling(profile, t, RANKS, caps, stragglers)) for t in topologies(sweep, options)]
     for topology, points in results:
         print_scaling(topology, points)
-    draw_scaling(f"{data['model']}, compute x{options.speedup:g}", results, options.out / f"{name}-scaling")
+    hop = results[0][0].hop
+    title = (
+        f"{data['model']}, compute x{options.speedup:g}, a hop of {1e6 * hop.latency_seconds:.3g} us "
+        f"and {8e-9 / hop.seconds_per_byte:.3g} Gbit/s, stragglers' sigma {options.sigma:g}"
+    )
+    draw_scaling(title, results, options.out / f"{name}-scaling")
     return 0
 
 

@@ -32,8 +32,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .backward_profile import BackwardProfile, Burst, StepTimes, bursts
-from .collective_cost import LinearCost, fit_linear, measure_allreduce
+from .backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
+from .collective_cost import LinearCost, measure_allreduce
 from .planner import BucketPlan, capped_buckets, optimal_plan
 from .simulator import SimulatedStep, simulate_step
 
@@ -166,10 +166,7 @@ class PlanSearch:
     @property
     def cost(self) -> LinearCost:
         """What an allreduce costs, as far as was seen."""
-        seen = self._bursts
-        if not seen:
-            return LinearCost(0.0, 0.0)
-        return fit_linear([b.nbytes for b in seen], [b.seconds for b in seen], [b.count for b in seen])
+        return fit_bursts(self._bursts)
 
     def predict(self, trial: Trial) -> SimulatedStep:
         """The step that the cost model expects of ``trial``, from the times that it showed itself."""

@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["BackwardProfile", "Burst", "StepTimes", "bursts"]
+from .collective_cost import LinearCost, fit_linear
+
+__all__ = ["BackwardProfile", "Burst", "StepTimes", "bursts", "fit_bursts"]
 
 _NS = 1e-9
 
@@ -135,6 +137,17 @@ def bursts(collectives: Sequence[tuple[int, float, float]]) -> list[Burst]:
         end = max(end, done)
         found.append(Burst(before.count + 1, before.nbytes + nbytes, end - begin))
     return [burst for burst in found if burst.seconds > 0]
+
+
+def fit_bursts(seen: Sequence[Burst]) -> LinearCost:
+    """What one collective costs, from bursts and single ones: the line of least error in seconds.
+
+    Parts of a step are to be predicted, so a burst's milliseconds weigh more than a lone small
+    message's microseconds; those settle the latency where the bursts leave it open.
+    """
+    if not seen:
+        raise ValueError("fit_bursts: no collective was timed")
+    return fit_linear([b.nbytes for b in seen], [b.seconds for b in seen], [b.count for b in seen], relative=False)
 
 
 @dataclass(frozen=True)

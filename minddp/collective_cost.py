@@ -81,19 +81,24 @@ class TableCost:
 
 
 def fit_linear(
-    nbytes: Sequence[int], seconds: Sequence[float], counts: Sequence[int] | None = None
+    nbytes: Sequence[int],
+    seconds: Sequence[float],
+    counts: Sequence[int] | None = None,
+    *,
+    relative: bool = True,
 ) -> LinearCost:
-    """The line with the least sum of *relative* absolute errors.
+    """The line with the least sum of absolute errors.
 
-    Absolute errors make it robust: a minority of wild samples does not move it. Relative ones give
-    a small message's microseconds the weight of a large one's milliseconds. Such a line can always
-    be chosen through two of the points, or through one with a bound at 0 (a vertex of the linear
-    program), so all of those are tried; of many samples a few dozen are used.
+    Absolute errors (not squares) make it robust: a minority of wild samples does not move it. Such a
+    line can always be chosen through two of the points, or through one with a bound at 0 (a vertex of
+    the linear program), so all of those are tried; of many samples a few dozen are used.
 
     Args:
         nbytes: bytes of each sample, at least one sample.
         seconds: the time of each, above 0.
         counts: how many messages, one after another, each sample's bytes and time are of; 1 if None.
+        relative: each error counts in parts of its sample's time, which gives a small message's
+            microseconds the weight of a large one's milliseconds; else in seconds.
 
     Raises:
         ValueError: lengths differ, nothing was given, or a time is not above 0.
@@ -105,7 +110,7 @@ def fit_linear(
 
     def error(line: LinearCost) -> float:
         a, b = line.latency_seconds, line.seconds_per_byte
-        return sum(abs(count * a + size * b - t) / t for size, count, t in samples)
+        return sum(abs(count * a + size * b - t) / (t if relative else 1) for size, count, t in samples)
 
     return min(_candidate_lines(samples[step // 2 :: step]), key=error)
 
@@ -194,9 +199,7 @@ def fit_cost(
         A :class:`LinearCost`, or a :class:`TableCost` when the times do not lie on a line; equal on
         all ranks.
     """
-    sizes, seconds = measure_allreduce(
-        group, max_nbytes=max_nbytes, device=device, budget_seconds=budget_seconds
-    )
+    sizes, seconds = measure_allreduce(group, max_nbytes=max_nbytes, device=device, budget_seconds=budget_seconds)
     return fit_samples(sizes, seconds, tolerance)
 
 

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from minddp.backward_profile import BackwardProfile, Burst, StepTimes, bursts
+from minddp.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
 from minddp.planner import LinearCost, capped_buckets, optimal_plan
 from minddp.simulator import (
     Hierarchy,
@@ -181,6 +181,15 @@ def test_times_of_several_steps_and_ranks_become_one():
     assert [end for _, _, end in both.collectives] == pytest.approx([-1 + 4.1e-6, -1 + 6.1e-6])
 
 
+def test_bursts_outweigh_a_lone_small_message_that_was_slow():
+    seen = [Burst(1, 1024, 3e-3)] + [Burst(k, k << 20, k * (3e-4 + 9e-3)) for k in (1, 4, 19)]
+    cost = fit_bursts([*seen, Burst(1, 4 << 20, 3e-4 + 4 * 9e-3)])
+    assert cost.latency_seconds == pytest.approx(3e-4)
+    assert cost(1 << 20) == pytest.approx(3e-4 + 9e-3)
+    with pytest.raises(ValueError, match="no collective was timed"):
+        fit_bursts([])
+
+
 def test_stretching_keeps_the_shares_of_a_step():
     times = StepTimes.from_last_step(last_step())
     twice = times.stretched_to(2 * times.step_seconds)
@@ -209,9 +218,7 @@ def test_a_profile_has_the_gradients_in_ready_order(tmp_path):
     assert optimal_plan(profile.ready_seconds, profile.nbytes, HOP).buckets == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"ready_seconds": [1.0], "nbytes": [1, 2], "backward_seconds": 1}']
-)
+@pytest.mark.parametrize("text", ["{", "[]", '{"ready_seconds": [1.0], "nbytes": [1, 2], "backward_seconds": 1}'])
 def test_a_file_without_a_profile_is_refused_by_path(tmp_path, text):
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(ValueError, match=r"p\.json holds no backward profile"):
