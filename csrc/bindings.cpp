@@ -1,5 +1,5 @@
 // Python's view of the reducer: pybind11 only, no logic of its own.
-#include "python_comm_hook.h"
+#include "bindings_comm_hook.h"
 #include "reducer.h"
 
 #include <torch/csrc/utils/pybind.h>
@@ -87,6 +87,25 @@ std::vector<GradBucket> zero_buckets(const Reducer& reducer) {
   return buckets;
 }
 
+// A collective is never started under the GIL: Gloo's threads may hold its lock while they wait for the GIL.
+py::object run_allreduce(Reducer& reducer, const GradBucket& bucket) {
+  c10::intrusive_ptr<Future> future;
+  {
+    py::gil_scoped_release release;
+    future = reducer.run_allreduce(bucket);
+  }
+  return to_python(std::move(future));
+}
+
+py::object run_hook(Reducer& reducer, GradBucket& bucket) {
+  c10::intrusive_ptr<Future> future;
+  {
+    py::gil_scoped_release release;
+    future = reducer.run_hook(bucket);
+  }
+  return to_python(std::move(future));
+}
+
 void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
   reducer.set_comm_hook(std::make_unique<PythonCommHook>(std::move(state), std::move(hook)));
 }
@@ -160,11 +179,8 @@ void bind_reducer(py::module_& module) {
       .def("bucket_nbytes", &bucket_nbytes)
       .def("allocated_bytes", &allocated_bytes)
       .def("set_comm_hook", &set_comm_hook, py::arg("state"), py::arg("hook"))
-      .def(
-          "_run_allreduce_hook",
-          [](Reducer& r, const GradBucket& bucket) { return to_python(r.run_allreduce(bucket)); }, py::arg("bucket"))
-      .def(
-          "run_hook", [](Reducer& r, GradBucket& bucket) { return to_python(r.run_hook(bucket)); }, py::arg("bucket"))
+      .def("_run_allreduce_hook", &run_allreduce, py::arg("bucket"))
+      .def("run_hook", &run_hook, py::arg("bucket"))
       .def("_get_zeros_like_grad_buckets", &zero_buckets)
       .def("shadow_used_map", &Reducer::shadow_used_map, Release())
       .def(

@@ -6,7 +6,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <condition_variable>
+#include <future>
 
 namespace minddp {
 
@@ -224,7 +224,9 @@ void Reducer::finalize_backward() {
     Bucket& bucket = buckets_[i];
     if (bucket.state() != Bucket::State::kLaunched) continue;  // skipped as unused
     wait(*bucket.future(), i);
-    at::Tensor result = reduced(i);
+    at::Tensor result = hook_ ? hook_->result(bucket.future()->value()) : bucket.buffer();
+    if (result.numel() != bucket.numel())
+      fail(errors::wrong_hook_result(group_->getRank(), i, result.numel(), bucket.numel()));
     trace_->note(i, BucketEvent::kUnpackBegin);
     if (!optimizer_in_backward) bucket.unpack(result, scale, used);
     trace_->note(i, BucketEvent::kUnpackEnd);
@@ -232,15 +234,6 @@ void Reducer::finalize_backward() {
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets_.size());
   if (options_.graph_mode == GraphMode::kStatic) static_used_ = used;
   end_iteration();
-}
-
-at::Tensor Reducer::reduced(size_t index) {
-  const Bucket& bucket = buckets_[index];
-  if (!hook_) return bucket.buffer();
-  at::Tensor result = hook_->result(bucket.future()->value());
-  if (result.numel() != bucket.numel())
-    fail(errors::wrong_hook_result(group_->getRank(), index, result.numel(), bucket.numel()));
-  return result;
 }
 
 void Reducer::end_iteration() {
@@ -257,20 +250,10 @@ void Reducer::end_iteration() {
 // Waits without the GIL. A peer that will never come is noticed here, by the handler.
 void Reducer::wait(Future& future, size_t bucket) {
   if (callbacks_.on_stall && !future.completed()) {
-    struct Latch {
-      std::mutex mutex;
-      std::condition_variable changed;
-    };
-    auto latch = std::make_shared<Latch>();
-    future.addCallback(
-        [latch](Future&) {
-          std::lock_guard lock(latch->mutex);
-          latch->changed.notify_all();
-        },
-        /*uses_future=*/false);
-    std::unique_lock lock(latch->mutex);
-    for (int seconds = 1; !latch->changed.wait_for(lock, std::chrono::seconds(1), [&] { return future.completed(); });
-        ++seconds)
+    auto ended = std::make_shared<std::promise<void>>();
+    future.addCallback([ended](Future&) { ended->set_value(); }, /*uses_future=*/false);
+    std::future<void> end = ended->get_future();
+    for (int seconds = 1; end.wait_for(std::chrono::seconds(1)) != std::future_status::ready; ++seconds)
       callbacks_.on_stall(seconds, bucket);
   }
   future.waitAndThrow();

@@ -132,7 +132,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch_remaining_buckets();
   void launch_used_map();
   std::vector<int32_t> globally_used();
-  at::Tensor reduced(size_t index);
   void wait(Future& future, size_t bucket);
   void end_iteration();
   [[noreturn]] void fail(const std::string& message) const;

@@ -1,10 +1,34 @@
-"""minddp: DistributedDataParallel for PyTorch, from scratch."""
+"""minddp: DistributedDataParallel for PyTorch, from scratch.
+
+``DistributedDataParallel`` replaces torch's; ``functional`` has collectives with right gradients;
+``SyncBatchNorm`` works on CPU too; ``trace`` draws where a step's time goes; ``planner`` computes the best
+buckets. csrc/README.md says where to begin reading.
+"""
 
 from ._extension import config as __config__
 from ._extension import load as _load
 
 _load()
 
-from .distributed import DistributedDataParallel  # noqa: E402  (the extension must be checked first)
+# The extension must be checked first.
+from . import functional, planner  # noqa: E402
+from .distributed import DistributedDataParallel  # noqa: E402
+from .install import install, uninstall  # noqa: E402
+from .planner import BucketPlan  # noqa: E402
+from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
+from .tracing import trace  # noqa: E402
 
-__all__ = ["DistributedDataParallel", "__config__"]
+__version__ = "0.1.0"
+
+__all__ = [
+    "BucketPlan",
+    "DistributedDataParallel",
+    "SyncBatchNorm",
+    "__config__",
+    "convert_sync_batchnorm",
+    "functional",
+    "install",
+    "planner",
+    "trace",
+    "uninstall",
+]

@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 class DelayedAllReduce:
     """The flat gradient buffer of the delayed parameters, and its one collective."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, parameters: list[torch.nn.Parameter], trigger: torch.nn.Parameter
-    ):
+    def __init__(self, group: dist.ProcessGroup, parameters: list[torch.nn.Parameter], trigger: torch.nn.Parameter):
         self._group = group
         self._parameters = parameters
         total = sum(p.numel() for p in parameters)
         self._buffer = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
         self._views = [
-            piece.view(p.shape)
-            for p, piece in zip(parameters, self._buffer.split([p.numel() for p in parameters]))
+            piece.view(p.shape) for p, piece in zip(parameters, self._buffer.split([p.numel() for p in parameters]))
         ]
         trigger.register_post_accumulate_grad_hook(lambda _: self._reduce())
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import numbers
 import os
 import warnings
 import weakref
@@ -35,7 +34,7 @@ from torch.nn.parallel.distributed import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from . import _C
+from . import _C, ordering, tracing
 from .delayed_params import DelayedAllReduce
 from .init_sync import broadcast_coalesced, sync_module_states, verify_same_model
 from .join import DDPJoinHook, agree_on_sync
@@ -75,7 +74,7 @@ def _refuse_unfinished(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
 
 
 def _cap_bytes(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of MiB, got {value!r}")
     if not value > 0 or value == float("inf"):
         raise ValueError(f"{name} must be a positive, finite number of MiB, got {value!r}")
@@ -273,9 +272,7 @@ class DistributedDataParallel(_TorchDDP):
         self.output_device: int | None = None
         if device_ids and single:
             self.device_ids = [_get_device_index(x, True) for x in device_ids]
-            self.output_device = _get_device_index(
-                device_ids[0] if output_device is None else output_device, True
-            )
+            self.output_device = _get_device_index(device_ids[0] if output_device is None else output_device, True)
         elif device_ids or output_device is not None:
             raise ValueError(
                 f"device_ids {device_ids} and output_device {output_device} only work with a module on one GPU, "
@@ -286,9 +283,12 @@ class DistributedDataParallel(_TorchDDP):
         if broadcast is not None:
             warnings.warn(
                 "`broadcast_buffers` is deprecated: pass `forward_sync_buffers`"
-                + (", whose value is used." if forward is not None else
-                   ". Only broadcast_buffers=False also leaves buffers out of the synchronization at "
-                   "construction."),
+                + (
+                    ", whose value is used."
+                    if forward is not None
+                    else ". Only broadcast_buffers=False also leaves buffers out of the synchronization at "
+                    "construction."
+                ),
                 FutureWarning,
                 stacklevel=3,
             )
@@ -316,7 +316,7 @@ class DistributedDataParallel(_TorchDDP):
                 "reduce_dtype and gradient_as_bucket_view=True contradict each other: a gradient cannot be a "
                 "window on a bucket of another dtype. Leave one of them out."
             )
-        if predivide is not None and not (isinstance(predivide, numbers.Real) and predivide > 0):
+        if predivide is not None and not (isinstance(predivide, (int, float)) and predivide > 0):
             raise ValueError(f"predivide_factor must be a positive number, got {predivide!r}")
         self.reduction = reduction
         self.reduce_dtype = dtype
@@ -465,11 +465,7 @@ class DistributedDataParallel(_TorchDDP):
             self._lazy_init()
         grad = torch.is_grad_enabled()
         if grad and self.require_backward_grad_sync:
-            self._check_finished()
-            self.logger.before_forward(self)
-            self.reducer.note_forward_begin()
-            if self._tuner is not None and not self._join_config.enable:
-                self._tuner.before_forward()
+            self._begin_iteration()
         self._note_not_joined()
         if grad and not self._has_rebuilt_buckets:
             self._rebuild_buckets()
@@ -515,6 +511,21 @@ class DistributedDataParallel(_TorchDDP):
     def _get_active_ddp_module(cls) -> Any:
         return _TorchDDP._active_ddp_module
 
+    def _begin_iteration(self) -> None:
+        """What is done once before each forward whose backward will be synchronized."""
+        self._check_finished()
+        self.logger.before_forward(self)
+        if tracing.active:
+            tracing.after_step(self)
+        self.reducer.note_forward_begin()
+        if self._join_config.enable:
+            return  # the others' collectives: a joined rank would not take part in them
+        if self._tuner is not None:
+            self._tuner.before_forward()
+        if ordering.enabled():
+            ordering.check(self.process_group)
+            ordering.record(self.process_group, f"DDP backward of {len(self.reducer.buckets())} buckets")
+
     def _lazy_init(self) -> None:
         self._setup_in_backward_optimizers()
         self._lazy_init_ran = True
@@ -552,7 +563,7 @@ class DistributedDataParallel(_TorchDDP):
             moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved[0], moved_kwargs[0]
         if self._mixed is not None:
-            inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
+            inputs, kwargs = _cast_forward_inputs(self._mixed.param_dtype, *inputs, **kwargs)
             self._mixed.lower()
         return inputs, kwargs
 
@@ -623,9 +634,12 @@ class DistributedDataParallel(_TorchDDP):
         """Frees the buckets' memory between phases of training; the next backward allocates it again."""
         self.reducer.release_buckets()
 
-    def last_step(self) -> dict[str, Any]:
-        """Times of the last synchronized backward, in nanoseconds of ``time.monotonic_ns()``."""
-        return self.reducer.last_step()
+    def last_step(self) -> tracing.StepTimes:
+        """Where the last synchronized backward's time went, in seconds, bucket by bucket.
+
+        Cheap enough to call in every step; the raw stamps are ``ddp.reducer.last_step()``.
+        """
+        return tracing.step_times(self.reducer.last_step())
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -638,9 +652,7 @@ class DistributedDataParallel(_TorchDDP):
     def _assign_modules_buffers(self) -> None:
         # Anew each time: modules may put other tensors in their buffers' places.
         self.named_module_buffers = {
-            name: buffer
-            for name, buffer in self.module.named_buffers()
-            if name not in self.parameters_to_ignore
+            name: buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore
         }
         self.modules_buffers = list(self.named_module_buffers.values())
 
@@ -688,9 +700,7 @@ class DistributedDataParallel(_TorchDDP):
             authoritative_rank,
         )
 
-    def _distributed_broadcast_coalesced(
-        self, tensors: Any, buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
+    def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
         with torch.no_grad():
             broadcast_coalesced(self.process_group, list(tensors), buffer_size, authoritative_rank)
 
@@ -775,9 +785,7 @@ class DistributedDataParallel(_TorchDDP):
             buffer_comm_hook_location=comm_hook_location,
         )
 
-    def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
-    ) -> None:
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """An optimizer that steps in a bucket's hook, right after its reduction."""
         from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 
@@ -785,7 +793,9 @@ class DistributedDataParallel(_TorchDDP):
         try:
             overlapped.register_ddp(self)
         except NotImplementedError as error:
-            raise RuntimeError(f"{optim} does not support overlapped DDP: torch has no functional form of it") from error
+            raise RuntimeError(
+                f"{optim} does not support overlapped DDP: torch has no functional form of it"
+            ) from error
 
     def _setup_in_backward_optimizers(self) -> None:
         if not any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
@@ -910,22 +920,16 @@ class DistributedDataParallel(_TorchDDP):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
-            self._log_and_throw(
-                ValueError, "DDP runtime logging sample rate should be equal or greater than 1"
-            )
+            self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
         self.logger.set_sample_rate(sample_rate)
 
     def _set_static_graph(self) -> None:
         """As ``static_graph=True`` in the constructor, which is the better place."""
         if self.static_graph:
-            warnings.warn(
-                "You've set static_graph to be True, no need to set it again.", stacklevel=2
-            )
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
         if self.reducer.iteration() > 0:
-            self._log_and_throw(
-                RuntimeError, "_set_static_graph should be called before training loop starts"
-            )
+            self._log_and_throw(RuntimeError, "_set_static_graph should be called before training loop starts")
         if self.find_unused_parameters:
             warnings.warn(
                 "find_unused_parameters=True has no effect with a static graph, whose first iteration tells "
@@ -966,5 +970,18 @@ class DistributedDataParallel(_TorchDDP):
     def _get_parameters(self, m: torch.nn.Module, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         yield from m.parameters(recurse=recurse)
 
+
+def _left_out(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name} is a step inside torch's own DDP; minddp has no such step")
+
+    method.__name__ = name
+    return method
+
+
+# Nothing of torch's class may run by inheritance; these have no counterpart here.
+for _name in vars(_TorchDDP):
+    if callable(getattr(_TorchDDP, _name)) and _name not in vars(DistributedDataParallel) and _name != "__class__":
+        setattr(DistributedDataParallel, _name, _left_out(_name))
 
 register_optimizer_step_pre_hook(_refuse_unfinished)

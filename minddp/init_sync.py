@@ -57,8 +57,7 @@ def _difference(kind: str, signatures: list[Signature]) -> str:
                 "(same code, same configuration, same memory format)."
             )
     named = "\n".join(
-        f"  rank {rank}: {len(entries)}"
-        + (f", the last is '{entries[-1][0]}'" if entries else "")
+        f"  rank {rank}: {len(entries)}" + (f", the last is '{entries[-1][0]}'" if entries else "")
         for rank, entries in enumerate(signatures)
     )
     return (

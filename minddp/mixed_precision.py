@@ -21,7 +21,7 @@ class MixedPrecision:
     """Swaps the parameters of one DistributedDataParallel between their two precisions."""
 
     def __init__(self, ddp: DistributedDataParallel, param_dtype: torch.dtype):
-        self._param_dtype = param_dtype
+        self.param_dtype = param_dtype
         self._parameters = [p for p in ddp._module_parameters if p.is_floating_point()]
         self._reducer = ddp.reducer
         self._low = False
@@ -45,10 +45,10 @@ class MixedPrecision:
         for parameter in self._parameters:
             if not self._low:
                 parameter._fp_param = parameter.data  # type: ignore[attr-defined]
-            parameter._mp_param = parameter._fp_param.to(self._param_dtype)  # type: ignore[attr-defined]
+            parameter._mp_param = parameter._fp_param.to(self.param_dtype)  # type: ignore[attr-defined]
             parameter.data = parameter._mp_param  # type: ignore[attr-defined]
             if parameter.grad is not None:
-                parameter.grad.data = parameter.grad.to(self._param_dtype)
+                parameter.grad.data = parameter.grad.to(self.param_dtype)
         self._low = True
         # A parameter of another dtype has another AccumulateGrad node: the hooks move along.
         self._reducer.install_hooks()

@@ -60,8 +60,7 @@ class Reducer(_C.Reducer):
         self._device = parameters[0].device
         self._nbytes = [p.numel() * wire_dtype(p, settings).itemsize for p in parameters]
         self.kinds: list[Hashable] = [
-            (p.dtype, p.device, name if sparse else "")
-            for p, name, sparse in zip(parameters, names, expect_sparse)
+            (p.dtype, p.device, name if sparse else "") for p, name, sparse in zip(parameters, names, expect_sparse)
         ]
         self.has_rebuilt = False
         self._has_hook = False
@@ -196,7 +195,10 @@ class _Weights:
         self._work = self._group.allreduce([self._sum], dist.AllreduceOptions())
 
     def total(self) -> float:
+        if self._work is None:  # every bucket was skipped as unused
+            self.send()
         self._work.wait()
+        self._work = None
         assert self._sum is not None
         total, mine = self._sum.item(), self._weight
         self._weight = None

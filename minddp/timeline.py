@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from minddp.trace import BucketTimes, StepTimes, step_times
+from minddp.tracing import BucketTimes, StepTimes, step_times
 
 __all__ = ["RankStep", "TraceFileError", "draw", "load", "main", "table"]
 

@@ -414,8 +414,11 @@ def _join(rank, world_size):
                         ddp.add_weight(5)
                     ddp(_data(rank, step)).pow(2).sum().backward()
                     active = [r for r in range(world_size) if 2 + 2 * r > step]
-                    divisor = len(active) * 5 if ddp.reduction == "weighted" else (
-                        world_size if by_initial else len(active))
+                    divisor = (
+                        len(active) * 5
+                        if ddp.reduction == "weighted"
+                        else (world_size if by_initial else len(active))
+                    )
                     expected = [_local_grads(ddp.module, [_data(r, step)]) for r in active]
                     _check(ddp, [sum(column) / divisor for column in zip(*expected)])
 

@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from minddp.testing import free_port, run_ranks
-from minddp.trace import Trace
+from minddp.tracing import Trace
 
-tracing = sys.modules[Trace.__module__]  # the module; minddp.trace is the function of the same name
+tracing = sys.modules[Trace.__module__]
 SKEW_NS = 5_000_000_000
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import minddp.timeline as timeline
-from minddp.trace import Trace, after_step, step_times
+from minddp.tracing import Trace, after_step, step_times
 
-tracing = sys.modules[Trace.__module__]  # the module; minddp.trace is the function of the same name
+tracing = sys.modules[Trace.__module__]
 MS = 1_000_000
 
 
@@ -183,7 +183,7 @@ def test_an_exception_in_the_block_still_writes_the_file(tmp_path):
 
 
 def test_the_environment_opens_a_trace_that_unused_processes_do_not_write(tmp_path):
-    code = "import sys, minddp.trace; print(sys.modules['minddp.trace'].active)"
+    code = "import minddp.tracing; print(minddp.tracing.active)"
     path = tmp_path / "t.json"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**tracing.os.environ, "MINDDP_TRACE": str(path)},

@@ -27,9 +27,12 @@ class PythonCommHook : public CommHook {
       return answer.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
     } catch (const pybind11::cast_error&) {
       std::string type = pybind11::str(pybind11::type::of(answer).attr("__name__"));
-      throw pybind11::type_error("The communication hook returned a " + type +
-          ", expected a torch.futures.Future of one tensor (a hook that reduces nothing returns a "
-          "completed future).");
+      pybind11::set_error(PyExc_TypeError,
+          ("The communication hook returned a " + type +
+              ", expected a torch.futures.Future of one tensor (a hook that reduces nothing returns a completed "
+              "future).")
+              .c_str());
+      throw pybind11::error_already_set();
     }
   }
 
