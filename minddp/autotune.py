@@ -96,7 +96,7 @@ class TrialTimes:
     bursts: list[Burst]
 
 
-@dataclass
+@dataclass(eq=False)
 class Trial:
     """A choice of buckets (parameter indices in launch order) and what it showed so far."""
 
@@ -146,6 +146,7 @@ class PlanSearch:
         self.default = Trial("default", default)
         self.trials: list[Trial] = []
         self._bursts = list(samples)
+        self._cost: LinearCost | None = None
 
     def run(self) -> Generator[Trial, TrialTimes, Trial]:
         """The trials, in the order of this module's text."""
@@ -166,7 +167,9 @@ class PlanSearch:
     @property
     def cost(self) -> LinearCost:
         """What an allreduce costs, as far as was seen."""
-        return fit_bursts(self._bursts)
+        if self._cost is None:
+            self._cost = fit_bursts(self._bursts)
+        return self._cost
 
     def predict(self, trial: Trial) -> SimulatedStep:
         """The step that the cost model expects of ``trial``, from the times that it showed itself."""
@@ -195,6 +198,7 @@ class PlanSearch:
             times = yield trial
             trial.laps.append(times)
             self._bursts += times.bursts
+            self._cost = None
 
     def _uniform_trials(self) -> list[Trial]:
         """Uniform caps along the default's ready order; each different choice once."""
@@ -363,7 +367,7 @@ class AutoTuner:
             self._samples = self._measure_alone()
         move = self._broadcast(self._next_move(times) if self._decides() else None)
         if move.failure is not None and self._decides():
-            warnings.warn(f'bucket_cap_mb="auto" gave up and keeps the buckets: {move.failure}', stacklevel=4)
+            warnings.warn(f'bucket_cap_mb="auto" gave up and keeps the default buckets: {move.failure}', stacklevel=4)
         if move.buckets != self._reducer.buckets():
             self._reducer.set_buckets(move.buckets)
         self.settled = move.plan is not None or move.failure is not None
@@ -397,17 +401,22 @@ class AutoTuner:
     def _next_move(self, times: TrialTimes) -> _Move:
         """Rank 0's choice. Whatever goes wrong in it, the other ranks must hear of it and not hang."""
         try:
-            if self._run is None:
-                self._search = PlanSearch(
-                    self._nbytes, self._kinds, self._reducer.buckets(), self.settings, self._samples or ()
-                )
-                self._run = self._search.run()
-                next(self._run)
+            return self._advance(times)
+        except Exception as error:
+            buckets = self._search.default.buckets if self._search is not None else self._reducer.buckets()
+            return _Move(buckets, failure=f"{type(error).__name__}: {error}")
+
+    def _advance(self, times: TrialTimes) -> _Move:
+        if self._search is None or self._run is None:
+            self._search = PlanSearch(
+                self._nbytes, self._kinds, self._reducer.buckets(), self.settings, self._samples or ()
+            )
+            self._run = self._search.run()
+            next(self._run)
+        try:
             return _Move(self._run.send(times).buckets)
         except StopIteration as end:
             return _Move(end.value.buckets, plan=self._plan_of(end.value))
-        except Exception as error:
-            return _Move(self._reducer.buckets(), failure=f"{type(error).__name__}: {error}")
 
     def _plan_of(self, winner: Trial) -> BucketPlan:
         """The winner as a plan that can be saved and pinned; positions count along its launch order."""

@@ -103,16 +103,17 @@ def fit_linear(
     Raises:
         ValueError: lengths differ, nothing was given, or a time is not above 0.
     """
-    samples = sorted(zip(nbytes, counts or [1] * len(nbytes), seconds, strict=True))
-    if not samples or any(not (math.isfinite(t) and t > 0) for _, _, t in samples):
+    given = sorted(zip(nbytes, counts or [1] * len(nbytes), seconds, strict=True))
+    if not given or any(not (math.isfinite(t) and t > 0) for _, _, t in given):
         raise ValueError("fit_linear: seconds must hold at least one time, each finite and above 0")
-    step = math.ceil(len(samples) / 64)
+    step = math.ceil(len(given) / 64)
+    samples = given[step // 2 :: step]
 
     def error(line: LinearCost) -> float:
         a, b = line.latency_seconds, line.seconds_per_byte
         return sum(abs(count * a + size * b - t) / (t if relative else 1) for size, count, t in samples)
 
-    return min(_candidate_lines(samples[step // 2 :: step]), key=error)
+    return min(_candidate_lines(samples), key=error)
 
 
 def _candidate_lines(samples: list[tuple[int, int, float]]) -> list[LinearCost]:

@@ -32,13 +32,13 @@ class Mixed(torch.nn.Module):
         return self.last(x.double())
 
 
-def train(ddp, rank, steps):
+def train(ddp, rank, steps, set_to_none=True):
     """The parameters after ``steps`` steps, with forwards in between that are not synchronized."""
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + rank)
         x = torch.randn(5, 64, generator=generator)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         if step % 7 == rank:  # other counts of forwards on other ranks
             with torch.no_grad():
                 ddp(x)
@@ -66,9 +66,12 @@ def tune_and_pin(rank, world_size, folder):
         refusal = None
     except ValueError as error:
         refusal = str(error)
+    views = minddp.DistributedDataParallel(Mixed(), bucket_cap_mb="auto", gradient_as_bucket_view=True)
+    views._tuner.settings = SETTINGS
+    with_views = train(views, rank, STEPS, set_to_none=False)
     return {
-        "settled": ddp._tuner.settled,
-        "same": torch.equal(fixed, tuned) and torch.equal(fixed, again),
+        "settled": ddp._tuner.settled and views._tuner.settled,
+        "same": all(torch.equal(fixed, other) for other in (tuned, again, with_views)),
         "parameters": tuned,
         "buckets": [ddp.reducer.buckets(), pinned_from_start, pinned.reducer.buckets()],
         "dtypes": [{str(ddp.reducer_parameters[i].dtype) for i in bucket} for bucket in ddp.reducer.buckets()],
