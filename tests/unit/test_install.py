@@ -1,0 +1,158 @@
+"""install(), uninstall() and ``python -m minddp.run``: who gets which class, and what the program sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import minddp
+from minddp.install import _torch_class, install, uninstall
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    install()
+    yield
+    uninstall()
+
+
+@pytest.fixture
+def user_module() -> Iterator[types.ModuleType]:
+    """A module of a program that has imported torch's class by name, twice."""
+    module = types.ModuleType("a_users_module")
+    exec("from torch.nn.parallel import DistributedDataParallel\nDDP = DistributedDataParallel", module.__dict__)
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_every_name_gets_ours_and_then_torchs_again(user_module: types.ModuleType) -> None:
+    assert user_module.DDP is _torch_class
+    install()
+    try:
+        for held in (
+            torch.nn.parallel.DistributedDataParallel,
+            torch.nn.parallel.distributed.DistributedDataParallel,
+            user_module.DistributedDataParallel,
+            user_module.DDP,
+        ):
+            assert held is minddp.DistributedDataParallel
+    finally:
+        uninstall()
+    assert torch.nn.parallel.DistributedDataParallel is _torch_class
+    assert torch.nn.parallel.distributed.DistributedDataParallel is _torch_class
+    assert user_module.DistributedDataParallel is user_module.DDP is _torch_class
+    assert minddp.DistributedDataParallel is not _torch_class
+
+
+def test_twice_is_once(user_module: types.ModuleType) -> None:
+    install()
+    install()
+    uninstall()
+    assert user_module.DDP is torch.nn.parallel.DistributedDataParallel is _torch_class
+    uninstall()
+    assert torch.nn.parallel.DistributedDataParallel is _torch_class
+
+
+def test_modules_of_torch_imported_in_between_get_torchs_back(installed: None) -> None:
+    name = "torch.distributed.algorithms._late_import_of_this_test"
+    late = types.ModuleType(name)
+    exec("from torch.nn.parallel import DistributedDataParallel", late.__dict__)
+    sys.modules[name] = late
+    try:
+        assert late.DistributedDataParallel is minddp.DistributedDataParallel
+        uninstall()
+        assert late.DistributedDataParallel is _torch_class
+    finally:
+        del sys.modules[name]
+
+
+def test_a_name_that_the_program_took_since_is_left_alone(user_module: types.ModuleType) -> None:
+    install()
+    user_module.DDP = "mine now"
+    uninstall()
+    assert user_module.DDP == "mine now"
+
+
+def test_isinstance_with_torchs_class_and_with_the_installed_one(installed: None) -> None:
+    assert issubclass(minddp.DistributedDataParallel, _torch_class)
+    assert issubclass(minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
+
+
+SHOW = """
+import json, sys
+from torch.nn.parallel import DistributedDataParallel
+import torch
+def show(place):
+    by_attribute = torch.nn.parallel.DistributedDataParallel
+    print(json.dumps([place, DistributedDataParallel.__module__, by_attribute.__module__]))
+"""
+SCRIPT = """
+import multiprocessing, sys
+import beside
+def child():
+    beside.show("child")
+if __name__ == "__main__":
+    beside.show("main")
+    print(beside.json.dumps(sys.argv))
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode or 7)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A folder with ``script.py`` and the module ``beside`` that it imports."""
+    (tmp_path / "beside.py").write_text(SHOW)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def run_python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def lines(ended: subprocess.CompletedProcess[str]) -> list[Any]:
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def test_run_script_sees_its_own_arguments_folder_and_spawned_children(program: Path) -> None:
+    script = str(program / "script.py")
+    ended = run_python("-m", "minddp.run", script, "--lr", "3", "-m")
+    assert ended.returncode == 7, ended.stderr
+    ours = "minddp.distributed"
+    assert lines(ended) == [["main", ours, ours], [script, "--lr", "3", "-m"], ["child", ours, ours]]
+
+
+def test_run_module(program: Path) -> None:
+    ended = run_python("-m", "minddp.run", "-m", "script", "x", cwd=program)
+    assert ended.returncode == 7, ended.stderr
+    main, arguments, child = lines(ended)
+    assert main[1:] == child[1:] == ["minddp.distributed"] * 2
+    assert arguments == [str(program / "script.py"), "x"]
+
+
+def test_run_says_what_is_wrong(tmp_path: Path) -> None:
+    absent = run_python("-m", "minddp.run", "no_such_script.py", cwd=tmp_path)
+    assert absent.returncode == 1
+    assert "there is no file 'no_such_script.py'" in absent.stderr
+    for arguments in ([], ["-m"], ["--nproc", "2"]):
+        ended = run_python("-m", "minddp.run", *arguments)
+        assert ended.returncode == 2, arguments
+        assert "usage: python -m minddp.run" in ended.stderr
