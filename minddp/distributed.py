@@ -41,6 +41,7 @@ from .join import DDPJoinHook, agree_on_sync
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
 from .reducer import MIB, Reducer, ReducerSettings, wire_dtype
+from .stall_inspector import StallInspector
 
 __all__ = ["DistributedDataParallel"]
 
@@ -357,6 +358,9 @@ class DistributedDataParallel(_TorchDDP):
         parameters, expect_sparse = self._build_params_for_reducer()
         self.reducer = Reducer(parameters, self.parameter_names, expect_sparse, self.process_group, settings)
         self.logger = LoggingData(self)
+        self._stall_inspector = StallInspector(self.process_group) if dist.is_initialized() else None
+        if self._stall_inspector is not None:
+            self.reducer.set_stall_handler(self._stall_inspector.on_stall)
 
     def _remake_reducer(self) -> None:
         """The same reducer for changed settings: hooks, and whether to synchronize, move along."""
@@ -369,7 +373,9 @@ class DistributedDataParallel(_TorchDDP):
 
     def _restore_comm_hook(self) -> None:
         if self._comm_hook is not None and not isinstance(self._comm_hook[1], dist.BuiltinCommHookType):
-            self.reducer.set_comm_hook(*self._comm_hook)
+            state, hook = self._comm_hook
+            inspector = self._stall_inspector
+            self.reducer.set_comm_hook(state, hook if inspector is None else inspector.guard(hook))
 
     def _graph_mode(self) -> Any:
         if self.static_graph:
@@ -535,6 +541,8 @@ class DistributedDataParallel(_TorchDDP):
             self.reducer.check_finished()
         except RuntimeError as error:
             self.logger.set_error_and_log(str(error))
+            if self._stall_inspector is not None:
+                self._stall_inspector.report_failure(error)
             raise
 
     def _shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -720,8 +728,8 @@ class DistributedDataParallel(_TorchDDP):
         """
         self._check_comm_hook(hook)
         self._check_hook_time()
-        self.reducer.set_comm_hook(state, hook)
         self._comm_hook = (state, hook)
+        self._restore_comm_hook()
         self.logger.set("comm_hook", getattr(hook, "__qualname__", type(hook).__name__))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -886,7 +894,7 @@ class DistributedDataParallel(_TorchDDP):
                 "process_group= to pickle or copy the wrapper, or save ddp.module.state_dict()."
             )
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_tuner", "_mixed", "_delayed"):
+        for name in ("process_group", "reducer", "logger", "_tuner", "_mixed", "_delayed", "_stall_inspector"):
             state.pop(name, None)
         state["broadcast_buffers"] = self.forward_sync_buffers
         return state
