@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -74,6 +75,10 @@ class Reducer:
     def last_step(self) -> dict[str, Any]: ...
 
 def scaled_copy(src: torch.Tensor, dst: torch.Tensor, scale: float, reference: bool = False) -> None: ...
+
+def shm_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any: ...
+def shm_empty(backend: Any, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+def shm_is_shared(backend: Any, tensor: torch.Tensor) -> bool: ...
 
 # Built with CUDA only.
 def cuda_scaled_copy(
