@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import sys
 import tempfile
@@ -30,9 +31,9 @@ from links import Endpoint, LinkError, ShapedNetwork, enter  # noqa: E402
 from minddp.testing import RankError, RankPool  # noqa: E402
 
 __all__ = [
-    "ENGINES", "RESULTS", "BenchmarkError", "Ranks", "Spread", "environment", "machine", "names", "numbers",
-    "parser", "prepare_engine", "rank_device", "read_json", "rounds", "run_main", "spread", "write_json",
-    "write_text",
+    "ENGINES", "RESULTS", "BenchmarkError", "Ranks", "Spread", "command", "environment", "machine", "names",
+    "numbers", "parser", "prepare_engine", "rank_device", "read_json", "rounds", "run_main", "spread",
+    "write_json", "write_text",
 ]  # fmt: skip
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -254,6 +255,20 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def command() -> str:
+    """This process's command as a reader would type it: without paths of this machine."""
+    script = Path(sys.argv[0])
+    package = script.parent.name == "minddp"
+    words = ["python", "-m", f"minddp.{script.stem}"] if package else ["python", f"benchmarks/{script.name}"]
+    arguments = iter(sys.argv[1:])
+    for word in arguments:
+        if word == "--output":
+            next(arguments, None)
+        elif not word.startswith("--output="):
+            words.append(word)
+    return shlex.join(words)
 
 
 def names(text: str) -> list[str]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,8 +136,7 @@ def main(argv: list[str] | None = None) -> int:
             results[variant] = {moment: max(each[moment] for each in found) for moment in found[0]}
     print_table(results, arguments.model)
     result = {"benchmark": "memory", "model": arguments.model, "bytes_per_parameter_byte": results}
-    command = " ".join(["python benchmarks/memory.py", *sys.argv[1:]])
-    harness.write_json(arguments.output, {"command": command, "machine": harness.machine(), **result})
+    harness.write_json(arguments.output, {"command": harness.command(), "machine": harness.machine(), **result})
     print(f"written: {arguments.output}")
     return 0
 

@@ -270,8 +270,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     result = run_callgrind(arguments) if arguments.callgrind else run(arguments)
     output = arguments.output or harness.RESULTS / f"{result['benchmark']}.json"
-    command = "python benchmarks/overhead.py " + " ".join(sys.argv[1:])
-    harness.write_json(output, {"command": command.strip(), "machine": harness.machine(), **result})
+    harness.write_json(output, {"command": harness.command(), "machine": harness.machine(), **result})
     print(f"written: {output}")
     return 0
 

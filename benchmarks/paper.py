@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -397,7 +396,7 @@ def measure(arguments: argparse.Namespace, model: str, engine: str) -> Summary:
 def main(argv: list[str] | None = None) -> int:
     """The command. An interrupt leaves the measurements; the same command goes on."""
     arguments = parse(argv)
-    command = " ".join(["python benchmarks/paper.py", *(sys.argv[1:] if argv is None else argv)])
+    command = harness.command()
     cases = [measure(arguments, model, engine) for engine in arguments.engines for model in arguments.models]
     curves = learning_curves(arguments)
     verdicts = judge(cases, curves, arguments)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -146,9 +145,8 @@ class Sweep:
     def to_json(self) -> dict[str, Any]:
         """The result as stored."""
         points = {key: asdict(point) for key, point in self.points.items()}
-        command = " ".join(["python", *sys.argv])
         return {
-            "command": command, "settings": self.settings, "machine": harness.machine(), "points": points,
+            "command": harness.command(), "settings": self.settings, "machine": harness.machine(), "points": points,
             "facts": self.facts, "visits": self.visits,
         }  # fmt: skip
 

@@ -183,7 +183,8 @@ def _draw_rank(axes: Any, step: RankStep, origin_ms: float) -> None:
 
     def bar(row: float, begin: float, length: float, color: str, height: float = 0.7) -> None:
         place = {"left": origin_ms + begin * 1e3, "width": length * 1e3, "height": height}
-        axes.barh(row, **place, color=_COLORS[color], edgecolor="white", linewidth=0.4)
+        edge = _COLORS[color] if color == "copy" else "white"  # a copy is too short to lose its edges
+        axes.barh(row, **place, color=_COLORS[color], edgecolor=edge, linewidth=0.4)
 
     bar(0, -times.forward_seconds, times.forward_seconds, "forward")
     bar(0, 0.0, times.backward_seconds, "backward")
@@ -198,9 +199,9 @@ def _draw_rank(axes: Any, step: RankStep, origin_ms: float) -> None:
         bar(2, bucket.unpacked - bucket.unpack_seconds, bucket.unpack_seconds, "copy")
         row = 2.65 + 0.7 * (lane + 0.5) / lanes
         bar(row, bucket.launched, bucket.communication_seconds, "collective", 0.7 / lanes)
-        if lanes <= 3 and len(times.buckets) <= 40:
-            middle = origin_ms + (bucket.launched + bucket.done) / 2 * 1e3
-            axes.text(middle, row, str(bucket.index), ha="center", va="center", fontsize=7, color="white")
+        if lanes <= 8 and len(times.buckets) <= 40:
+            style = {"ha": "center", "va": "center", "fontsize": 7 if lanes <= 3 else 4, "color": "white"}
+            axes.text(origin_ms + (bucket.launched + bucket.done) / 2 * 1e3, row, str(bucket.index), **style)
     axes.set_yticks(range(4), _ROWS, fontsize=8)
     axes.set_ylim(3.5, -0.5)
     axes.set_title(f"rank {step.rank}", loc="left", fontsize=9)

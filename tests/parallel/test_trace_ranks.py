@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 import warnings
@@ -94,6 +96,75 @@ def _group_gone(rank: int, world_size: int, path: str, store_path: str) -> None:
     with tracing.trace(path):
         _take_step(rank)
         dist.destroy_process_group()
+
+
+def _train(rank: int, world_size: int, path: str) -> tuple[Any, list[int]]:
+    """Three traced steps, one before and one after; the last step's times and the buckets' bytes."""
+    import torch
+
+    import minddp
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    ddp = minddp.DistributedDataParallel(model, bucket_cap_mb=0.01)
+    batch = torch.randn(4, 64)
+    ddp(batch).sum().backward()
+    with tracing.trace(path):
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(batch).sum().backward()
+    times = ddp.last_step()
+    ddp(batch).sum().backward()
+    return times, [sum(ddp.reducer_parameters[i].nbytes for i in bucket) for bucket in ddp.reducer.buckets()]
+
+
+def test_training_is_traced_from_within_the_module(tmp_path: Path):
+    path = tmp_path / "t.json"
+    results = run_ranks(_train, 2, str(path))
+    document = json.loads(path.read_text())
+    for part, (times, sizes) in zip(document["minddp"]["ranks"], results, strict=True):
+        (module,) = part["modules"]
+        assert module["name"] == "Sequential"
+        assert [step["iteration"] for step in module["steps"]] == [2, 3, 4]
+        assert [[b["nbytes"] for b in step["buckets"]] for step in module["steps"]] == [sizes] * 3
+        assert times.iteration == 4
+        assert [bucket.nbytes for bucket in times.buckets] == sizes
+        for step in module["steps"]:
+            _check_order(step)
+    arrivals = [e["name"] for e in document["traceEvents"] if e["ph"] == "i"]
+    assert sorted(set(arrivals)) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert len(arrivals) == 2 * 3 * 4
+
+
+def _check_order(step: dict[str, Any]) -> None:
+    """Stamps of one step are in the order in which things happen."""
+    assert step["forward_begin_ns"] < step["backward_begin_ns"] < step["backward_end_ns"] <= step["finalize_end_ns"]
+    for bucket in step["buckets"]:
+        moments = [bucket[f"{name}_ns"] for name in ("ready", "pack_begin", "launch", "unpack_begin", "unpack_end")]
+        assert moments == sorted(moments)
+        # The end is stamped by another thread, which the step may not have waited for.
+        assert bucket["done_ns"] == -1 or bucket["done_ns"] >= bucket["launch_ns"]
+        assert max(step["ready_ns"][i] for i in bucket["parameters"]) <= bucket["ready_ns"]
+
+
+_PROGRAM = """
+import sys, torch, torch.distributed as dist, minddp
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4))
+for _ in range(3):
+    ddp(torch.ones(2, 4)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_the_environment_traces_an_unedited_program(tmp_path: Path):
+    path = tmp_path / "t.json"
+    subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(tmp_path / "store")],
+        env={**os.environ, "MINDDP_TRACE": str(path)}, check=True, timeout=60,
+    )  # fmt: skip
+    (part,) = json.loads(path.read_text())["minddp"]["ranks"]
+    assert [step["iteration"] for step in part["modules"][0]["steps"]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
