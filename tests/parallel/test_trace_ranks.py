@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from minddp import tracing
 from minddp.testing import free_port, run_ranks
 from minddp.tracing import Trace
 
-tracing = sys.modules[Trace.__module__]
 SKEW_NS = 5_000_000_000
 
 

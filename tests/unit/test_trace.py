@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import minddp.timeline as timeline
+from minddp import timeline, tracing
 from minddp.tracing import Trace, after_step, step_times
 
-tracing = sys.modules[Trace.__module__]
 MS = 1_000_000
 
 
