@@ -44,13 +44,13 @@ struct Product {
 struct Min {
   template <class T>
   static MINDDP_INLINE T combine(T a, T b) {
-    return (a < b || a != a) ? a : b;
+    return ((a < b) | (a != a)) ? a : b;
   }
 };
 struct Max {
   template <class T>
   static MINDDP_INLINE T combine(T a, T b) {
-    return (a > b || a != a) ? a : b;
+    return ((a > b) | (a != a)) ? a : b;
   }
 };
 struct BitAnd {
