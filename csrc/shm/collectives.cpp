@@ -6,6 +6,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "copy.h"
+
 namespace minddp::shm {
 namespace {
 
@@ -13,14 +15,16 @@ constexpr size_t kCacheLine = 64;
 
 // Up to here every rank reads all others' whole data and reduces them itself: more work, but one
 // wait instead of two.
-constexpr size_t kFlatBytes = size_t{32} << 10;
+constexpr size_t kFlatBytes = size_t{16} << 10;
 
-// The piece of an allreduce that one rank reduces at a time. Two ranks keep four such pieces going
-// (in, out, own, result), which fit in a core's second-level cache.
-constexpr size_t kShareBytes = size_t{128} << 10;
+// The piece of an allreduce that one rank reduces between two waits.
+constexpr size_t kShareBytes = size_t{64} << 10;
+constexpr size_t kMinimumShare = size_t{16} << 10;
+// So that a rank can work on one while its peers do on another.
+constexpr size_t kChunksAtLeast = 4;
 
-// What a direct allreduce reduces before it hands the result to the peers: fits in the first level.
-constexpr size_t kDirectBlockBytes = size_t{8} << 10;
+// What is reduced before the result is copied on: stays in the first-level cache.
+constexpr size_t kBlockBytes = size_t{8} << 10;
 
 constexpr size_t kMinimumPiece = size_t{32} << 10;
 
@@ -38,11 +42,6 @@ size_t piece_bytes(size_t total, size_t limit) {
 Span clip(Span span, size_t begin, size_t bytes) {
   const size_t first = std::min(begin, span.bytes);
   return {span.data + first, std::min(bytes, span.bytes - first)};
-}
-
-// memcpy wants pointers to something even for nothing.
-void copy(void* destination, const void* source, size_t bytes) {
-  if (bytes > 0 && destination != source) std::memcpy(destination, source, bytes);
 }
 
 // The reader stays one tick behind the writer, so that a rank's writing hides its peers' delay.
@@ -105,7 +104,7 @@ void Collectives::broadcast(Span data, int root, const Call& call) {
     for (size_t begin = 0; begin < data.bytes && size() > 1; begin += piece) {
       const Span part = clip(data, begin, piece);
       if (rank() == root) {
-        copy(exchange_.acquire(), part.data, part.bytes);
+        copy_to_peer(exchange_.acquire(), part.data, part.bytes);
         exchange_.post();
       } else {
         exchange_.skip();
@@ -132,21 +131,23 @@ void Collectives::allreduce(Span data, const Reduction& reduction, const Call& c
 }
 
 void Collectives::allreduce_flat(Span data, const Reduction& reduction) {
-  copy(exchange_.acquire(), data.data, data.bytes);
+  copy_to_peer(exchange_.acquire(), data.data, data.bytes);
   exchange_.post();
   exchange_.await_all();
-  reduce_awaited(data, data.data, 0, reduction);
+  reduce_awaited(data, data.data, 0, 0, reduction);
   exchange_.take();
 }
 
-// output = the reduction of `own` and what each peer has in its lane for this rank, `lane` bytes wide;
-// 0 when the whole slot is for everyone. REQUIRES: the slots are awaited
-void Collectives::reduce_awaited(Span output, const char* own, size_t lane, const Reduction& reduction) {
-  std::vector<const void*> sources;
+// output = the reduction of `own` and what each peer has for it in the slot being read: `begin` bytes into
+// its lane for this rank, if lanes are `lane` bytes wide, or into the slot, if `lane` is 0.
+// REQUIRES: the slots are awaited
+void Collectives::reduce_awaited(
+    Span output, const char* own, size_t lane, size_t begin, const Reduction& reduction) {
   for (int peer = 0; peer < size(); ++peer)
-    sources.push_back(peer == rank() ? own : exchange_.data(peer) + lane_index(peer, rank()) * lane);
+    sources_[static_cast<size_t>(peer)] =
+        peer == rank() ? own : exchange_.data(peer) + lane_index(peer, rank()) * lane + begin;
   reduction.function(
-      output.data, sources.data(), size(), static_cast<int64_t>(output.bytes / reduction.element_bytes));
+      output.data, sources_.data(), size(), static_cast<int64_t>(output.bytes / reduction.element_bytes));
 }
 
 // The data are cut into chunks, and each chunk into one share per rank. A rank hands the others' shares
@@ -154,54 +155,61 @@ void Collectives::reduce_awaited(Span output, const char* own, size_t lane, cons
 // Chunk c+1 goes in before chunk c is reduced, and chunk c is fetched after chunk c+1 is reduced, so a
 // rank waits only for a peer that is a whole chunk behind.
 //
-// With n ranks and M bytes, a rank reads and writes M (n-1)/n in, M/n results and M (n-1)/n out: its own
-// tensor is read and written once in memory (2M), as in the direct version; what passes through the
-// slots, 2M (n-1)/n each way, stays in the cache.
+// With n ranks and M bytes, a rank moves 2M through its own tensor, as in the direct version, and
+// 2M (n-1)/n into slots and as much out of them: for two ranks twice what the bound of the direct version
+// is, since memory that is not shared must be copied by its owner, out and in.
 void Collectives::allreduce_sharded(Span data, const Reduction& reduction) {
-  const size_t ranks = static_cast<size_t>(size());
-  const size_t full_share = std::min({Exchange::kSlotBytes / (ranks - 1) / kCacheLine * kCacheLine, kShareBytes,
-      std::max(round_up(ceil_div(data.bytes, 4 * ranks), kCacheLine), kMinimumPiece / 2)});
-  const size_t chunks = ceil_div(data.bytes, full_share * ranks);
-
-  const auto share_of = [&](size_t chunk, int owner) {
-    const size_t begin = chunk * full_share * ranks;
-    const size_t share = std::min(full_share, round_up(ceil_div(data.bytes - begin, ranks), kCacheLine));
-    const size_t end = std::min(begin + share * ranks, data.bytes);
-    return clip({data.data, end}, begin + share * static_cast<size_t>(owner), share);
-  };
-  const auto hand_in = [&](size_t chunk) {
-    char* slot = exchange_.acquire();
-    for (int owner = 0; owner < size(); ++owner) {
-      if (owner != rank()) {
-        const Span share = share_of(chunk, owner);
-        copy(slot + lane_index(rank(), owner) * full_share, share.data, share.bytes);
-      }
-    }
-    exchange_.post();
-  };
-  const auto reduce_own = [&](size_t chunk) {
-    char* slot = exchange_.acquire();
-    exchange_.await_all();
-    const Span own = share_of(chunk, rank());
-    reduce_awaited(own, own.data, full_share, reduction);
-    copy(slot, own.data, own.bytes);
-    exchange_.post();
-    exchange_.take();
-  };
-  const auto fetch_results = [&](size_t chunk) {
-    for (int owner = 0; owner < size(); ++owner) {
-      if (owner != rank()) {
-        const Span share = share_of(chunk, owner);
-        copy(share.data, exchange_.await(owner), share.bytes);
-      }
-    }
-    exchange_.take();
-  };
-  for (size_t step = 0; step < chunks + 2; ++step) {
-    if (step < chunks) hand_in(step);
-    if (step >= 1 && step <= chunks) reduce_own(step - 1);
-    if (step >= 2) fetch_results(step - 2);
+  const Chunks chunks(data, static_cast<size_t>(size()));
+  for (size_t step = 0; step < chunks.count + 2; ++step) {
+    if (step < chunks.count) hand_in(chunks, step);
+    if (step >= 1 && step <= chunks.count) reduce_own_share(chunks, step - 1, reduction);
+    if (step >= 2) fetch_results(chunks, step - 2);
   }
+}
+
+Collectives::Chunks::Chunks(Span data, size_t ranks)
+    : data(data), ranks(ranks),
+      share_bytes(std::min({Exchange::kSlotBytes / (ranks - 1) / kCacheLine * kCacheLine, kShareBytes,
+          std::max(round_up(ceil_div(data.bytes, kChunksAtLeast * ranks), kCacheLine), kMinimumShare)})),
+      count(ceil_div(data.bytes, share_bytes * ranks)) {}
+
+Span Collectives::Chunks::share(size_t chunk, int owner) const {
+  const size_t begin = chunk * share_bytes * ranks;
+  const size_t end = std::min(begin + share_bytes * ranks, data.bytes);
+  const size_t share = round_up(ceil_div(end - begin, ranks), kCacheLine);
+  return clip({data.data, end}, begin + share * static_cast<size_t>(owner), share);
+}
+
+void Collectives::hand_in(const Chunks& chunks, size_t chunk) {
+  char* slot = exchange_.acquire();
+  for (int owner = 0; owner < size(); ++owner)
+    if (owner != rank()) {
+      const Span share = chunks.share(chunk, owner);
+      copy_to_peer(slot + lane_index(rank(), owner) * chunks.share_bytes, share.data, share.bytes);
+    }
+  exchange_.post();
+}
+
+void Collectives::reduce_own_share(const Chunks& chunks, size_t chunk, const Reduction& reduction) {
+  char* slot = exchange_.acquire();
+  exchange_.await_all();
+  const Span own = chunks.share(chunk, rank());
+  for (size_t begin = 0; begin < own.bytes; begin += kBlockBytes) {
+    const Span block = clip(own, begin, kBlockBytes);
+    reduce_awaited(block, block.data, chunks.share_bytes, begin, reduction);
+    copy_to_peer(slot + begin, block.data, block.bytes);
+  }
+  exchange_.post();
+  exchange_.take();
+}
+
+void Collectives::fetch_results(const Chunks& chunks, size_t chunk) {
+  for (int owner = 0; owner < size(); ++owner)
+    if (owner != rank()) {
+      const Span share = chunks.share(chunk, owner);
+      copy(share.data, exchange_.await(owner), share.bytes);
+    }
+  exchange_.take();
 }
 
 // Exchanges where the ranks' tensors lie; the tensors' buffers by rank when all are in shared memory.
@@ -230,13 +238,12 @@ void Collectives::allreduce_direct(Span data, const std::vector<char*>& buffers,
   const size_t share = round_up(ceil_div(data.bytes, ranks), kCacheLine);
   const size_t first = std::min(share * static_cast<size_t>(rank()), data.bytes);
   const size_t last = std::min(first + share, data.bytes);
-  std::vector<const void*> sources(ranks);
-  for (size_t begin = first; begin < last; begin += kDirectBlockBytes) {
-    const size_t bytes = std::min(kDirectBlockBytes, last - begin);
-    for (size_t peer = 0; peer < ranks; ++peer) sources[peer] = buffers[peer] + begin;
+  for (size_t begin = first; begin < last; begin += kBlockBytes) {
+    const Span block{data.data + begin, std::min(kBlockBytes, last - begin)};
+    for (size_t peer = 0; peer < ranks; ++peer) sources_[peer] = buffers[peer] + begin;
     reduction.function(
-        data.data + begin, sources.data(), size(), static_cast<int64_t>(bytes / reduction.element_bytes));
-    for (size_t peer = 0; peer < ranks; ++peer) copy(buffers[peer] + begin, data.data + begin, bytes);
+        block.data, sources_.data(), size(), static_cast<int64_t>(block.bytes / reduction.element_bytes));
+    for (char* buffer : buffers) copy(buffer + begin, block.data, block.bytes);
   }
   synchronize();
   exchange_.take();
@@ -252,9 +259,9 @@ void Collectives::reduce(Span data, int root, const Reduction& reduction, const 
       if (rank() == root) {
         exchange_.skip();
         exchange_.await_all();
-        reduce_awaited(part, part.data, 0, reduction);
+        reduce_awaited(part, part.data, 0, 0, reduction);
       } else {
-        copy(exchange_.acquire(), part.data, part.bytes);
+        copy_to_peer(exchange_.acquire(), part.data, part.bytes);
         exchange_.post();
       }
       exchange_.take();
@@ -271,7 +278,7 @@ void Collectives::allgather(Span input, const std::vector<Span>& outputs, const 
         ceil_div(largest(outputs), piece),
         [&](size_t tick) {
           const Span part = clip(input, tick * piece, piece);
-          copy(exchange_.acquire(), part.data, part.bytes);
+          copy_to_peer(exchange_.acquire(), part.data, part.bytes);
           exchange_.post(static_cast<int64_t>(input.bytes));
         },
         [&](size_t tick) { receive_gathered(outputs, tick * piece, piece); });
@@ -303,7 +310,7 @@ void Collectives::gather(Span input, const std::vector<Span>& outputs, int root,
         receive_gathered(outputs, begin, piece);
       } else {
         const Span part = clip(input, begin, piece);
-        copy(exchange_.acquire(), part.data, part.bytes);
+        copy_to_peer(exchange_.acquire(), part.data, part.bytes);
         exchange_.post(static_cast<int64_t>(input.bytes));
         exchange_.take();
       }
@@ -326,7 +333,7 @@ void Collectives::write_lanes(const std::vector<Span>& inputs, size_t begin) {
   for (int peer = 0; peer < size(); ++peer) {
     if (peer != rank()) {
       const Span part = clip(inputs[static_cast<size_t>(peer)], begin, lane_bytes());
-      copy(slot + lane_index(rank(), peer) * lane_bytes(), part.data, part.bytes);
+      copy_to_peer(slot + lane_index(rank(), peer) * lane_bytes(), part.data, part.bytes);
     }
   }
   exchange_.post();
@@ -361,7 +368,7 @@ void Collectives::reduce_scatter(
         [&](size_t tick) {
           const size_t begin = tick * lane_bytes();
           exchange_.await_all();
-          reduce_awaited(clip(output, begin, lane_bytes()), own.data + begin, lane_bytes(), reduction);
+          reduce_awaited(clip(output, begin, lane_bytes()), own.data + begin, lane_bytes(), 0, reduction);
           exchange_.take();
         });
   });
@@ -397,7 +404,7 @@ void Collectives::write_measured_lanes(const std::vector<Span>& inputs, size_t b
       char* lane = slot + lane_index(rank(), peer) * lane_bytes();
       const Span part = clip(input, begin, lane_bytes() - kCacheLine);
       std::memcpy(lane, &input.bytes, sizeof(input.bytes));
-      copy(lane + kCacheLine, part.data, part.bytes);
+      copy_to_peer(lane + kCacheLine, part.data, part.bytes);
     }
   }
   exchange_.post(static_cast<int64_t>(largest(inputs)));

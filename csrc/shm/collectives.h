@@ -42,7 +42,7 @@ struct Reduction {
 
 class Collectives {
  public:
-  explicit Collectives(Group& group) : exchange_(group), group_(group) {}
+  explicit Collectives(Group& group) : exchange_(group), group_(group), sources_(static_cast<size_t>(group.size())) {}
 
   void barrier(const Call& call);
   void broadcast(Span data, int root, const Call& call);
@@ -70,21 +70,38 @@ class Collectives {
   void synchronize(int64_t note = 0);
 
   void allreduce_flat(Span data, const Reduction& reduction);
+
+  // How allreduce_sharded() cuts its data.
+  struct Chunks {
+    Chunks(Span data, size_t ranks);
+    Span share(size_t chunk, int owner) const;  // shorter, or empty, in the last chunk
+
+    Span data;
+    size_t ranks;
+    size_t share_bytes;
+    size_t count;
+  };
   void allreduce_sharded(Span data, const Reduction& reduction);
+  void hand_in(const Chunks& chunks, size_t chunk);
+  void reduce_own_share(const Chunks& chunks, size_t chunk, const Reduction& reduction);
+  void fetch_results(const Chunks& chunks, size_t chunk);
+
   bool all_shared(Span data, std::vector<char*>& buffers);
   void allreduce_direct(Span data, const std::vector<char*>& buffers, const Reduction& reduction);
+
   void receive_gathered(const std::vector<Span>& outputs, size_t begin, size_t piece);
 
   // A slot with data for each peer is cut into lanes of equal size, one for each peer.
   static size_t lane_index(int writer, int reader);
   size_t lane_bytes() const;
   void write_lanes(const std::vector<Span>& inputs, size_t begin);
-  void reduce_awaited(Span output, const char* own, size_t lane, const Reduction& reduction);
+  void reduce_awaited(Span output, const char* own, size_t lane, size_t begin, const Reduction& reduction);
   void write_measured_lanes(const std::vector<Span>& inputs, size_t begin);
   void read_measured_lanes(const std::vector<Span>& outputs, size_t begin);
 
   Exchange exchange_;
   Group& group_;
+  std::vector<const void*> sources_;  // of the reduction under way, by rank
 };
 
 }  // namespace minddp::shm
