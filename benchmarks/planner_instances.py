@@ -119,10 +119,7 @@ def main() -> None:
     for rule, values in excess.items():
         values.sort()
         p95 = values[int(0.95 * (len(values) - 1))]
-        print(
-            f"{rule:28}{statistics.mean(values):8.1f}{statistics.median(values):8.1f}"
-            f"{p95:8.1f}{values[-1]:8.1f}"
-        )
+        print(f"{rule:28}{statistics.mean(values):8.1f}{statistics.median(values):8.1f}{p95:8.1f}{values[-1]:8.1f}")
 
 
 if __name__ == "__main__":

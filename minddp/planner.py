@@ -89,9 +89,7 @@ class BucketPlan:
     def __post_init__(self) -> None:
         positions = sorted(position for bucket in self.buckets for position in bucket)
         if positions != list(range(len(positions))) or not all(self.buckets):
-            raise ValueError(
-                "BucketPlan: buckets must hold every position from 0 exactly once, none be empty"
-            )
+            raise ValueError("BucketPlan: buckets must hold every position from 0 exactly once, none be empty")
         if self.parameters is not None and len(self.parameters) != len(positions):
             raise ValueError(
                 f"BucketPlan: {len(self.parameters)} parameters for {len(positions)} positions in buckets"
@@ -166,9 +164,7 @@ class BucketPlan:
         try:
             listed = document["parameters"]
             parameters = (
-                None
-                if listed is None
-                else [ParameterInfo(p["name"], tuple(p["shape"]), p["dtype"]) for p in listed]
+                None if listed is None else [ParameterInfo(p["name"], tuple(p["shape"]), p["dtype"]) for p in listed]
             )
             plan = cls(
                 [[int(position) for position in bucket] for bucket in document["buckets"]],
@@ -319,9 +315,7 @@ def _check_gradients(
     ):
         for position, value in enumerate(values):
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(
-                    f"{name} must be finite and at least 0, got {value!r} at position {position}"
-                )
+                raise ValueError(f"{name} must be finite and at least 0, got {value!r} at position {position}")
 
 
 def _lanes(kinds: Sequence[Hashable]) -> list[list[int]]:
@@ -345,9 +339,7 @@ def _buckets_lane_by_lane(
     return sorted(buckets, key=lambda bucket: bucket[-1])
 
 
-def _single_kind_buckets(
-    ready: Sequence[float], nbytes: Sequence[int], cost: Cost, slack: float
-) -> list[list[int]]:
+def _single_kind_buckets(ready: Sequence[float], nbytes: Sequence[int], cost: Cost, slack: float) -> list[list[int]]:
     prefix = [0, *itertools.accumulate(nbytes)]
     if isinstance(cost, LinearCost):
         finish = _finish_times_linear(ready, prefix, cost)

@@ -95,9 +95,7 @@ class Tree:
             if alpha == 0:
                 return wire
             best = math.sqrt(wire * fill / alpha)
-            return min(
-                (fill + k) * (alpha + wire / k) for k in (max(1, math.floor(best)), math.ceil(best) or 1)
-            )
+            return min((fill + k) * (alpha + wire / k) for k in (max(1, math.floor(best)), math.ceil(best) or 1))
 
         return seconds
 

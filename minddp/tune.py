@@ -72,9 +72,7 @@ def plan_table(plan: BucketPlan) -> str:
             f"{1e3 * trial['step_seconds']:>13.2f}{1e3 * trial['predicted_step_seconds']:>14.2f}{kept}"
         )
     gain = 1 - notes["measured_step_seconds"] / notes["default_step_seconds"]
-    lines.append(
-        f"{notes['choice']}: {100 * gain:.1f} % under the default; an allreduce costs {notes['allreduce']}"
-    )
+    lines.append(f"{notes['choice']}: {100 * gain:.1f} % under the default; an allreduce costs {notes['allreduce']}")
     return "\n".join(lines)
 
 
@@ -138,19 +136,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, metavar="MODULE:FACTORY")
-    parser.add_argument(
-        "--input", action="append", default=[], metavar="SHAPE", help="such as 8x1024; repeatable"
-    )
+    parser.add_argument("--input", action="append", default=[], metavar="SHAPE", help="such as 8x1024; repeatable")
     parser.add_argument("--out", required=True, metavar="FILE", help="where the plan goes, as JSON")
     parser.add_argument("--ranks", type=int, help="start so many ranks here; not under torchrun")
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda with nccl, else cpu")
-    parser.add_argument(
-        "--laps", type=int, default=TunerSettings.laps, help="how often finalists are measured"
-    )
-    parser.add_argument(
-        "--iterations", type=int, default=TunerSettings.measured_iterations, help="per trial and lap"
-    )
+    parser.add_argument("--laps", type=int, default=TunerSettings.laps, help="how often finalists are measured")
+    parser.add_argument("--iterations", type=int, default=TunerSettings.measured_iterations, help="per trial and lap")
     return parser.parse_args(arguments)
 
 

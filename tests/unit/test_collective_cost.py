@@ -20,9 +20,7 @@ def test_table_cost_interpolates_extrapolates_and_never_falls():
     assert TableCost([0, 10], [1.0, 2.0])(20) == 3.0
 
 
-@pytest.mark.parametrize(
-    "arguments", [([1], [1.0]), ([1, 2], [1.0]), ([1, 1], [1.0, 2.0]), ([1, 2], [1.0, -1.0])]
-)
+@pytest.mark.parametrize("arguments", [([1], [1.0]), ([1, 2], [1.0]), ([1, 1], [1.0, 2.0]), ([1, 2], [1.0, -1.0])])
 def test_table_cost_refuses(arguments):
     with pytest.raises(ValueError, match="TableCost"):
         TableCost(*arguments)

@@ -43,9 +43,7 @@ def brute_force(ready, nbytes, cost, kinds):
     """The least (finish, number of buckets) over all plans."""
     lanes = [[p for p, kind in enumerate(kinds) if kind == k] for k in dict.fromkeys(kinds)]
     plans = (
-        launch
-        for cut in itertools.product(*(list(partitions(lane)) for lane in lanes))
-        for launch in merges(cut)
+        launch for cut in itertools.product(*(list(partitions(lane)) for lane in lanes)) for launch in merges(cut)
     )
     return min((plan_finish(plan, ready, nbytes, cost), len(plan)) for plan in plans)
 
@@ -201,9 +199,7 @@ def test_another_models_plan_is_refused_by_name():
     assert "missing here: b.weight" in text
     assert "a.bias (float32[4] in the plan, float32[5] here)" in text
     with pytest.raises(ValueError, match="not in the plan: c, d, e, f, g and 1 more"):
-        model_plan().parameter_buckets(
-            NAMES + list("cdefgh"), SHAPES + [(1,)] * 6, DTYPES + [torch.float32] * 6
-        )
+        model_plan().parameter_buckets(NAMES + list("cdefgh"), SHAPES + [(1,)] * 6, DTYPES + [torch.float32] * 6)
 
 
 def test_a_plan_of_bare_numbers_fits_no_model():
