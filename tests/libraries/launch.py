@@ -1,0 +1,95 @@
+"""Runs a user's script by torchrun, as it is or under ``minddp.run``; reads the report that it leaves.
+
+A run has a timeout; when it is over torchrun is asked to end, and what is left of it is killed, by
+process id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+
+CLASS = {
+    "torch": "torch.nn.parallel.distributed.DistributedDataParallel",
+    "minddp": "minddp.distributed.DistributedDataParallel",
+}
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        # A store of its own for each start: the launcher's outlives a restart, and in it the new ranks may
+        # read the addresses of the dead.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *_children(child)]
+    return found
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    pids = [process.pid, *_children(process.pid)]
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def run(
+    impl: str,
+    script: str,
+    out: Path,
+    *arguments: str,
+    ranks: int = 2,
+    restarts: int = 0,
+    timeout: float = 150,
+) -> Any:
+    """Runs ``scripts/<script> <arguments> <out>`` with ``impl``'s class and returns the JSON in ``out``."""
+    torchrun = [
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={ranks}",
+        f"--max-restarts={restarts}",
+    ]
+    swapped = ["-m", "minddp.run"] if impl == "minddp" else []
+    command = [sys.executable, "-m", *torchrun, *swapped, str(SCRIPTS / script), *arguments, str(out)]
+    process = subprocess.Popen(
+        command,
+        env=_environment(),
+        cwd=out.parent,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        output, _ = process.communicate()
+        raise AssertionError(f"{script} with {impl} did not end within {timeout} s:\n{output[-6000:]}") from None
+    assert process.returncode == 0, f"{script} with {impl} ended with {process.returncode}:\n{output[-6000:]}"
+    return json.loads(out.read_text())
