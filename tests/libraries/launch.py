@@ -1,7 +1,6 @@
 """Runs a user's script by torchrun, as it is or under ``minddp.run``; reads the report that it leaves.
 
-A run has a timeout; when it is over torchrun is asked to end, and what is left of it is killed, by
-process id.
+A run has a timeout; when it is over torchrun and its ranks are killed, by process id.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tests.conformance.zygote import children_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -39,21 +40,8 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *_children(child)]
-    return found
-
-
 def _end(process: subprocess.Popen[str]) -> None:
-    pids = [process.pid, *_children(process.pid)]
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(10)
-    for pid in pids:
+    for pid in [*children_of(process.pid), process.pid]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
