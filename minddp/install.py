@@ -21,7 +21,6 @@ from .distributed import DistributedDataParallel
 
 __all__ = ["install", "uninstall"]
 
-_NAME = DistributedDataParallel.__name__
 _torch_class = next(base for base in DistributedDataParallel.__mro__ if base.__module__.startswith("torch."))
 _get_command_line = multiprocessing.spawn.get_command_line
 
