@@ -473,7 +473,7 @@ class DistributedDataParallel(_TorchDDP):
         if grad and self.require_backward_grad_sync:
             self._begin_iteration()
         self._note_not_joined()
-        if grad and not self._has_rebuilt_buckets:
+        if grad and not self.reducer.has_rebuilt:
             self._rebuild_buckets()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
@@ -523,14 +523,13 @@ class DistributedDataParallel(_TorchDDP):
         self.logger.before_forward(self)
         if tracing.active:
             tracing.after_step(self)
+        if not self._join_config.enable:  # a joined rank would not take part in these collectives
+            if self._tuner is not None:
+                self._tuner.before_forward()
+            if ordering.enabled():
+                ordering.check(self.process_group)
+                ordering.record(self.process_group, f"DDP backward of {len(self.reducer.buckets())} buckets")
         self.reducer.note_forward_begin()
-        if self._join_config.enable:
-            return  # the others' collectives: a joined rank would not take part in them
-        if self._tuner is not None:
-            self._tuner.before_forward()
-        if ordering.enabled():
-            ordering.check(self.process_group)
-            ordering.record(self.process_group, f"DDP backward of {len(self.reducer.buckets())} buckets")
 
     def _lazy_init(self) -> None:
         self._setup_in_backward_optimizers()
@@ -753,6 +752,11 @@ class DistributedDataParallel(_TorchDDP):
             raise RuntimeError(
                 "register_comm_hook must be called before the first backward: gradients have been reduced "
                 "without the hook already."
+            )
+        if self._tuner is not None:
+            raise RuntimeError(
+                'bucket_cap_mb="auto" re-plans buckets while training, and hooks may keep state by bucket: '
+                "tune without the hook, then pin the plan (bucket_plan=)"
             )
         if self.reduce_dtype is not None or self.predivide_factor is not None:
             raise RuntimeError("a communication hook decides dtype and division itself: leave out reduce_dtype "
