@@ -161,6 +161,8 @@ class RankPool:
 
         Raises :class:`RankError` when a rank raises, dies, or does not answer in ``timeout`` seconds.
         """
+        if not all(process.is_alive() for process in self._processes):
+            self.close()  # a test killed one
         if not self._processes:
             self._start()
         call = pickle.dumps((fn, args))
