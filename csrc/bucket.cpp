@@ -25,7 +25,7 @@ Bucket::Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>
 
 void Bucket::allocate() {
   auto options = slots_->front().parameter.options().dtype(options_.buffer_dtype).requires_grad(false);
-  buffer_ = at::empty({numel_}, options);
+  buffer_ = options_.allocate ? options_.allocate(numel_, options) : at::empty({numel_}, options);
   for (Slot& s : *slots_)  // set_ instead of as_strided: no autograd view, so users may detach_() gradients
     s.view = at::empty({0}, options).set_(buffer_.storage(), s.offset, s.parameter.sizes(), s.strides);
 }

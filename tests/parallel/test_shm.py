@@ -526,6 +526,22 @@ def test_training_ends_with_gloos_weights() -> None:
     run_ranks(check_training, 2)
 
 
+def check_bucket_memory(rank: int, world_size: int) -> None:
+    groups = {True: shm_group(), False: dist.group.WORLD}
+    for shared, group in groups.items():
+        ddp = minddp.DistributedDataParallel(
+            torch.nn.Linear(30, 40), process_group=group, gradient_as_bucket_view=True
+        )
+        ddp(torch.randn(5, 30)).sum().backward()
+        for parameter in ddp.parameters():
+            assert parameter.grad is not None
+            assert minddp.shm.is_shared(parameter.grad, groups[True]) is shared
+
+
+def test_buckets_lie_in_the_transports_memory() -> None:
+    run_ranks(check_bucket_memory, 2)
+
+
 def check_wait_with_limit(rank: int, world_size: int) -> None:
     group = shm_group()
     tensor = torch.ones(3)
