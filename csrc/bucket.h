@@ -10,11 +10,11 @@
 
 #include "cuda/producers.h"
 #include "scaled_copy.h"
+#include "shm/transport_memory.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -36,8 +36,7 @@ class Bucket {
     bool sparse = false;            // one parameter, whose gradient travels as it is
     bool gradient_as_view = false;  // .grad becomes a window on the buffer
     int rank = 0;                   // for messages
-    // Makes the buffer; at::empty unless the transport has memory of its own kind.
-    std::function<at::Tensor(int64_t numel, const at::TensorOptions&)> allocate = nullptr;
+    Allocate allocate = nullptr;    // makes the buffer; empty: at::empty
   };
   Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
       const std::vector<std::string>& names, Options options);

@@ -27,16 +27,6 @@ void Reducer::install_hooks() {
   });
 }
 
-// Memory that the group's CPU transport reaches without a copy (shm), where it has such.
-static decltype(Bucket::Options::allocate) transport_memory(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device) {
-  if (!device.is_cpu()) return nullptr;
-  auto backend = group->getBackend(device.type());
-  if (!backend->supportsTensorAlloc(0)) return nullptr;
-  return
-      [backend](int64_t numel, const at::TensorOptions& options) { return backend->allocateTensor(numel, options); };
-}
-
 void Reducer::set_buckets(const Buckets& buckets) {
   TORCH_CHECK(phase_ == Phase::kIdle, "set_buckets: a backward is not finished; call it between iterations");
   buckets_.clear();

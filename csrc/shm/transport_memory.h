@@ -1,0 +1,22 @@
+// Memory for buckets that the group's CPU transport reaches without a copy, where it has such.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <functional>
+
+namespace minddp {
+
+using Allocate = std::function<at::Tensor(int64_t numel, const at::TensorOptions& options)>;
+
+// Empty where the transport has no memory of its own.
+inline Allocate transport_memory(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device) {
+  if (!device.is_cpu()) return nullptr;
+  auto backend = group->getBackend(device.type());
+  if (!backend->supportsTensorAlloc(0)) return nullptr;
+  return
+      [backend](int64_t numel, const at::TensorOptions& options) { return backend->allocateTensor(numel, options); };
+}
+
+}  // namespace minddp
