@@ -124,6 +124,7 @@ def fork_case(test_class: type[unittest.TestCase], name: str, folder: Path) -> i
         os.dup2(sink.fileno(), 2)
     answer = run_in_case(test_class, name)
     (folder / "answer").write_text(json.dumps(answer))
+    sys.stdout.flush()  # _exit does not
     os._exit(0)
 
 
