@@ -91,6 +91,7 @@ def _rank_main(rank: int, world_size: int, pipe: Connection, threads: int) -> No
             if backend is not None:
                 store = dist.FileStore(store_path, world_size)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+                dist.barrier()  # a rank that ends at once must not close while others still connect
             answer: tuple[bool, bytes | str] = (True, _serialize(fn(rank, world_size, *args)))
         except BaseException as error:  # the parent raises it again, with every rank's own text
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
