@@ -11,7 +11,7 @@ from ._extension import load as _load
 _load()
 
 # The extension must be checked first.
-from . import functional, planner  # noqa: E402
+from . import functional, planner, shm  # noqa: E402
 from .distributed import DistributedDataParallel  # noqa: E402
 from .install import install, uninstall  # noqa: E402
 from .planner import BucketPlan  # noqa: E402
@@ -29,6 +29,7 @@ __all__ = [
     "functional",
     "install",
     "planner",
+    "shm",
     "trace",
     "uninstall",
 ]

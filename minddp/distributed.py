@@ -67,6 +67,11 @@ def _find_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _find_tensors(getattr(value, field.name))
 
 
+def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
+    """A frame of its own, where torch.compile can begin: it begins in no frame of torch's own modules."""
+    return module(*inputs, **kwargs)
+
+
 def _refuse_unfinished(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer.step(): gradients that backward left un-averaged must not be used."""
     for ddp in _live:
@@ -498,18 +503,14 @@ class DistributedDataParallel(_TorchDDP):
             self._mixed.restore_after_backward(_find_tensors(output))
         return output
 
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._inside_ddp_forward():
-            return self.module(*inputs, **kwargs)
-
-    # torch.compile looks for the active module to split graphs where buckets end.
-    @contextmanager
+    # torch.compile looks for the active module to split graphs where buckets end. Dynamo leaves this frame alone
+    # and begins in the next.
     @torch._disable_dynamo(recursive=False)
-    def _inside_ddp_forward(self) -> Iterator[None]:
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         outer = _TorchDDP._active_ddp_module
         _TorchDDP._active_ddp_module = self
         try:
-            yield
+            return _run_module(self.module, inputs, kwargs)
         finally:
             _TorchDDP._active_ddp_module = outer
 

@@ -1,0 +1,68 @@
+"""torch.compile, inside the wrapper and around it: eager's numbers, graphs split where torch's are."""
+
+import copy
+
+import torch
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from minddp.testing import run_ranks
+
+
+class Net(nn.Module):
+    """Not nn.Sequential itself: dynamo begins in no frame of torch's own, so torch's DDP would not compile that."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(600, 600), nn.Tanh())])
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def _compiled_graphs(rank, world_size):
+    import torch._dynamo
+
+    from minddp import DistributedDataParallel
+
+    torch.manual_seed(0)
+    base = Net()
+    counts = {}
+    results = {}
+
+    def backend(key):
+        def compile_graph(graph, inputs):
+            counts[key] = counts.get(key, 0) + 1
+            return graph.forward
+
+        return compile_graph
+
+    def train(model, parameters):
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            model.zero_grad()
+            model(torch.randn(4, 600)).pow(2).mean().backward()
+        return [p.grad.clone() for p in parameters]
+
+    for name, wrapper in (("torch", TorchDDP), ("minddp", DistributedDataParallel)):
+        arguments = {"bucket_cap_mb": 2}  # one or two layers a bucket
+        module = copy.deepcopy(base)
+        results[name, "eager"] = train(wrapper(module, **arguments), list(module.parameters()))
+        torch._dynamo.reset()
+        module = copy.deepcopy(base)
+        around = torch.compile(wrapper(module, **arguments), backend=backend((name, "around")))
+        results[name, "around"] = train(around, list(module.parameters()))
+        torch._dynamo.reset()
+        module = copy.deepcopy(base)
+        inside = wrapper(torch.compile(module, backend=backend((name, "inside"))), **arguments)
+        results[name, "inside"] = train(inside, list(module.parameters()))
+    for key, grads in results.items():
+        for grad, eager in zip(grads, results["torch", "eager"]):
+            torch.testing.assert_close(grad, eager, rtol=1e-6, atol=1e-7, msg=lambda m: f"{key}: {m}")
+    return {" ".join(key): count for key, count in counts.items()}
+
+
+def test_both_orders_split_graphs_as_torch_does():
+    for counts in run_ranks(_compiled_graphs, 2, timeout=180):
+        assert counts["minddp around"] == counts["torch around"] > 1, counts
+        assert counts["minddp inside"] == counts["torch inside"] > 1, counts
