@@ -73,7 +73,7 @@ demo: $(BUILT) $(call needs,tutorials)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	  $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
 
-test: $(BUILT) $(call needs,test)
+test: $(BUILT) $(call needs,test) $(call needs,libraries)
 	$(PY) -m pytest $(ARGS)
 
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'

@@ -2,7 +2,6 @@
 
 import copy
 
-import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -21,6 +20,7 @@ class Net(nn.Module):
 
 
 def _compiled_graphs(rank, world_size):
+    import torch
     import torch._dynamo
 
     from minddp import DistributedDataParallel
