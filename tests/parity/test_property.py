@@ -11,6 +11,7 @@ import copy
 import os
 import random
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -126,6 +127,7 @@ def _hold(world_size, seeds):
     run_ranks(_cases, world_size, seeds, timeout=120)
 
 
+@pytest.mark.timeout(120 + EXAMPLES)
 @settings(
     max_examples=max(1, EXAMPLES // BATCH),
     deadline=None,
