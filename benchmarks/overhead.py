@@ -207,7 +207,10 @@ def count_instructions(variant: str, model: str, steps: int) -> float:
             "valgrind", "--tool=callgrind", "--collect-atstart=no", f"--callgrind-out-file={output}",
             sys.executable, __file__, "--callgrind-child", variant, "--models", model, "--steps", str(steps),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+        single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # valgrind runs one thread at a time
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=1800, env={**os.environ, **single}
+        )
         if done.returncode != 0:
             raise BenchmarkError(f"callgrind of {variant} failed:\n{done.stderr[-2000:]}")
         dumps = [path for path in Path(folder).iterdir() if path.name.startswith("callgrind.out")]
@@ -229,15 +232,13 @@ def run_callgrind(arguments: argparse.Namespace) -> dict[str, Any]:
     if shutil.which("valgrind") is None:
         raise BenchmarkError("--callgrind needs valgrind: install it, or leave --callgrind out")
     model = SMALL.get(arguments.models[0], arguments.models[0]) if arguments.small else arguments.models[0]
-    counts = {
-        name: count_instructions(name, model, arguments.steps)
-        for name in track(["local", *arguments.variants], description="callgrind", transient=True)
-    }
-    added = {name: counts[name] - counts["local"] for name in arguments.variants}
-    base = added.get(BASELINE)
+    counts: dict[str, float] = {}
+    for name in track(["local", *arguments.variants], description="callgrind", transient=True):
+        counts[name] = count_instructions(name, model, arguments.steps)
     print(f"{model}, 1 rank: thousand instructions a step above the local {counts['local'] / 1e3:,.0f}")
+    added = {name: counts[name] - counts["local"] for name in arguments.variants}
     for name, value in added.items():
-        ratio = f"  {value / base:6.3f} of torch's" if base and name != BASELINE else ""
+        ratio = f"  {value / added[BASELINE]:6.3f} of torch's" if BASELINE in added and name != BASELINE else ""
         print(f"  {name:16s}{value / 1e3:12,.0f}{ratio}")
     return {"benchmark": "overhead-instructions", "model": model, "steps": arguments.steps, "counts": counts}
 
