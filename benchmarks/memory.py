@@ -105,7 +105,7 @@ def print_table(results: dict[str, dict[str, float]], model: str) -> None:
 
     local = results.get("local", {"steady": 1.0})["steady"]
     title = f"{model}: bytes per parameter byte, two ranks (the larger)"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", min_width=72)
     for heading in ("variant", "steady", "extra", "zeroed", "released"):
         table.add_column(heading, justify="left" if heading == "variant" else "right")
     for name, row in results.items():
