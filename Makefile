@@ -1,5 +1,6 @@
 # make demo         trains a small convolutional net on two ranks (TORCH_DDP=1: with PyTorch's class)
 # make test         the tests
+# make libraries    Accelerate, Lightning, transformers and more, by unmodified scripts
 # make lint         ruff, mypy, clang-format; make format applies what can be applied
 # make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
@@ -15,7 +16,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test lint format conformance tutorials bench check-cuda gpu-check clean distclean
+.PHONY: build demo test libraries lint format conformance tutorials bench check-cuda gpu-check clean distclean
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -73,8 +74,12 @@ demo: $(BUILT) $(call needs,tutorials)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	  $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
 
-test: $(BUILT) $(call needs,test) $(call needs,libraries)
-	$(PY) -m pytest $(ARGS)
+test: $(BUILT) $(call needs,test)
+	$(PY) -m pytest --ignore tests/libraries $(ARGS)
+
+# Users' libraries, by unmodified scripts under torchrun.
+libraries: $(BUILT) $(call needs,test) $(call needs,libraries)
+	$(PY) -m pytest tests/libraries $(ARGS)
 
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
 FORMATTED := $(filter-out setup.py,$(SOURCES))
