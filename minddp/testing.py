@@ -18,6 +18,7 @@ tensors travel by value.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -71,6 +72,7 @@ def _deserialize(data: bytes) -> Any:
 def _rank_main(rank: int, world_size: int, pipe: Connection, threads: int) -> None:
     """The loop of one rank: receive a call, run it in a process group of its own, answer."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    faulthandler.enable()  # a rank that dies of a signal says where
     import torch
     import torch.distributed as dist
 
