@@ -7,7 +7,6 @@ for one, but runs none of its code: every method is defined here (a test makes t
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import os
@@ -38,9 +37,11 @@ from . import _C, ordering, tracing
 from .delayed_params import DelayedAllReduce
 from .init_sync import broadcast_coalesced, sync_module_states, verify_same_model
 from .join import DDPJoinHook, agree_on_sync
+from .lifetime import live
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
 from .reducer import MIB, Reducer, ReducerSettings, wire_dtype
+from .rpc_context import refuse_rpc_context
 from .stall_inspector import StallInspector
 
 __all__ = ["DistributedDataParallel"]
@@ -49,7 +50,8 @@ _DEFAULT_BUCKET_CAP_MB = 25
 _DEFAULT_LAST_BUCKET_BYTES = MIB
 _BROADCAST_BUCKET_BYTES = 250 * MIB
 _BUILTIN_HOOK_DTYPES = {"FP16_COMPRESS": torch.float16, "ALLREDUCE": None}
-_live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+# Made anew where the module is unpickled or copied, and given up when the interpreter ends.
+_TIED_TO_GROUP = ("process_group", "reducer", "logger", "_tuner", "_mixed", "_delayed", "_stall_inspector")
 
 
 def _find_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -74,8 +76,8 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 def _refuse_unfinished(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer.step(): gradients that backward left un-averaged must not be used."""
-    for ddp in _live:
-        if ddp.reducer.phase() == _C.Phase.INCOMPLETE and ddp._shares_parameters(optimizer):
+    for ddp in live:
+        if ddp.reducer and ddp.reducer.phase() == _C.Phase.INCOMPLETE and ddp._shares_parameters(optimizer):
             ddp._check_finished()
 
 
@@ -195,7 +197,7 @@ class DistributedDataParallel(_TorchDDP):
         if bucket_plan is not None:
             self._pin_plan(bucket_plan)
         self._tuner = self._make_tuner()
-        _live.add(self)
+        live.add(self)
 
     # ----------------------------------------------------------------------------------------
     # Construction: arguments
@@ -520,6 +522,7 @@ class DistributedDataParallel(_TorchDDP):
 
     def _begin_iteration(self) -> None:
         """What is done once before each forward whose backward will be synchronized."""
+        refuse_rpc_context()
         self._check_finished()
         self.logger.before_forward(self)
         if tracing.active:
@@ -898,11 +901,13 @@ class DistributedDataParallel(_TorchDDP):
                 "DDP pickling is only supported with the default process group: construct without "
                 "process_group= to pickle or copy the wrapper, or save ddp.module.state_dict()."
             )
-        state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_tuner", "_mixed", "_delayed", "_stall_inspector"):
-            state.pop(name, None)
+        state = {name: value for name, value in self.__dict__.items() if name not in _TIED_TO_GROUP}
         state["broadcast_buffers"] = self.forward_sync_buffers
         return state
+
+    def _let_go(self) -> None:
+        for name in _TIED_TO_GROUP:
+            self.__dict__.pop(name, None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
@@ -925,7 +930,7 @@ class DistributedDataParallel(_TorchDDP):
         self._restore_comm_hook()
         self._mixed = MixedPrecision.make(self, self.mixed_precision)
         self._tuner = self._make_tuner()
-        _live.add(self)
+        live.add(self)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts and statistics under torch's keys; see :mod:`minddp.logging_data`."""

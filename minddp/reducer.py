@@ -7,7 +7,6 @@ decides, between iterations, what that class is to do.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from . import _C
 from .bucket_assignment import Buckets, agree_on_order, assign_buckets, check_buckets, ready_order
+from .lifetime import outlive
 
 MIB = 1024 * 1024
 
@@ -34,16 +34,6 @@ class ReducerSettings:
     gradient_as_bucket_view: bool = False
     skip_all_reduce_unused: bool = False
     has_average: bool = False
-
-
-def _outlive(reducer: _C.Reducer, group: dist.ProcessGroup) -> None:
-    """Keeps ``group`` until after the reducer's C++ half is gone.
-
-    That half dies under the GIL. Were it the last to let go of the group, the group's destructor would join
-    Gloo's thread, which may itself be waiting for the GIL to drop a Python object: neither would go on.
-    Let go of from Python, a group is destroyed without the GIL.
-    """
-    weakref.finalize(reducer, id, group).atexit = False
 
 
 class Reducer(_C.Reducer):
@@ -86,7 +76,7 @@ class Reducer(_C.Reducer):
         super().__init__(
             list(parameters), self.names, list(expect_sparse), group, options, self._assign(everything, [])
         )
-        _outlive(self, group)
+        outlive(self, group)
         if settings.reduction == "weighted":
             self._weights = _Weights(group, self._device)
             self.set_weight_callbacks(self._weights.send, self._weighted_post_scale)

@@ -1,0 +1,76 @@
+"""What is destroyed first: groups must outlive reducers, and their threads must end before the interpreter."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import minddp
+from minddp.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def order_of_ends(rank: int, world_size: int) -> list[str]:
+    ends: list[str] = []
+    group = dist.new_group()
+    ddp = minddp.DistributedDataParallel(torch.nn.Linear(3, 3), process_group=group)
+    ddp(torch.ones(2, 3)).sum().backward()
+    weakref.finalize(ddp.reducer, ends.append, "reducer")
+    weakref.finalize(group, ends.append, "group")
+    dist.destroy_process_group(group)
+    del group, ddp
+    gc.collect()
+    return ends
+
+
+def test_the_group_goes_after_the_reducer() -> None:
+    """A reducer that dropped a Gloo group's last reference under the GIL could hang."""
+    assert run_ranks(order_of_ends, 2) == [["reducer", "group"]] * 2
+
+
+SCRIPT = """
+import atexit, os, sys, weakref
+groups = []
+# Registered before minddp is imported, and so called after what minddp does at exit.
+atexit.register(lambda: print("at exit", [group() is not None for group in groups]))
+
+import torch, minddp
+import torch.distributed as dist
+
+def train():
+    ddp = minddp.DistributedDataParallel(torch.nn.Linear(3, 3))
+    ddp(torch.ones(2, 3)).sum().backward()
+    torch.optim.SGD(ddp.parameters(), lr=0.1).step()  # with the forward, all that torch imports late
+    return ddp
+
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+groups.append(weakref.ref(dist.group.WORLD))
+kept = train()
+if "function" in sys.argv:
+    del kept
+if "undestroyed" not in sys.argv:
+    dist.destroy_process_group()
+print("after destroy", [group() is not None for group in groups])
+if "global" in sys.argv:
+    assert isinstance(kept.module, torch.nn.Linear)
+"""
+
+
+@pytest.mark.parametrize(
+    "way, after_destroy, at_exit",
+    [("function", False, False), ("global", True, False), ("undestroyed", True, True)],
+)
+def test_a_destroyed_group_is_gone_before_the_interpreter(way: str, after_destroy: bool, at_exit: bool) -> None:
+    """Else its thread may ask for the GIL of an interpreter that shuts down, and the process aborts."""
+    command = [sys.executable, "-c", SCRIPT, way]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [f"after destroy [{after_destroy}]", f"at exit [{at_exit}]"]
