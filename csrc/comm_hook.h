@@ -1,14 +1,14 @@
 // How a packed bucket becomes the ranks' reduced one.
 //
-// Without a hook the reducer all-reduces the buffer. A hook takes its place: it gets a GradBucket and returns
-// a future of one tensor, the reduced bucket. GradBucket offers what torch.distributed.GradBucket does, so
-// that hooks written for torch run unchanged.
+// Without a hook the reducer all-reduces the buffer. A hook takes its place: it gets a GradBucket and returns a
+// future of one tensor, the reduced bucket. GradBucket offers what torch's does: hooks written for torch run
+// unchanged.
 #pragma once
 
 #include "bucket.h"
+#include "transport/sparse_allreduce.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace minddp {
 
@@ -52,9 +52,11 @@ class CommHook {
   virtual at::Tensor result(const c10::IValue& value) = 0;
 };
 
-// All-reduces `tensor` in place: its sum over ranks, or AVG where `average`. Complex numbers, which
-// backends lack, travel as pairs.
-inline c10::intrusive_ptr<Future> allreduce(c10d::ProcessGroup& group, const at::Tensor& tensor, bool average) {
+// All-reduces `tensor` in place: its sum over ranks, or AVG where `average`. Complex numbers, which backends lack,
+// travel as pairs; the reduction of a sparse tensor is over before this returns, by `wait`.
+inline c10::intrusive_ptr<Future> allreduce(
+    c10d::ProcessGroup& group, const at::Tensor& tensor, bool average, const Wait& wait) {
+  if (tensor.is_sparse()) return sparse_allreduce(group, tensor, average, wait);
   c10d::AllreduceOptions options;
   options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
   std::vector<at::Tensor> tensors = {tensor.is_complex() ? at::view_as_real(tensor) : tensor};

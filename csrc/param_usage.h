@@ -17,8 +17,7 @@ struct ParamUsage {
 
   std::vector<int32_t> arrivals;  // in this backward
   std::vector<int32_t> expected;  // at which the gradient is whole
-  // 1 where a (defined) gradient arrived since the last synchronization: those of no_sync backwards count, since the
-  // next synchronization sends what they accumulated.
+  // 1 where a (defined) gradient arrived since the last synchronization: no_sync accumulates what the next one sends.
   std::vector<int32_t> local_used_map;
 
   Arrival note_arrival(size_t index) {

@@ -190,7 +190,7 @@ void Reducer::launch_used_map() {
   if (!unused_is_fine() || decided || options_.skip_all_reduce_unused) return;
   RECORD_FUNCTION("minddp::search_unused_parameters", std::vector<c10::IValue>());
   used_map_ = at::tensor(usage_.local_used_map, at::kInt).to(parameters_[0].device(), /*non_blocking=*/true);
-  used_map_future_ = allreduce(*group_, used_map_, /*average=*/false);
+  used_map_future_ = allreduce(*group_, used_map_, /*average=*/false, nullptr);
 }
 
 void Reducer::shadow_used_map() {
@@ -248,15 +248,16 @@ void Reducer::end_iteration() {
   trace_->note(StepEvent::kFinalizeEnd);
 }
 
-// Waits without the GIL. A peer that will never come is noticed here, by the handler.
+// Waits without the GIL. A peer that will never come, or has closed its connection, is asked for its reasons.
 void Reducer::wait(Future& future, size_t bucket) {
+  int seconds = 0;
   if (callbacks_.on_stall && !future.completed()) {
     auto ended = std::make_shared<std::promise<void>>();
-    future.addCallback([ended](Future&) { ended->set_value(); }, /*uses_future=*/false);
     std::future<void> end = ended->get_future();
-    for (int seconds = 1; end.wait_for(std::chrono::seconds(1)) != std::future_status::ready; ++seconds)
-      callbacks_.on_stall(seconds, bucket);
+    future.addCallback([ended](Future&) { ended->set_value(); }, /*uses_future=*/false);
+    while (end.wait_for(std::chrono::seconds(1)) != std::future_status::ready) callbacks_.on_stall(++seconds, bucket);
   }
+  if (callbacks_.on_stall && future.hasError()) callbacks_.on_stall(seconds, bucket);
   future.waitAndThrow();
 }
 

@@ -18,11 +18,9 @@
 // What always holds.
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group
 //    must be issued in the same order on every rank, and the order of arrival differs from rank to rank.
-//  * The first synchronized backward launches nothing before its end. From it come the order of arrival,
-//  along
+//  * The first synchronized backward launches nothing before its end. From it come the order of arrival, along
 //    which buckets are cut anew (trace.h), and the number of arrivals per parameter (param_usage.h).
-//  * What a rank sends for a parameter is its whole `.grad`: averages of earlier backwards in it are the same
-//    on all ranks, and averaging leaves them as they are.
+//  * What a rank sends is a parameter's whole `.grad`: averages of earlier backwards in it are the same on all ranks.
 //  * A mean is a sum and a division. `pre_scale` divides while packing, which costs no pass over memory and
 //    keeps half precision in range; `post_scale` while unpacking, for what is known only then.
 //
@@ -70,7 +68,7 @@ struct ReducerOptions {
 struct ReducerCallbacks {
   std::function<void()> before_first_launch;  // may issue a collective of its own
   std::function<double()> post_scale;         // in place of the option's, called once before unpacking
-  std::function<void(double seconds, size_t bucket)> on_stall;  // a collective has not ended; every second
+  std::function<void(double seconds, size_t bucket)> on_stall;  // each second without an end, and at a failed end
 };
 
 class Reducer : public std::enable_shared_from_this<Reducer> {
@@ -95,9 +93,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   // The reduction of a bucket: with the hook, and what the reducer does without one (for hooks that wrap it).
   c10::intrusive_ptr<Future> run_hook(GradBucket& b) {
-    return hook_ ? hook_->run(b) : allreduce(*group_, b.buffer(), options_.average_in_collective);
+    return hook_ ? hook_->run(b) : run_allreduce(b, options_.average_in_collective);
   }
-  c10::intrusive_ptr<Future> run_allreduce(const GradBucket& b) { return allreduce(*group_, b.buffer(), false); }
+  c10::intrusive_ptr<Future> run_allreduce(const GradBucket& b, bool average = false) {
+    return allreduce(*group_, b.buffer(), average, [&](Future& future) { wait(future, b.index()); });
+  }
   GradBucket grad_bucket(size_t index, at::Tensor buffer) const {
     return {index, index + 1 == buckets_.size(), std::move(buffer), buckets_[index].slots()};
   }

@@ -14,6 +14,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -39,11 +40,15 @@ class StallInspector:
         self._store.set(f"failed/{self._rank}", f"{type(error).__name__}: {error}")
 
     def on_stall(self, seconds: float, bucket: int) -> None:
-        """Called about once a second while the collective of ``bucket`` does not end.
+        """Called about once a second while the collective of ``bucket`` does not end, and when it has failed.
 
         Raises:
             RuntimeError: another rank has reported a failure.
         """
+        with suppress(dist.DistError):  # the store may be gone with its rank: the collective's own error will tell
+            self._look_around(seconds, bucket)
+
+    def _look_around(self, seconds: float, bucket: int) -> None:
         for rank in self._others():
             if self._store.check([f"failed/{rank}"]):
                 text = self._store.get(f"failed/{rank}").decode()

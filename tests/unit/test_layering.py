@@ -71,7 +71,7 @@ def test_nothing_but_the_bindings_includes_the_reducer() -> None:
 
 
 def test_subfolders_stand_on_pure_units() -> None:
-    """cpu/, cuda/ and shm/ know nothing of buckets or the reducer."""
+    """cpu/, cuda/, shm/ and transport/ know nothing of buckets or the reducer."""
     for path in CSRC.glob("*/*"):
         if path.suffix in (".h", ".cuh", ".cpp", ".cu"):
             assert included_units(path) <= PURE, path.relative_to(CSRC)

@@ -1,0 +1,25 @@
+// The sum of sparse tensors over ranks, by two all-gathers: every rank gets the others' entries and adds them up.
+//
+// Backends have no usable all-reduce of their own for this. NCCL has none. Gloo (torch 2.13) assigns each finished
+// operation's name to a string that its two threads share without a lock; "_ALLREDUCE_SPARSE" is too long for the
+// string's own space, so a sparse all-reduce beside any other collective frees memory that is in use: heap
+// corruption, within seconds when provoked.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <functional>
+
+namespace minddp {
+
+// Returns once the collective of a future has ended; raises what that raises, or what it finds about lost peers.
+using Wait = std::function<void(c10::ivalue::Future&)>;
+
+// In place, and over before it returns: `tensor` becomes the coalesced sum (the mean where `average`) over the
+// group's ranks. COO layout, any real dtype. REQUIRES: the same shape and dtype on all ranks.
+c10::intrusive_ptr<c10::ivalue::Future> sparse_allreduce(
+    c10d::ProcessGroup& group, const at::Tensor& tensor, bool average, const Wait& wait);
+
+}  // namespace minddp
