@@ -1,8 +1,7 @@
-// When things happened in the last synchronized backward: nanoseconds of CLOCK_MONOTONIC, the clock of
-// Python's time.monotonic_ns(). Always on: a clock read (some 25 ns) per gradient and six per bucket,
-// into arrays sized once; nothing here allocates or locks during a backward. `ready` is also how the order
-// of arrival is known: parameters are registered in order of definition, their gradients come roughly, not
-// exactly, the other way round, and buckets cut along the true order are complete sooner.
+// When things happened in the last synchronized backward: nanoseconds of CLOCK_MONOTONIC, the clock of Python's
+// time.monotonic_ns(). Always on: a clock read (some 25 ns) per gradient and six per bucket, into arrays sized once;
+// nothing here allocates or locks during a backward. `ready` also tells the order of arrival: roughly, not exactly,
+// the reverse of the order of definition; buckets cut along the true order are complete sooner.
 #pragma once
 
 #include <array>
