@@ -50,7 +50,7 @@ def case(path: Path, change: dict[Point, float] | None = None, rounds: int = 5, 
 
 
 CLAIMS = [
-    (paper.claim_overlap, {paper.DDP: 0.9}, {paper.DDP: 0.805}),
+    (paper.claim_overlap, {paper.EARLY: 0.9}, {paper.EARLY: 0.805}),
     (paper.claim_small_collectives, {Point(RAW, paper.CAPS[0]): 0.4}, {Point(RAW, paper.CAPS[0]): 0.501}),
     (paper.claim_best_between, {Point("minddp", paper.CAPS[0]): 0.2}, {Point("minddp", paper.CAPS[-1]): 0.551}),
     (paper.claim_skip, {paper.skip(8): 0.7}, {paper.skip(8): 0.599}),
