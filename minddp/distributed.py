@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C, ordering, tracing
 from .delayed_params import DelayedAllReduce
-from .init_sync import broadcast_coalesced, sync_module_states, verify_same_model
+from .init_sync import broadcast_coalesced, sync_module_states, verify_same_arguments, verify_same_model
 from .join import DDPJoinHook, agree_on_sync
 from .lifetime import live
 from .logging_data import LoggingData
@@ -134,7 +134,8 @@ class DistributedDataParallel(_TorchDDP):
     Raises:
         RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models
             that differ between ranks (on every rank, naming parameter, shapes and ranks).
-        ValueError, TypeError: arguments that contradict each other or make no sense, each named.
+        ValueError, TypeError: arguments that contradict each other, make no sense or differ between ranks (on
+            every rank), each named.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class DistributedDataParallel(_TorchDDP):
         self._ddp_sink_clone = True
         self._checks_order = ordering.enabled()
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
-        self._synchronize_start(init_sync)
+        self._synchronize_start(init_sync, bucket_plan)
         self._delayed = DelayedAllReduce.make(self, self._delay_all_reduce_params, param_to_hook_all_reduce)
         self._make_reducer()
         self._mixed = MixedPrecision.make(self, mixed_precision)
@@ -338,11 +339,25 @@ class DistributedDataParallel(_TorchDDP):
     # Construction: start of all ranks, reducer
     # ----------------------------------------------------------------------------------------
 
-    def _synchronize_start(self, init_sync: bool) -> None:
+    def _synchronize_start(self, init_sync: bool, bucket_plan: Any) -> None:
         self._assign_modules_buffers()
         if not init_sync:
             return
         group = self.process_group
+        caps = self.bucket_bytes_cap_list or [self.bucket_bytes_cap]
+        arguments = {
+            "bucket_cap_mb": "auto" if self._auto_tune else [cap / MIB for cap in caps],
+            "bucket_plan": None if bucket_plan is None else bucket_plan.buckets,
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "reduction": self.reduction,
+            "reduce_dtype": self.reduce_dtype,
+            "predivide_factor": self.predivide_factor,
+            "mixed_precision": self.mixed_precision,
+        }
+        verify_same_arguments(arguments, group)
         verify_same_model("parameter", list(zip(self.parameter_names, self.reducer_parameters)), group)
         if self._init_sync_buffers:
             verify_same_model("buffer", list(self.named_module_buffers.items()), group)

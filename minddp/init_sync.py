@@ -42,6 +42,25 @@ def verify_same_model(kind: str, named: Sequence[tuple[str, torch.Tensor]], grou
         raise RuntimeError(_difference(kind, gather_objects(mine, group)))
 
 
+def verify_same_arguments(arguments: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Raises on every rank when the ranks pass different values of what decides their collectives. Collective.
+
+    Raises:
+        ValueError: names the arguments that differ, with each rank's value.
+    """
+    everyone = gather_objects({name: repr(value) for name, value in arguments.items()}, group)
+    differing = [name for name in arguments if len({theirs[name] for theirs in everyone}) > 1]
+    if differing:
+        what = "\n".join(
+            f"  {name}: " + ", ".join(f"{theirs[name]} on rank {rank}" for rank, theirs in enumerate(everyone))
+            for name in differing
+        )
+        raise ValueError(
+            f"DistributedDataParallel: the ranks' arguments differ:\n{what}\nTheir collectives would not fit "
+            "together: pass the same on every rank."
+        )
+
+
 def _difference(kind: str, signatures: list[Signature]) -> str:
     counts = [len(entries) for entries in signatures]
     for position in range(min(counts)):

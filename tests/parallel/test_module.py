@@ -591,6 +591,30 @@ def test_bad_input_raises_on_every_rank(make, arguments, match):
         assert re.search(match, answer, re.S), answer
 
 
+def _different_arguments(rank, world_size, name, values):
+    from minddp import DistributedDataParallel
+
+    try:
+        DistributedDataParallel(Net(), **{name: values[rank]})
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("accepted")
+
+
+@pytest.mark.parametrize(
+    "name, values, told",
+    [
+        ("bucket_cap_mb", (1, 2), "bucket_cap_mb: [1.0] on rank 0, [2.0] on rank 1"),
+        ("bucket_cap_mb", ("auto", 2), "bucket_cap_mb: 'auto' on rank 0, [2.0] on rank 1"),
+        ("find_unused_parameters", (True, False), "find_unused_parameters: True on rank 0, False on rank 1"),
+        ("reduction", ("sum", "mean"), "reduction: 'sum' on rank 0, 'mean' on rank 1"),
+    ],
+)
+def test_arguments_that_differ_between_ranks_raise_on_all(name, values, told):
+    for text in run_ranks(_different_arguments, 2, name, values, timeout=30):
+        assert told in text
+
+
 def _without_a_group(rank, world_size):
     from minddp import DistributedDataParallel
 
