@@ -319,6 +319,9 @@ class DistributedDataParallel(_TorchDDP):
             self.bucket_bytes_cap = max(self.bucket_bytes_cap_list)
         self.bucket_bytes_cap_default = default and not self.bucket_bytes_cap_list
 
+    def _caps(self) -> list[int]:
+        return self.bucket_bytes_cap_list or [self.bucket_bytes_cap]
+
     def _set_reduction(self, reduction: str, dtype: Any, predivide: Any, as_view: bool) -> None:
         if reduction not in ("mean", "sum", "weighted"):
             raise ValueError(f'reduction must be "mean", "sum" or "weighted", got {reduction!r}')
@@ -344,9 +347,8 @@ class DistributedDataParallel(_TorchDDP):
         if not init_sync:
             return
         group = self.process_group
-        caps = self.bucket_bytes_cap_list or [self.bucket_bytes_cap]
         arguments = {
-            "bucket_cap_mb": "auto" if self._auto_tune else [cap / MIB for cap in caps],
+            "bucket_cap_mb": "auto" if self._auto_tune else [cap / MIB for cap in self._caps()],
             "bucket_plan": None if bucket_plan is None else bucket_plan.buckets,
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
@@ -372,7 +374,7 @@ class DistributedDataParallel(_TorchDDP):
             return
         settings = ReducerSettings(
             graph_mode=self._graph_mode(),
-            caps=self.bucket_bytes_cap_list or [self.bucket_bytes_cap],
+            caps=self._caps(),
             last_cap=_DEFAULT_LAST_BUCKET_BYTES if self.bucket_bytes_cap_default else None,
             reduction=self.reduction,
             reduce_dtype=self._buffer_dtype(),

@@ -43,8 +43,9 @@ def outlive(reducer: _C.Reducer, group: dist.ProcessGroup) -> None:
 @atexit.register
 def _settle_groups() -> None:
     """Before the interpreter goes: groups that were destroyed end, threads of the others come to rest."""
-    for ddp in list(live):  # kept by global variables or reference cycles
-        if ddp.process_group in dist.distributed_c10d._world.pg_map:
-            time.sleep(_MOMENT)
-        else:
-            ddp._let_go()
+    modules = list(live)  # kept by global variables or reference cycles
+    destroyed = [ddp for ddp in modules if ddp.process_group not in dist.distributed_c10d._world.pg_map]
+    for ddp in destroyed:
+        ddp._let_go()
+    if len(destroyed) < len(modules):
+        time.sleep(_MOMENT)
