@@ -207,10 +207,10 @@ def measure_model(ranks: harness.Ranks, model: str, device: str, rounds: int) ->
     launches = ranks.run(count_launches, model, ranks.engine, timeout=200)[0]
     answer = ranks.run(overhead.measure_rounds, model, VARIANTS, rounds, 3, ranks.engine, timeout=200)[0]
     samples = answer[0]
-    base = overhead.differences(samples, "torch")[0]
+    base = overhead.less(samples, "torch", "local")
     rows = {}
     for variant in VARIANTS:
-        added = overhead.differences(samples, variant)[0]
+        added = overhead.less(samples, variant, "local")
         rows[variant] = {
             "added": harness.spread(added).to_json(),
             "step": harness.spread(samples[variant]).to_json(),

@@ -38,6 +38,9 @@ __all__ = [
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ENGINES = ("gloo", "nccl", "shm")
+# For glibc in the ranks: keep freed memory. By default large blocks go back to the kernel, and come again page by
+# page: some 30 ms for 64 MB in one step, nothing in the next, as the heap happens to lie.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 class BenchmarkError(RuntimeError):
@@ -88,7 +91,8 @@ class Ranks:
             endpoints = [self._network.endpoint(rank) for rank in range(self.world_size)]
         store = os.path.join(self._folder, f"store{self._calls}")
         call = (self.engine, store, endpoints, fn, args)
-        return self._pool.run(_in_group, *call, timeout=timeout, backend=None)
+        with environment({name: value for name, value in KEEP_MEMORY.items() if name not in os.environ}):
+            return self._pool.run(_in_group, *call, timeout=timeout, backend=None)
 
 
 _entered: str | None = None  # the namespace that this process has moved into

@@ -31,7 +31,9 @@ from harness import BenchmarkError, Ranks
 VARIANTS = ("local", *overhead.VARIANTS)
 STEPS = 4
 # glibc keeps freed blocks below a threshold that it raises by itself; fixed, so that free means free
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "65536",
+}  # fmt: skip
 
 
 def measure(rank: int, world_size: int, model: str, variant: str, engine: str) -> dict[str, float]:

@@ -4,18 +4,22 @@ For each model and world size every variant runs the same step (zero gradients, 
 gradients averaged), interleaved: each round visits all variants in a new order, so that a slow moment
 of the machine falls on all alike. In a round,
 
-    added    = step(variant) - step(local)
-    overhead = added - raw        raw: the collectives of torch's buckets, alone, launched together
+    overhead    = step(variant) - step(local) - raw
+    above floor = step(variant) - floor
 
-Where backward hides communication, overhead is negative: what is left of the collectives minus what was
-hidden; compare the steps there. Printed are medians over rounds with quartiles, and ratios to torch's
-DDP with default arguments, with a 95 % interval from resampling whole rounds.
+raw    the collectives of torch's buckets, alone, launched together
+floor  step(local) and then raw, in one: the step of a reducer that costs nothing and hides nothing
+
+The two differ where ranks wait for each other: local and raw, measured apart, know no such wait, and the
+floor's own overhead is its price. Where backward hides communication, both may be negative; compare the
+steps there. Printed are medians over rounds with quartiles, and ratios to torch's DDP with default
+arguments, with a 95 % interval from resampling whole rounds.
 
     python benchmarks/overhead.py                    # three models, world sizes 1 and 2
     python benchmarks/overhead.py --small --rounds 10
     python benchmarks/overhead.py --callgrind        # instructions instead of time; needs valgrind
 
-The ratio of overheads is left out where torch's own is not clearly above zero.
+A ratio is left out where torch's own cost is not clearly above zero.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ BASELINE = "torch"
 VARIANTS = (
     "torch", "torch-views", "torch-static", "torch-batched", "minddp", "minddp-views", "minddp-static",
 )  # fmt: skip
+COSTS = {"overhead": ("local", "raw"), "above_floor": ("floor",)}  # what is taken off the step
 WARMUP = 3  # steps: torch's DDP rebuilds its buckets after the first
 Samples = dict[str, list[float]]
 
@@ -66,9 +71,13 @@ def measure_rounds(
         for _ in range(WARMUP):
             step()
     sizes = {name: step.bucket_bytes() for name, step in made.items() if name != "local"}
-    calls: dict[str, Callable[[], None]] = {
-        **made, "raw": steps.raw_collectives(sizes.get(BASELINE) or next(iter(sizes.values())), device)
-    }  # fmt: skip
+    raw = steps.raw_collectives(sizes.get(BASELINE) or next(iter(sizes.values())), device)
+
+    def floor() -> None:
+        made["local"]()
+        raw()
+
+    calls: dict[str, Callable[[], None]] = {**made, "raw": raw, "floor": floor}
     samples: Samples = {name: [] for name in calls}
     for order in harness.rounds(list(calls), rounds):
         for name in order:
@@ -87,10 +96,9 @@ def slowest(per_rank: list[Samples]) -> Samples:
     }
 
 
-def differences(samples: Samples, variant: str) -> tuple[list[float], list[float]]:
-    """``added`` and ``overhead`` of each round."""
-    added = [step - local for step, local in zip(samples[variant], samples["local"], strict=True)]
-    return added, [a - raw for a, raw in zip(added, samples["raw"], strict=True)]
+def less(samples: Samples, variant: str, *parts: str) -> list[float]:
+    """The step of ``variant`` without that of each of ``parts``, round by round."""
+    return [step - sum(rest) for step, *rest in zip(samples[variant], *(samples[p] for p in parts), strict=True)]
 
 
 def ratio_interval(numerator: list[float], denominator: list[float], draws: int = 2000) -> list[float]:
@@ -110,18 +118,20 @@ def ratio_interval(numerator: list[float], denominator: list[float], draws: int 
 def summarize(samples: Samples, variants: list[str]) -> dict[str, Any]:
     """Everything that is printed and stored for one model at one world size."""
     rows: dict[str, Any] = {name: {"step": spread(samples[name]).to_json()} for name in ("local", "raw")}
-    base = differences(samples, BASELINE) if BASELINE in variants else None
+    variants = [*variants, "floor"]
     for name in variants:
-        added, overhead = differences(samples, name)
-        rows[name] = {
-            "step": spread(samples[name]).to_json(),
-            "added": spread(added).to_json(),
-            "overhead": spread(overhead).to_json(),
-        }
-        if base is not None:
+        rows[name] = {"step": spread(samples[name]).to_json()}
+        if BASELINE in variants:
             rows[name]["step_ratio"] = ratio_interval(samples[name], samples[BASELINE])
-            if spread(base[1]).low > 0:  # else torch's overhead is hidden behind backward: no ratio
-                rows[name]["overhead_ratio"] = ratio_interval(overhead, base[1])
+        for key, parts in COSTS.items():
+            if name in parts:
+                continue
+            cost = less(samples, name, *parts)
+            rows[name][key] = spread(cost).to_json()
+            if BASELINE in variants:
+                base = less(samples, BASELINE, *parts)
+                if spread(base).low > 0:  # else torch's cost is hidden behind backward: no ratio
+                    rows[name][f"{key}_ratio"] = ratio_interval(cost, base)
     return rows
 
 
@@ -156,14 +166,16 @@ def print_table(result: dict[str, Any]) -> None:
 
     title = rf"{result['model']}, {result['world_size']} rank(s): ms, median \[quartiles]"
     table = Table(title=title, title_justify="left")
-    for heading in ("variant", "step", "step - local", "overhead", "overhead / torch's", "step / torch's"):
+    headings = ("variant", "step", "/ torch's", "overhead", "/ torch's", "above floor", "/ torch's")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
     for name, row in result["rows"].items():
-        cells = [_show(row[key]) if key in row else "" for key in ("step", "added", "overhead")]
-        for key in ("overhead_ratio", "step_ratio"):
-            cells.append(_show_ratio(row.get(key)) if name != BASELINE else "")
+        cells = []
+        for key in ("step", *COSTS):
+            cells.append(_show(row[key]) if key in row else "")
+            cells.append(_show_ratio(row.get(f"{key}_ratio")) if name != BASELINE else "")
         table.add_row(name, *cells)
-    Console(width=140).print(table)
+    Console(width=160).print(table)
 
 
 def _show(value: dict[str, Any]) -> str:

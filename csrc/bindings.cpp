@@ -172,7 +172,6 @@ void bind_reducer(py::module_& module) {
       .def("check_finished", &Reducer::check_finished)
       .def("note_forward_begin", &Reducer::note_forward_begin)
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs") = Parameters())
-      .def("on_ready", &Reducer::on_ready, py::arg("index"), Release())
       .def("set_buckets", &Reducer::set_buckets, py::arg("buckets"))
       .def("release_buckets", &Reducer::release_buckets)
       .def("buckets", &bucket_indices)
@@ -200,7 +199,8 @@ void bind_reducer(py::module_& module) {
       .def("missing", &Reducer::missing)
       .def("has_recorded", &Reducer::has_recorded)
       .def("iteration", [](const Reducer& r) { return r.trace().iteration; })
-      .def("_get_local_used_map", &Reducer::used_map, Release())
+      .def(
+          "_get_local_used_map", [](Reducer& r) { return at::tensor(r.used_map(), at::kInt); }, Release())
       .def("_ddp_graph_static", &Reducer::graph_is_static)
       .def("last_error", &Reducer::last_error)
       .def("last_step", &last_step);

@@ -44,15 +44,39 @@ bool Bucket::is_one_piece(const Slot& slot, const at::Tensor& grad) const {
       grad.sizes() == slot.parameter.sizes() && !grad.is_conj() && !grad.is_neg();
 }
 
-void Bucket::pack(double scale) {
+void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution) {
   c10::NoGradGuard no_grad;
   producers_.wait();
   state_ = State::kPacked;
-  if (options_.sparse) return pack_sparse(scale);
+  if (options_.sparse || can_borrow(used, contribution))
+    borrow(scale);
+  else
+    pack_dense(0, slots_->size(), scale);
+}
+
+void Bucket::pack_early(size_t i, double scale) {
+  constexpr size_t kLarge = 32 << 10;  // below, one pass over all is cheaper
+  if (slots_->size() > 1 && device_.is_cpu() && (*slots_)[i].parameter.nbytes() >= kLarge)
+    pack_dense(i, i + 1, scale);
+}
+
+bool Bucket::repack(size_t i, double scale) {
+  Slot& slot = (*slots_)[i];
+  bool scaled_in_place = slot.packed && scale != 1.0 && (borrowed_ || slot.parameter.grad().is_same(slot.view));
+  if (state_ == State::kLaunched || scaled_in_place) return false;
+  slot.packed = false;
+  state_ = State::kFilling;
+  return true;
+}
+
+void Bucket::pack_dense(size_t begin, size_t end, double scale) {
+  c10::NoGradGuard no_grad;
   if (!buffer_.defined()) allocate();
   segments_.clear();
   char* base = static_cast<char*>(buffer_.mutable_data_ptr());
-  for (Slot& slot : *slots_) {
+  for (size_t i = begin; i < end; ++i) {
+    Slot& slot = (*slots_)[i];
+    if (std::exchange(slot.packed, true)) continue;
     const at::Tensor& grad = slot.parameter.mutable_grad();
     void* dst = base + slot.offset * buffer_.element_size();
     if (grad.defined()) check(slot, grad);
@@ -64,27 +88,38 @@ void Bucket::pack(double scale) {
       slot.view.copy_(grad).mul_(scale);
   }
   scaled_copy(segments_, device_, grad_dtype_, options_.buffer_dtype, scale);
-  if (options_.gradient_as_view) adopt_views();
+  if (options_.gradient_as_view)
+    for (size_t i = begin; i < end; ++i) adopt_view((*slots_)[i]);
 }
 
 // A gradient with a graph of its own (create_graph=True) stays; unpack writes its values.
-void Bucket::adopt_views() {
-  for (Slot& slot : *slots_) {
-    at::Tensor& grad = slot.parameter.mutable_grad();
-    if (!grad.defined() || grad.requires_grad() || grad.is_same(slot.view)) continue;
-    producers_.keep(grad);
-    grad = slot.view;
-  }
+void Bucket::adopt_view(Slot& slot) {
+  at::Tensor& grad = slot.parameter.mutable_grad();
+  if (!grad.defined() || grad.requires_grad() || grad.is_same(slot.view)) return;
+  producers_.keep(grad);
+  grad = slot.view;
 }
 
-void Bucket::pack_sparse(double scale) {
-  const at::Tensor& parameter = slots_->front().parameter;
-  buffer_ = parameter.mutable_grad();
-  if (buffer_.defined())
-    check(slots_->front(), buffer_);
-  else
-    buffer_ = zeros();
+// What is unused on all ranks must stay as it was, and what others hold must not change under their hands.
+bool Bucket::can_borrow(const std::vector<int32_t>& used, const at::Tensor& contribution) const {
+  const Slot& slot = slots_->front();
+  const at::Tensor& grad = slot.parameter.grad();
+  bool has_place = options_.gradient_as_view || options_.allocate || options_.buffer_dtype != grad_dtype_;
+  return slots_->size() == 1 && !has_place && used[slot.index] && grad.defined() && !grad.requires_grad() &&
+      !grad.is_sparse() && is_one_piece(slot, grad) && is_sole_holder(grad, contribution);
+}
+
+// Makes the only gradient itself the buffer.
+void Bucket::borrow(double scale) {
+  Slot& slot = slots_->front();
+  const at::Tensor& grad = slot.parameter.grad();
+  if (grad.defined()) check(slot, grad);
+  if (options_.sparse)
+    buffer_ = grad.defined() ? grad : zeros();
+  else  // flat, in the order of its memory
+    buffer_ = at::empty({0}, grad.options()).set_(grad.storage(), grad.storage_offset(), {numel_}, {1});
   if (scale != 1.0) buffer_.mul_(scale);
+  borrowed_ = slot.packed = true;
 }
 
 at::Tensor Bucket::zeros() const {
@@ -120,6 +155,7 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
       segments_.push_back({src, grad.mutable_data_ptr(), p.numel()});
   }
   scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
+  if (borrowed_) release();
 }
 
 }  // namespace minddp

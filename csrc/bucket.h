@@ -9,8 +9,9 @@
 #pragma once
 
 #include "cuda/producers.h"
+#include "memory/sole_holder.h"
+#include "memory/transport_memory.h"
 #include "scaled_copy.h"
-#include "shm/transport_memory.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -29,7 +30,8 @@ class Bucket {
     at::Tensor parameter;
     int64_t offset;  // in elements
     std::vector<int64_t> strides;
-    at::Tensor view;  // parameter-shaped window on the buffer (not a view to autograd)
+    at::Tensor view;      // parameter-shaped window on the buffer (not a view to autograd)
+    bool packed = false;  // in this backward
   };
   struct Options {
     at::ScalarType buffer_dtype;    // what travels; gradients are cast to it and back
@@ -45,13 +47,20 @@ class Bucket {
     state_ = State::kFilling;
     pending_ = slots_->size();
     producers_.clear();
+    for (Slot& slot : *slots_) slot.packed = false;
+    if (borrowed_) release();
   }
   // A gradient, made on the current stream, is whole; true when it was the last one.
   bool mark_ready() { return producers_.note(), --pending_ == 0; }
-  // Copies every gradient, times `scale`, into the buffer, on the current stream, after the streams that
-  // made them; a missing gradient counts as zero. Afterwards kPacked.
-  void pack(double scale);
-  void repack() { state_ = State::kFilling; }  // a gradient grew before launch
+  // Copies the gradients that are not there yet, times `scale`, into the buffer, on the current stream, after the
+  // streams that made them; a missing gradient counts as zero. Afterwards kPacked. A gradient alone in its bucket is
+  // not copied where that cannot be noticed: it is scaled and reduced in its own memory.
+  void pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution);
+  // The same for gradient i of several, just made, where it is large enough not to wait for the others: it is still
+  // in the CPU's cache and, where it becomes a view, its own memory is free for the next.
+  void pack_early(size_t i, double scale);
+  // Gradient i has grown since; false when what was packed has left, or was scaled where the growth went.
+  bool repack(size_t i, double scale);
   void launched(c10::intrusive_ptr<c10::ivalue::Future> future) {
     future_ = std::move(future);
     state_ = State::kLaunched;
@@ -61,6 +70,7 @@ class Bucket {
   void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used);
   void release() {  // drops the buffer; the next pack makes a new one
     buffer_ = at::Tensor();
+    borrowed_ = false;
     for (Slot& slot : *slots_) slot.view = at::Tensor();
   }
 
@@ -77,8 +87,10 @@ class Bucket {
 
  private:
   void allocate();
-  void pack_sparse(double scale);
-  void adopt_views();
+  void pack_dense(size_t begin, size_t end, double scale);  // slots
+  bool can_borrow(const std::vector<int32_t>& used, const at::Tensor& contribution) const;
+  void borrow(double scale);
+  void adopt_view(Slot& slot);
   bool is_one_piece(const Slot& slot, const at::Tensor& grad) const;
   void check(const Slot& slot, const at::Tensor& grad) const;
 
@@ -88,6 +100,7 @@ class Bucket {
   const std::shared_ptr<std::vector<Slot>> slots_ = std::make_shared<std::vector<Slot>>();  // shared with hooks
   int64_t numel_ = 0;
   at::Tensor buffer_;
+  bool borrowed_ = false;  // buffer_ is the gradient's own memory
   size_t pending_ = 0;
   State state_ = State::kFilling;
   Producers producers_;                // streams that made this backward's gradients

@@ -12,8 +12,6 @@
 
 namespace minddp {
 
-using Future = c10::ivalue::Future;
-
 // What a hook sees of a bucket; a value, which may outlive the backward that made it.
 class GradBucket {
  public:

@@ -2,6 +2,8 @@
 // Pure functions; every error that the reducer raises is worded here.
 #pragma once
 
+#include <c10/util/StringUtil.h>
+
 #include <string>
 #include <vector>
 
@@ -13,19 +15,14 @@ struct Parameter {
 };
 enum class Cause { kUnused, kBackwardRaised, kGraphChanged };
 
-inline std::string on(int rank) { return " [rank " + std::to_string(rank) + "]"; }
-
 inline const char* explain(Cause cause) {
-  switch (cause) {
-    case Cause::kBackwardRaised:
-      return "The previous backward ended with an exception, so its gradients were never averaged, and the other "
-             "ranks may still wait for them: restart from a checkpoint.";
-    case Cause::kGraphChanged:
-      return "This error indicates that your training graph has changed in this iteration, e.g., one parameter is "
-             "used in first iteration, but then got unused in the second iteration. this is not compatible with "
-             "static_graph set to True.";
-    case Cause::kUnused: break;
-  }
+  if (cause == Cause::kBackwardRaised)
+    return "The previous backward ended with an exception, so its gradients were never averaged, and the other ranks "
+           "may still wait for them: restart from a checkpoint.";
+  if (cause == Cause::kGraphChanged)
+    return "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
+           "in first iteration, but then got unused in the second iteration. this is not compatible with "
+           "static_graph set to True.";
   return "This error indicates that your module has parameters that were not used in producing loss. You can enable "
          "unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
          "`minddp.DistributedDataParallel` (here it costs no graph walk), and by making sure all `forward` function "
@@ -37,46 +34,44 @@ inline const char* explain(Cause cause) {
 inline std::string unfinished_reduction(int rank, const std::vector<Parameter>& missing, Cause cause) {
   std::string indices, names;
   for (const Parameter& p : missing) {
-    indices += " " + std::to_string(p.index);
-    names += (names.empty() ? "" : ", ") + p.name;
+    indices += c10::str(" ", p.index);
+    names += c10::str(names.empty() ? "" : ", ", p.name);
   }
-  const std::string who = "which did not receive grad for rank " + std::to_string(rank) + ":";
-  return std::string("Expected to have finished reduction in the prior iteration before starting a new one. ") +
-      explain(cause) + "\nParameter indices " + who + indices + "\nParameters " + who + " " + names;
+  const std::string who = c10::str("which did not receive grad for rank ", rank, ":");
+  return c10::str("Expected to have finished reduction in the prior iteration before starting a new one. ",
+      explain(cause), "\nParameter indices ", who, indices, "\nParameters ", who, " ", names);
 }
 
-// A gradient came again after its bucket had been sent.
+// A gradient came again when what had come was scaled or sent already.
 inline std::string ready_twice(int rank, const Parameter& p, int arrivals) {
-  return "Expected to mark a variable ready only once. Parameter at index " + std::to_string(p.index) +
-      " with name " + p.name + " has been marked as ready twice: its gradient arrived " + std::to_string(arrivals) +
-      " times in one backward, at last after its bucket had been sent. Usual cause: it takes part in several "
-      "activation "
-      "checkpoints, a varying number of times. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)." +
-      on(rank);
+  return c10::str("Expected to mark a variable ready only once. Parameter at index ", p.index, " with name ", p.name,
+      " has been marked as ready twice: its gradient arrived ", arrivals,
+      " times in one backward, at last after its bucket had been packed. Usual cause: activation checkpoints that "
+      "use "
+      "it a varying number of times. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False). [rank ",
+      rank, "]");
 }
 
 // static_graph, but a parameter that no rank used in the first iteration got a gradient.
 inline std::string graph_changed(int rank, const Parameter& p) {
-  return "Your training graph has changed in this iteration: static_graph=True, but parameter '" + p.name +
+  return c10::str("Your training graph has changed in this iteration: static_graph=True, but parameter '", p.name,
       "' got a gradient, which it did on no rank in the first iteration. Construct with static_graph=False and "
-      "find_unused_parameters=True." +
-      on(rank);
+      "find_unused_parameters=True. [rank ",
+      rank, "]");
 }
 
 // A gradient of another layout or device than its bucket's.
 inline std::string wrong_gradient(
     int rank, const std::string& name, const std::string& found, const std::string& expected) {
-  return "The gradient of parameter '" + name + "' is " + found + ", expected " + expected +
-      ". Sparse gradients may "
-      "come only from nn.Embedding and nn.EmbeddingBag with sparse=True, then in every iteration; parameters must be "
-      "moved to their device before the module is wrapped." +
-      on(rank);
+  return c10::str("The gradient of parameter '", name, "' is ", found, ", expected ", expected,
+      ". Sparse gradients may come only from nn.Embedding and nn.EmbeddingBag with sparse=True, then in every "
+      "iteration; parameters must be moved to their device before the module is wrapped. [rank ",
+      rank, "]");
 }
 
 inline std::string wrong_hook_result(int rank, size_t bucket, int64_t found, int64_t expected) {
-  return "The communication hook's future for bucket " + std::to_string(bucket) + " holds a tensor of " +
-      std::to_string(found) + " elements, expected " + std::to_string(expected) +
-      ": one tensor, as large as bucket.buffer()." + on(rank);
+  return c10::str("The communication hook's future for bucket ", bucket, " holds a tensor of ", found,
+      " elements, expected ", expected, ": one tensor, as large as bucket.buffer(). [rank ", rank, "]");
 }
 
 }  // namespace minddp::errors

@@ -18,41 +18,46 @@ namespace minddp {
 
 using torch::autograd::variable_list;
 
-// An autograd hook that tells of its node and changes nothing.
+// What is told of a gradient: its parameter's index, and the contribution that came (undefined: none). Autograd
+// keeps a reference to that one while hooks run; it may be the very memory of `.grad`.
+using OnReady = std::function<void(size_t index, const at::Tensor& contribution)>;
+
+// An autograd hook that changes nothing.
 template <typename Hook>
-struct Teller : Hook {
-  explicit Teller(std::function<void()> tell) : tell(std::move(tell)) {}
+struct Observer : Hook {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
     TORCH_CHECK(false,
         "minddp's hooks do not run under compiled autograd: unset "
         "torch._dynamo.config.compiled_autograd (torch.compile of the model itself works).");
   }
-  const std::function<void()> tell;
 };
 
-struct AfterNode : Teller<torch::autograd::FunctionPostHook> {
-  using Teller::Teller;
-  variable_list operator()(const variable_list& outputs, const variable_list&) override {
-    tell();
+struct AfterAccumulation : Observer<torch::autograd::FunctionPostHook> {
+  AfterAccumulation(const OnReady& on_ready, size_t index) : on_ready(on_ready), index(index) {}
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
+    on_ready(index, inputs[0]);
     return outputs;  // AccumulateGrad has none: nothing is copied
   }
+  const OnReady on_ready;
+  const size_t index;
 };
 
-struct BeforeNode : Teller<torch::autograd::FunctionPreHook> {
-  using Teller::Teller;
+struct BeforeNode : Observer<torch::autograd::FunctionPreHook> {
+  explicit BeforeNode(const std::function<void()>& tell) : tell(tell) {}
   variable_list operator()(const variable_list& grads) override {
     tell();
     return grads;
   }
+  const std::function<void()> tell;
 };
 
 // A hook on every parameter, until it goes away.
 class GradHooks {
  public:
-  GradHooks(const std::vector<at::Tensor>& parameters, const std::function<void(size_t index)>& on_ready) {
+  GradHooks(const std::vector<at::Tensor>& parameters, const OnReady& on_ready) {
     for (size_t i = 0; i < parameters.size(); ++i) {
       NodePtr node = torch::autograd::impl::grad_accumulator(parameters[i]);
-      uintptr_t key = node->add_post_hook(std::make_unique<AfterNode>([on_ready, i] { on_ready(i); }));
+      uintptr_t key = node->add_post_hook(std::make_unique<AfterAccumulation>(on_ready, i));
       hooked_.emplace_back(std::move(node), key);
     }
   }

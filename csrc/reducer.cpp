@@ -6,8 +6,6 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <future>
-
 namespace minddp {
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> expect_sparse,
@@ -15,16 +13,17 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     : parameters_(std::move(parameters)), names_(std::move(names)), expect_sparse_(std::move(expect_sparse)),
       group_(std::move(group)), several_threads_(std::any_of(parameters_.begin(), parameters_.end(),
                                     [&](const at::Tensor& p) { return p.device() != parameters_[0].device(); })),
-      options_(std::move(options)), bucket_of_(parameters_.size()), usage_(parameters_.size()),
-      trace_(std::make_shared<Trace>()) {
+      options_(std::move(options)), place_(parameters_.size()), usage_(parameters_.size()),
+      used_map_(options_.graph_mode, options_.skip_all_reduce_unused), trace_(std::make_shared<Trace>()) {
   set_buckets(buckets);
 }
 
 void Reducer::install_hooks() {
   hooks_.reset();
-  hooks_ = std::make_unique<GradHooks>(parameters_, [weak = weak_from_this()](size_t index) {
-    if (auto self = weak.lock()) self->on_ready(index);
-  });
+  hooks_ = std::make_unique<GradHooks>(
+      parameters_, [weak = weak_from_this()](size_t index, const at::Tensor& contribution) {
+        if (auto self = weak.lock()) self->on_ready(index, contribution);
+      });
 }
 
 void Reducer::set_buckets(const Buckets& buckets) {
@@ -38,7 +37,7 @@ void Reducer::set_buckets(const Buckets& buckets) {
     options.gradient_as_view = options_.gradient_as_bucket_view && options.buffer_dtype == first.scalar_type();
     options.rank = group_->getRank();
     options.allocate = transport_memory(group_, first.device());
-    for (size_t index : indices) bucket_of_[index] = buckets_.size();
+    for (size_t slot = 0; slot < indices.size(); ++slot) place_[indices[slot]] = {buckets_.size(), slot};
     buckets_.emplace_back(indices, parameters_, names_, options);
   }
   trace_ = std::make_shared<Trace>(*trace_);  // callbacks of earlier collectives keep the old one
@@ -57,7 +56,7 @@ void Reducer::fail(const std::string& message) const {
 
 std::vector<size_t> Reducer::missing() const {
   std::vector<size_t> indices = usage_.missing();
-  std::erase_if(indices, [&](size_t index) { return known_unused(index); });
+  std::erase_if(indices, [&](size_t index) { return used_map_.known_unused(index); });
   return indices;
 }
 
@@ -98,56 +97,56 @@ void Reducer::begin_backward() {
   std::fill(usage_.arrivals.begin(), usage_.arrivals.end(), 0);
   next_bucket_ = 0;
   for (Bucket& bucket : buckets_) bucket.begin_backward();
-  for (size_t i = 0; i < static_used_.size(); ++i)
-    if (!static_used_[i]) mark_variable_ready(i);
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    if (used_map_.known_unused(i)) mark_variable_ready(i, {});
 }
 
-void Reducer::on_ready(size_t index) {
+void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   auto lock = guard();
   if (parameters_[index].mutable_grad().defined()) usage_.local_used_map[index] = 1;
   if (phase_ != Phase::kBackward) {
     if (!sync_enabled) return;
     begin_backward();
   }
-  if (known_unused(index)) fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
+  if (used_map_.known_unused(index)) fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
   trace_->ready[index] = Trace::now();
   switch (usage_.note_arrival(index)) {
     case ParamUsage::Arrival::kEarly: break;
-    case ParamUsage::Arrival::kLast: mark_variable_ready(index); break;
+    case ParamUsage::Arrival::kLast: mark_variable_ready(index, contribution); break;
     case ParamUsage::Arrival::kExtra: gradient_grew(index); break;
   }
 }
 
-void Reducer::mark_variable_ready(size_t index) {
-  size_t b = bucket_of_[index];
+void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) {
+  auto [b, slot] = place_[index];
+  if (recorded_) buckets_[b].pack_early(slot, options_.pre_scale);
   if (!buckets_[b].mark_ready()) return;
   trace_->note(b, BucketEvent::kReady);
   if (!recorded_) return;
-  pack(b);  // now, not when it is launched: the gradients are still in the cache
+  pack(b, contribution);  // now, not when it is launched: the gradients are still in the cache
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].complete()) launch(next_bucket_);
 }
 
 // A contribution after the one that was thought the last. Before the bucket has left, no harm is done: it is
 // packed again, and the next iterations wait for one arrival more.
 void Reducer::gradient_grew(size_t index) {
-  Bucket& bucket = buckets_[bucket_of_[index]];
   int32_t arrivals = usage_.arrivals[index];
-  if (bucket.state() == Bucket::State::kLaunched)
+  auto [bucket, slot] = place_[index];
+  if (!buckets_[bucket].repack(slot, options_.pre_scale))
     fail(errors::ready_twice(group_->getRank(), {index, names_[index]}, arrivals));
   usage_.expected[index] = arrivals;
-  bucket.repack();
 }
 
-void Reducer::pack(size_t index) {
+void Reducer::pack(size_t index, const at::Tensor& contribution) {
   trace_->note(index, BucketEvent::kPackBegin);
-  buckets_[index].pack(options_.pre_scale);
+  buckets_[index].pack(options_.pre_scale, usage_.local_used_map, contribution);
 }
 
 // REQUIRES: index == next_bucket_.
 void Reducer::launch(size_t index) {
   if (index == 0 && callbacks_.before_first_launch) callbacks_.before_first_launch();
   Bucket& bucket = buckets_[index];
-  if (bucket.state() == Bucket::State::kFilling) pack(index);
+  if (bucket.state() == Bucket::State::kFilling) pack(index, {});
   trace_->note(index, BucketEvent::kLaunch);
   GradBucket seen = grad_bucket(index, bucket.buffer());
   auto future = run_hook(seen);
@@ -162,12 +161,12 @@ void Reducer::launch(size_t index) {
 void Reducer::finish_backward() {
   if (phase_ != Phase::kBackward) return;
   trace_->note(StepEvent::kBackwardEnd);
-  if (!unused_is_fine() && !missing().empty()) {
+  if (!used_map_.absence_is_fine() && !missing().empty()) {
     phase_ = Phase::kIncomplete;
     return;
   }
   launch_remaining_buckets();
-  launch_used_map();
+  send_used_map();
   finalize_backward();
 }
 
@@ -176,50 +175,16 @@ void Reducer::launch_remaining_buckets() {
     const auto& slots = *buckets_[next_bucket_].slots();
     bool used =
         std::any_of(slots.begin(), slots.end(), [&](const auto& slot) { return usage_.local_used_map[slot.index]; });
-    if (options_.skip_all_reduce_unused && unused_is_fine() && !used)
+    if (options_.skip_all_reduce_unused && used_map_.absence_is_fine() && !used)
       ++next_bucket_;  // on all ranks alike
     else
       launch(next_bucket_);
   }
 }
 
-// After the last bucket: the one place in the order of collectives that is the same on all ranks.
-void Reducer::launch_used_map() {
-  used_map_future_ = nullptr;
-  bool decided = options_.graph_mode == GraphMode::kStatic && !static_used_.empty();
-  if (!unused_is_fine() || decided || options_.skip_all_reduce_unused) return;
-  RECORD_FUNCTION("minddp::search_unused_parameters", std::vector<c10::IValue>());
-  used_map_ = at::tensor(usage_.local_used_map, at::kInt).to(parameters_[0].device(), /*non_blocking=*/true);
-  used_map_future_ = allreduce(*group_, used_map_, /*average=*/false, nullptr);
-}
-
-void Reducer::shadow_used_map() {
-  std::fill(usage_.local_used_map.begin(), usage_.local_used_map.end(), 0);
-  launch_used_map();
-  recorded_ = true;
-}
-
-at::Tensor Reducer::used_map() {
-  if (!used_map_future_) return at::tensor(usage_.local_used_map, at::kInt);
-  wait(*used_map_future_, buckets_.size());
-  return used_map_.cpu();
-}
-
-// Nonzero for parameters whose gradient some rank has. Waits only when this rank lacks one: with all of them
-// used here, the others' maps change nothing.
-std::vector<int32_t> Reducer::globally_used() {
-  if (!static_used_.empty()) return static_used_;
-  if (!unused_is_fine()) return std::vector<int32_t>(parameters_.size(), 1);
-  const std::vector<int32_t>& local = usage_.local_used_map;
-  bool all_here = std::find(local.begin(), local.end(), 0) == local.end();
-  // Without a map, what is unused here is unused everywhere, as promised.
-  if (!used_map_future_ || (all_here && options_.graph_mode != GraphMode::kStatic)) return local;
-  at::Tensor map = used_map();
-  return {map.const_data_ptr<int32_t>(), map.const_data_ptr<int32_t>() + map.numel()};
-}
-
 void Reducer::finalize_backward() {
-  std::vector<int32_t> used = globally_used();
+  std::vector<int32_t> used =
+      used_map_.globally_used(usage_.local_used_map, [&](Future& future) { wait(future, buckets_.size()); });
   double scale = callbacks_.post_scale ? callbacks_.post_scale() : options_.post_scale;
   for (size_t i = 0; i < buckets_.size(); ++i) {
     Bucket& bucket = buckets_[i];
@@ -233,7 +198,6 @@ void Reducer::finalize_backward() {
     trace_->note(i, BucketEvent::kUnpackEnd);
   }
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets_.size());
-  if (options_.graph_mode == GraphMode::kStatic) static_used_ = used;
   end_iteration();
 }
 
@@ -248,17 +212,9 @@ void Reducer::end_iteration() {
   trace_->note(StepEvent::kFinalizeEnd);
 }
 
-// Waits without the GIL. A peer that will never come, or has closed its connection, is asked for its reasons.
 void Reducer::wait(Future& future, size_t bucket) {
-  int seconds = 0;
-  if (callbacks_.on_stall && !future.completed()) {
-    auto ended = std::make_shared<std::promise<void>>();
-    std::future<void> end = ended->get_future();
-    future.addCallback([ended](Future&) { ended->set_value(); }, /*uses_future=*/false);
-    while (end.wait_for(std::chrono::seconds(1)) != std::future_status::ready) callbacks_.on_stall(++seconds, bucket);
-  }
-  if (callbacks_.on_stall && future.hasError()) callbacks_.on_stall(seconds, bucket);
-  future.waitAndThrow();
+  if (!callbacks_.on_stall) return future.waitAndThrow();
+  wait_watching(future, [&](double seconds) { callbacks_.on_stall(seconds, bucket); });
 }
 
 }  // namespace minddp

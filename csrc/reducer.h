@@ -35,6 +35,7 @@
 #include "grad_hooks.h"
 #include "param_usage.h"
 #include "trace.h"
+#include "transport/used_map.h"
 
 #include <functional>
 #include <memory>
@@ -46,13 +47,6 @@
 namespace minddp {
 
 enum class Phase { kIdle, kBackward, kIncomplete };
-
-// How a parameter without a gradient at the end of backward is taken.
-enum class GraphMode {
-  kAllUsed,     // an error, unless a further backward brings it
-  kFindUnused,  // fine. Used on no rank: .grad stays as it was. Used on some: it counts as zero here
-  kStatic,      // as kFindUnused, decided once, in the first iteration
-};
 
 struct ReducerOptions {
   GraphMode graph_mode = GraphMode::kAllUsed;
@@ -86,7 +80,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Around forward: backward starts where it reaches one of forward's outputs.
   void note_forward_begin() { trace_->note(StepEvent::kForwardBegin); }
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
-  void on_ready(size_t index);  // the hook of parameter `index`
+  void on_ready(size_t index, const at::Tensor& contribution);  // the hook of parameter `index`
 
   void set_buckets(const Buckets& buckets);  // REQUIRES: each parameter once, one dtype and device a bucket
   void release_buckets();
@@ -104,7 +98,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Waited for at the end of the next synchronized backward.
   void wait_after_backward(c10::intrusive_ptr<Future> future) { extra_futures_.push_back(std::move(future)); }
   // A rank that has no backward of its own (join) sends an empty used map, and counts as recorded.
-  void shadow_used_map();
+  void shadow_used_map() {
+    std::fill(usage_.local_used_map.begin(), usage_.local_used_map.end(), 0);
+    send_used_map();
+    recorded_ = true;
+  }
 
   ReducerOptions& options() { return options_; }
   ReducerCallbacks& callbacks() { return callbacks_; }
@@ -118,28 +116,27 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
   const std::string& last_error() const { return last_error_; }
   std::vector<size_t> missing() const;
-  at::Tensor used_map();  // by parameter: ranks that used it, as of the last synchronization
+  std::vector<int32_t> used_map() {  // by parameter: ranks that used it, as of the last synchronization
+    return used_map_.sum(usage_.local_used_map, [&](Future& future) { wait(future, buckets_.size()); });
+  }
 
  private:
   void on_backward_begins();
   void begin_backward();
-  void mark_variable_ready(size_t index);
+  void mark_variable_ready(size_t index, const at::Tensor& contribution);
   void gradient_grew(size_t index);
-  void pack(size_t index);
+  void pack(size_t index, const at::Tensor& contribution);
   void launch(size_t index);
   void finish_backward();
   void finalize_backward();
   void launch_remaining_buckets();
-  void launch_used_map();
-  std::vector<int32_t> globally_used();
+  void send_used_map() { used_map_.send(*group_, usage_.local_used_map, parameters_[0].device()); }
   void wait(Future& future, size_t bucket);
   void end_iteration();
   [[noreturn]] void fail(const std::string& message) const;
   std::unique_lock<std::mutex> guard() {
     return several_threads_ ? std::unique_lock(mutex_) : std::unique_lock(mutex_, std::defer_lock);
   }
-  bool unused_is_fine() const { return options_.graph_mode != GraphMode::kAllUsed; }
-  bool known_unused(size_t index) const { return !static_used_.empty() && !static_used_[index]; }
 
   const std::vector<at::Tensor> parameters_;
   const std::vector<std::string> names_;
@@ -158,12 +155,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<size_t> last_missing_;
   mutable std::string last_error_;
   std::vector<Bucket> buckets_;
-  std::vector<size_t> bucket_of_;  // parameter -> bucket
-  size_t next_bucket_ = 0;         // the first that is not launched
+  std::vector<std::pair<size_t, size_t>> place_;  // by parameter: bucket, slot
+  size_t next_bucket_ = 0;                        // the first that is not launched
   ParamUsage usage_;
-  std::vector<int32_t> static_used_;  // kStatic, after the first iteration: used on some rank
-  at::Tensor used_map_;
-  c10::intrusive_ptr<Future> used_map_future_;
+  UsedMap used_map_;
   std::vector<c10::intrusive_ptr<Future>> extra_futures_;
   std::shared_ptr<Trace> trace_;  // shared with the collectives' completion callbacks
 };

@@ -50,6 +50,7 @@ __all__ = ["DistributedDataParallel"]
 
 _DEFAULT_BUCKET_CAP_MB = 25
 _DEFAULT_LAST_BUCKET_BYTES = MIB
+_DEFAULT_ALONE_BYTES = {"cpu": 4 * MIB}  # elsewhere the cap: collectives cost more there, copies less
 _BROADCAST_BUCKET_BYTES = 250 * MIB
 _BUILTIN_HOOK_DTYPES = {"FP16_COMPRESS": torch.float16, "ALLREDUCE": None}
 _NO_RANGE = nullcontext()
@@ -107,8 +108,9 @@ class DistributedDataParallel(_TorchDDP):
         broadcast_buffers: deprecated by torch; use ``forward_sync_buffers``.
         init_sync: verify and broadcast parameters and buffers at construction.
         process_group: group to reduce over; default: the default group. Not with ``device_mesh``.
-        bucket_cap_mb: a bucket closes once it holds this many MiB (25 when ``None``, and then the last
-            bucket, whose reduction nothing can hide, at 1 MiB). ``"auto"`` measures and re-plans.
+        bucket_cap_mb: a bucket closes once it holds this many MiB. ``None``: 25, and 1 for the last bucket,
+            whose reduction nothing can hide; a gradient of 25 MiB (on the CPU: 4) has a bucket of its own,
+            where it is reduced in place, without a copy. ``"auto"`` measures and re-plans.
         find_unused_parameters: allow parameters that take no part in a backward. Costs no graph walk:
             what is missing at the end of backward was not used.
         check_reduction: deprecated, without effect.
@@ -376,6 +378,9 @@ class DistributedDataParallel(_TorchDDP):
             graph_mode=self._graph_mode(),
             caps=self._caps(),
             last_cap=_DEFAULT_LAST_BUCKET_BYTES if self.bucket_bytes_cap_default else None,
+            alone_from=_DEFAULT_ALONE_BYTES.get(self.device_type, self.bucket_bytes_cap)
+            if self.bucket_bytes_cap_default
+            else None,
             reduction=self.reduction,
             reduce_dtype=self._buffer_dtype(),
             predivide_factor=self.predivide_factor,

@@ -23,11 +23,16 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class ReducerSettings:
-    """What a reducer is made from, besides the parameters; see :class:`DistributedDataParallel`."""
+    """What a reducer is made from, besides the parameters; see :class:`DistributedDataParallel`.
+
+    ``caps``, ``last_cap``: as in :func:`assign_buckets`. ``alone_from``: bytes from which a gradient has a bucket
+    of its own, in whose place it is reduced without a copy.
+    """
 
     graph_mode: Any
     caps: Sequence[int]
     last_cap: int | None = None
+    alone_from: int | None = None
     reduction: str = "mean"
     reduce_dtype: torch.dtype | None = None
     predivide_factor: float | None = None
@@ -87,10 +92,14 @@ class Reducer(_C.Reducer):
     def _assign(self, arrived: Sequence[int], absent: Sequence[int]) -> Buckets:
         # What never arrived would hold up what did, so the two do not share buckets.
         settings = self.settings
+        alone = settings.alone_from or math.inf
+        kinds: list[Hashable] = [
+            (kind, i) if nbytes >= alone else kind for i, (kind, nbytes) in enumerate(zip(self.kinds, self._nbytes))
+        ]
         return [
             bucket
             for order in (arrived, absent)
-            for bucket in assign_buckets(self._nbytes, self.kinds, order, settings.caps, settings.last_cap)
+            for bucket in assign_buckets(self._nbytes, kinds, order, settings.caps, settings.last_cap)
         ]
 
     def observed_order(self) -> list[int]:

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/ScalarOps.h>
 
-#include <cstring>
+#include "streaming.h"
 
 #ifdef MINDDP_WITH_CUDA
 #include "../cuda/scaled_copy.h"
@@ -19,8 +19,12 @@
 namespace minddp {
 namespace {
 
+// Larger segments do not stay in a core's own caches until their reader comes.
+constexpr int64_t kStreamFrom = 1 << 20;  // bytes
+
 MINDDP_VECTORIZED
 void scale_float(const float* src, float* dst, int64_t n, float scale) {
+  if (n * int64_t(sizeof(float)) >= kStreamFrom) return stream_scale(dst, src, n, scale);
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) dst[i] = src[i] * scale;
 }
@@ -69,7 +73,9 @@ void copy_one(const CopySegment& s, at::ScalarType src_type, at::ScalarType dst_
   if (s.src == nullptr) {
     std::memset(s.dst, 0, s.numel * at::elementSize(dst_type));
   } else if (src_type == dst_type && scale == 1.0) {
-    if (s.src != s.dst) std::memcpy(s.dst, s.src, s.numel * at::elementSize(dst_type));
+    int64_t bytes = s.numel * int64_t(at::elementSize(dst_type));
+    if (s.src != s.dst)
+      bytes < kStreamFrom ? void(std::memcpy(s.dst, s.src, bytes)) : stream_copy(s.dst, s.src, bytes);
   } else if (src_type == dst_type && (src_type == at::kFloat || src_type == at::kComplexFloat)) {
     int64_t n = src_type == at::kFloat ? s.numel : 2 * s.numel;
     scale_float(static_cast<const float*>(s.src), static_cast<float*>(s.dst), n, float(scale));

@@ -6,20 +6,16 @@
 // corruption, within seconds when provoked.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include "wait.h"
 
-#include <functional>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace minddp {
 
-// Returns once the collective of a future has ended; raises what that raises, or what it finds about lost peers.
-using Wait = std::function<void(c10::ivalue::Future&)>;
-
 // In place, and over before it returns: `tensor` becomes the coalesced sum (the mean where `average`) over the
 // group's ranks. COO layout, any real dtype. REQUIRES: the same shape and dtype on all ranks.
-c10::intrusive_ptr<c10::ivalue::Future> sparse_allreduce(
+c10::intrusive_ptr<Future> sparse_allreduce(
     c10d::ProcessGroup& group, const at::Tensor& tensor, bool average, const Wait& wait);
 
 }  // namespace minddp

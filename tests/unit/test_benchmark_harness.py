@@ -31,15 +31,20 @@ def test_rounds_visit_each_variant_once_and_differ():
 def test_overhead_is_paired_by_round():
     # The machine is twice as slow in the second round; the overhead of "torch" is 3 in both.
     samples = {"local": [10.0, 20.0], "raw": [1.0, 1.0], "torch": [14.0, 24.0], "minddp": [12.0, 22.0]}
-    assert overhead.differences(samples, "torch") == ([4.0, 4.0], [3.0, 3.0])
+    samples["floor"] = [11.5, 21.5]  # half a unit in which the ranks wait for each other
+    assert overhead.less(samples, "torch", "local") == [4.0, 4.0]
+    assert overhead.less(samples, "torch", "local", "raw") == [3.0, 3.0]
     rows = overhead.summarize(samples, ["torch", "minddp"])
     assert rows["minddp"]["overhead_ratio"] == pytest.approx([1 / 3] * 3)
+    assert rows["minddp"]["above_floor_ratio"] == pytest.approx([0.5 / 2.5] * 3)
+    assert rows["floor"]["overhead_ratio"] == pytest.approx([0.5 / 3] * 3)
     assert rows["minddp"]["step_ratio"][1] == pytest.approx(17 / 19)
 
 
 def test_no_ratio_to_an_overhead_that_is_hidden():
     samples = {"local": [10.0, 10.0], "raw": [5.0, 5.0], "torch": [11.0, 12.0], "minddp": [10.5, 11.0]}
-    assert "overhead_ratio" not in overhead.summarize(samples, ["torch", "minddp"])["minddp"]
+    row = overhead.summarize({**samples, "floor": [15.0, 15.0]}, ["torch", "minddp"])["minddp"]
+    assert "overhead_ratio" not in row and "above_floor_ratio" not in row
 
 
 def test_the_interval_holds_the_ratio_of_medians():

@@ -63,3 +63,21 @@ def test_in_place():
     expected = values * 0.25
     _C.scaled_copy(values, values, 0.25)
     assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+def test_large_copies_at_any_alignment(dtype, scale):
+    """From 1 MiB on, stores go past the caches; nothing before or after the piece may change."""
+    size = (1 << 20) // dtype.itemsize + 13
+    values = _values(dtype, size + 8)
+    for start in (0, 1, 3):
+        for shift in (0, 1, 2):
+            src = values[start : start + size]
+            dst = torch.full((size + 8,), 77.0).to(dtype)
+            _C.scaled_copy(src, dst[shift : shift + size], scale, False)
+            assert torch.equal(dst[shift : shift + size], _copy(src, dtype, scale, True)), (start, shift)
+            assert (dst[:shift] == 77).all() and (dst[shift + size :] == 77).all()
+            in_place = src.clone()
+            _C.scaled_copy(in_place, in_place, scale, False)
+            assert torch.equal(in_place, _copy(src, dtype, scale, True))

@@ -1,0 +1,69 @@
+// What it means that a gradient is missing at the end of backward.
+//
+// Where that is allowed, ranks must agree on which parameters some rank used: one small sum after the last bucket,
+// the one place in the order of collectives that is the same on all ranks. It is awaited only where its result can
+// change anything, so a rank that used all parameters goes on at once.
+#pragma once
+
+#include "wait.h"
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <vector>
+
+namespace minddp {
+
+// How a parameter without a gradient at the end of backward is taken.
+enum class GraphMode {
+  kAllUsed,     // an error, unless a further backward brings it
+  kFindUnused,  // fine. Used on no rank: .grad stays as it was. Used on some: it counts as zero here
+  kStatic,      // as kFindUnused, decided once, in the first iteration
+};
+
+class UsedMap {
+ public:
+  using Map = std::vector<int32_t>;  // by parameter: 0, or how many ranks used it
+  // `same_everywhere`: what is unused on one rank is unused on all, so there is nothing to agree on.
+  UsedMap(GraphMode mode, bool same_everywhere) : mode_(mode), same_everywhere_(same_everywhere) {}
+
+  bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed; }
+  // kStatic, after the first iteration: no rank used it then.
+  bool known_unused(size_t index) const { return !static_used_.empty() && !static_used_[index]; }
+
+  // Returns when the collective, if there is to be one, is on its way; nothing here waits for `device`.
+  void send(c10d::ProcessGroup& group, const Map& local, at::Device device) {
+    future_ = nullptr;
+    if (!absence_is_fine() || same_everywhere_ || !static_used_.empty()) return;
+    RECORD_FUNCTION("minddp::search_unused_parameters", std::vector<c10::IValue>());
+    sum_ = at::tensor(local, at::kInt).to(device, /*non_blocking=*/true);
+    std::vector<at::Tensor> tensors = {sum_};
+    future_ = group.allreduce(tensors)->getFuture();
+  }
+  // The sum over ranks as of the last send; this rank's own map where none was sent.
+  Map sum(const Map& local, const Wait& wait) const {
+    if (!future_) return local;
+    wait(*future_);
+    at::Tensor map = sum_.cpu();
+    return {map.const_data_ptr<int32_t>(), map.const_data_ptr<int32_t>() + map.numel()};
+  }
+  // Nonzero for parameters whose gradient some rank has, at the end of a synchronized backward.
+  Map globally_used(const Map& local, const Wait& wait) {
+    if (!absence_is_fine()) return Map(local.size(), 1);
+    if (!static_used_.empty()) return static_used_;
+    bool all_here = std::find(local.begin(), local.end(), 0) == local.end();
+    if (mode_ == GraphMode::kFindUnused) return all_here ? local : sum(local, wait);
+    return static_used_ = sum(local, wait);
+  }
+
+ private:
+  const GraphMode mode_;
+  const bool same_everywhere_;
+  Map static_used_;
+  at::Tensor sum_;
+  c10::intrusive_ptr<Future> future_;
+};
+
+}  // namespace minddp
