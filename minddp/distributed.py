@@ -42,7 +42,9 @@ from .join import DDPJoinHook, agree_on_sync
 from .lifetime import live
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
+from .module_changes import ModuleChanges
 from .reducer import MIB, Reducer, ReducerSettings, wire_dtype
+from .replicas import check_replicas
 from .rpc_context import refuse_rpc_context
 from .stall_inspector import StallInspector
 
@@ -55,7 +57,9 @@ _BROADCAST_BUCKET_BYTES = 250 * MIB
 _BUILTIN_HOOK_DTYPES = {"FP16_COMPRESS": torch.float16, "ALLREDUCE": None}
 _NO_RANGE = nullcontext()
 # Made anew where the module is unpickled or copied, and given up when the interpreter ends.
-_TIED_TO_GROUP = ("process_group", "reducer", "logger", "_tuner", "_mixed", "_delayed", "_stall_inspector")
+_TIED_TO_GROUP = (
+    "process_group", "reducer", "logger", "_tuner", "_mixed", "_delayed", "_stall_inspector", "_changes",
+)  # fmt: skip
 
 
 def _find_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -251,19 +255,24 @@ class DistributedDataParallel(_TorchDDP):
                 raise ValueError(f"delay_all_reduce_named_params: the module has no parameter {name!r}")
             self.parameters_to_ignore.add(name)
             self._delay_all_reduce_params.append(parameter)
-        named = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        for name, parameter in named:
+        for name, parameter in self._collect_parameters(module):
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise RuntimeError(
                     f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: "
                     f"'{name}' has no shape yet. Run a dummy forward pass to initialize the lazy modules first."
                 )
+        self._delay_all_reduce_all_params = not self.parameter_names and bool(self._delay_all_reduce_params)
+        self._check_trainable()
+
+    def _collect_parameters(self, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+        named = [(name, p) for name, p in module.named_parameters() if name not in self.parameters_to_ignore]
         self._module_parameters = [parameter for _, parameter in named]
-        trains = [(n, p) for n, p in named if p.requires_grad]
-        self.parameter_names = [name for name, _ in trains]
-        self.reducer_parameters = [parameter for _, parameter in trains]
-        self._delay_all_reduce_all_params = not trains and bool(self._delay_all_reduce_params)
-        if not trains and not self._delay_all_reduce_params:
+        self.parameter_names = [name for name, p in named if p.requires_grad]
+        self.reducer_parameters = [p for _, p in named if p.requires_grad]
+        return named
+
+    def _check_trainable(self) -> None:
+        if not self.parameter_names and not self._delay_all_reduce_params:
             raise RuntimeError(
                 "DistributedDataParallel is not needed when a module doesn't have any parameter that "
                 "requires a gradient: use the module as it is, or set requires_grad before wrapping."
@@ -362,6 +371,10 @@ class DistributedDataParallel(_TorchDDP):
             "mixed_precision": self.mixed_precision,
         }
         verify_same_arguments(arguments, group)
+        self._synchronize_model()
+
+    def _synchronize_model(self) -> None:
+        group = self.process_group
         verify_same_model("parameter", list(zip(self.parameter_names, self.reducer_parameters)), group)
         if self._init_sync_buffers:
             verify_same_model("buffer", list(self.named_module_buffers.items()), group)
@@ -389,6 +402,7 @@ class DistributedDataParallel(_TorchDDP):
             has_average=self.device_type == "cuda" and dist.get_backend(self.process_group) == "nccl",
         )
         parameters, expect_sparse = self._build_params_for_reducer()
+        self._changes = ModuleChanges(self.module, self.parameters_to_ignore, parameters)
         self.reducer = Reducer(parameters, self.parameter_names, expect_sparse, self.process_group, settings)
         self.logger = LoggingData(self)
         self._stall_inspector = StallInspector(self.process_group) if dist.is_initialized() else None
@@ -553,6 +567,8 @@ class DistributedDataParallel(_TorchDDP):
         """What is done once before each forward whose backward will be synchronized."""
         refuse_rpc_context()
         self._check_finished()
+        if self._mixed is None:  # which casts parameters itself
+            self._report_failure(self._changes.check)
         self.logger.before_forward(self)
         if tracing.active:
             tracing.after_step(self)
@@ -569,8 +585,12 @@ class DistributedDataParallel(_TorchDDP):
         self._lazy_init_ran = True
 
     def _check_finished(self) -> None:
+        self._report_failure(self.reducer.check_finished)
+
+    def _report_failure(self, check: Callable[[], None]) -> None:
+        """Runs ``check``; what it raises is told to the ranks that will wait for this one."""
         try:
-            self.reducer.check_finished()
+            check()
         except RuntimeError as error:
             self.logger.set_error_and_log(str(error))
             if self._stall_inspector is not None:
@@ -673,6 +693,50 @@ class DistributedDataParallel(_TorchDDP):
     def release_buckets(self) -> None:
         """Frees the buckets' memory between phases of training; the next backward allocates it again."""
         self.reducer.release_buckets()
+
+    def check_replicas(self, buffers: bool = False) -> None:
+        """Raises on every rank unless all ranks hold the same parameters, bit for bit. Collective.
+
+        Reads the model once, on the host: for now and then, or after each step while looking for a cause.
+
+        Args:
+            buffers: compare buffers too. Between the broadcasts before forward they usually differ.
+
+        Raises:
+            RuntimeError: names the tensors that differ, and which ranks hold the same.
+        """
+        tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers() if buffers else ())
+        named = [(name, tensor) for name, tensor in tensors if name not in self.parameters_to_ignore]
+        check_replicas(named, self.process_group)
+
+    def refresh(self) -> None:
+        """Takes over what has changed in the module since it was wrapped. Collective, between iterations.
+
+        Parameters may have been added, replaced, removed, frozen, unfrozen, cast or moved, on all ranks alike. All
+        ranks' parameters and buffers become rank 0's. Buckets are cut anew, as after construction: a pinned plan no
+        longer holds, ``"auto"`` measures again. A communication hook stays; one that keeps state for each bucket has
+        to forget it. New parameters have to be given to the optimizer.
+
+        Raises:
+            RuntimeError: the last backward was not finished, the ranks' modules differ (on every rank), or nothing
+                requires a gradient any more.
+            NotImplementedError: with ``mixed_precision``, delayed parameters or an optimizer in backward.
+        """
+        if self._mixed is not None or self._delayed is not None or self.reducer.optimizer_in_backward:
+            raise NotImplementedError(
+                "refresh() does not go with mixed_precision=, delay_all_reduce_named_params= or an optimizer in "
+                "backward, which hold on to parameters: construct the wrapper anew."
+            )
+        self._check_finished()
+        self._collect_parameters(self.module)
+        self._check_trainable()
+        self._set_devices(self.device_ids, self.output_device)
+        self._assign_modules_buffers()
+        self._synchronize_model()
+        self.reducer.remove_hooks()  # with them go autograd's nodes, which know the old dtypes
+        self._remake_reducer()
+        self._has_rebuilt_buckets = False
+        self._tuner = self._make_tuner()
 
     def last_step(self) -> tracing.StepTimes:
         """Where the last synchronized backward's time went, in seconds, bucket by bucket.
@@ -943,16 +1007,7 @@ class DistributedDataParallel(_TorchDDP):
         state.pop("broadcast_buffers", None)
         torch.nn.Module.__setstate__(self, state)
         self.process_group = dist.group.WORLD
-        trains = [
-            (name, p)
-            for name, p in self.module.named_parameters()
-            if name not in self.parameters_to_ignore and p.requires_grad
-        ]
-        self.parameter_names = [name for name, _ in trains]
-        self.reducer_parameters = [parameter for _, parameter in trains]
-        self._module_parameters = [
-            p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
-        ]
+        self._collect_parameters(self.module)
         self._has_rebuilt_buckets = False
         self._delayed = None
         self._make_reducer()

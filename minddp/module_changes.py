@@ -1,0 +1,83 @@
+"""Noticing that a wrapped module is not the one that was wrapped any more.
+
+The reducer knows the parameters that required gradients at construction. One that is added, replaced, unfrozen, cast
+or moved later would get local gradients, and the replicas would drift apart without a word. Looking at every
+parameter before each forward would cost what DDP is to save, so it is done only when there is a reason: torch tells
+of each registration in any module, and a cast or a move shows in whichever parameter is looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+_registrations = 0  # of parameters and submodules, in all modules of this process
+_requires_grad = attrgetter("requires_grad")
+
+
+def _note_registration(module: torch.nn.Module, name: str, value: object) -> None:
+    global _registrations
+    _registrations += 1
+
+
+register_module_parameter_registration_hook(_note_registration)
+register_module_module_registration_hook(_note_registration)
+
+
+class ModuleChanges:
+    """Compares ``module`` with what it was when this was made.
+
+    Args:
+        module: the wrapped module.
+        ignored: names of parameters that are not the reducer's.
+        reduced: the reducer's parameters.
+    """
+
+    def __init__(self, module: torch.nn.Module, ignored: set[str], reduced: Sequence[torch.nn.Parameter]):
+        self._module = module
+        self._ignored = ignored
+        self._facts = {id(p): (p.dtype, p.device) for p in reduced}
+        self._reduced = list(reduced)  # alive, so that no other object gets one's id
+        self._turns = itertools.cycle(self._reduced)
+        self._frozen = [p for _, p in self._named() if id(p) not in self._facts]
+        self._seen = _registrations
+
+    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
+
+    def check(self) -> None:
+        """Constant time where nothing has changed, but for one look at each parameter that takes no part.
+
+        Raises:
+            RuntimeError: names what has changed, and the way out.
+        """
+        one = next(self._turns)
+        if (one.dtype, one.device) == self._facts[id(one)] and not any(map(_requires_grad, self._frozen)):
+            if self._seen == _registrations:
+                return
+        if changes := self._changes():
+            raise RuntimeError(
+                "DistributedDataParallel: the module has changed since it was wrapped:\n  "
+                + "\n  ".join(changes)
+                + "\nThe gradients of these would not be averaged. Call ddp.refresh() on every rank after such "
+                "changes, and give new parameters to the optimizer."
+            )
+        self._seen = _registrations
+
+    def _changes(self) -> list[str]:
+        changes = []
+        for name, p in self._named():
+            known = self._facts.get(id(p))
+            if known is None and p.requires_grad:
+                frozen = any(p is other for other in self._frozen)
+                changes.append(f"'{name}' " + ("requires a gradient now" if frozen else "is new"))
+            elif known is not None and (p.dtype, p.device) != known:
+                changes.append(f"'{name}' was {known[0]} on {known[1]}, is {p.dtype} on {p.device}")
+        return changes

@@ -1,0 +1,67 @@
+"""Are the ranks' replicas still one model? Every tensor's bits, compared by name.
+
+Data-parallel training has no shared copy of the model: ranks that start alike and add the same gradients stay alike.
+Whatever breaks this (a checkpoint loaded on one rank, an edit of ``.data``, optimizers in different states) goes
+unnoticed, since each rank goes on by itself. A digest a tensor makes it visible at the price of reading the model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .init_sync import gather_objects
+
+_NAMED_AT_MOST = 20
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A digest of shape, dtype and bits: any two tensors with the same one are equal, NaNs and signed zeros too.
+
+    A ``DTensor``'s is that of this rank's shard. Reads the tensor once, on the host.
+    """
+    local = tensor.detach()
+    local = local.to_local() if hasattr(local, "to_local") else local
+    local = local.cpu().contiguous()
+    hashed = hashlib.blake2b(f"{tuple(local.shape)} {local.dtype}".encode(), digest_size=16)
+    if local.nbytes:
+        hashed.update((ctypes.c_ubyte * local.nbytes).from_address(local.data_ptr()))
+    return hashed.hexdigest()
+
+
+def check_replicas(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """Raises on every rank when a tensor's bits differ between ranks. Collective.
+
+    Raises:
+        RuntimeError: names the tensors that differ, and which ranks hold the same.
+    """
+    everyone = gather_objects({name: digest(tensor) for name, tensor in named}, group)
+    names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
+    differing = [name for name in names if len({theirs.get(name) for theirs in everyone}) > 1]
+    if not differing:
+        return
+    lines = [f"  '{name}': {_camps([theirs.get(name) for theirs in everyone])}" for name in differing]
+    if len(lines) > _NAMED_AT_MOST:
+        lines[_NAMED_AT_MOST:] = [f"  and {len(lines) - _NAMED_AT_MOST} more"]
+    raise RuntimeError(
+        f"DistributedDataParallel: the ranks' replicas differ in {len(differing)} of {len(names)} tensors:\n"
+        + "\n".join(lines)
+        + "\nSomething has changed them on some ranks only: a checkpoint loaded on one rank, an edit of .data, "
+        "optimizers with different settings or states, parameters outside of the wrapper's care. Call "
+        "check_replicas() after each step to find which. ddp.refresh() on every rank starts again from rank 0's."
+    )
+
+
+def _camps(values: Sequence[Any]) -> str:
+    camps: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        camps.setdefault(value, []).append(rank)
+    return " | ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{' lack it' * (value is None)}"
+        for value, ranks in camps.items()
+    )

@@ -1,0 +1,232 @@
+"""A module that changes after it was wrapped: noticed, and taken over by refresh(). Replicas compared."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import minddp
+from minddp.testing import RankError, run_ranks
+
+
+def _net():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def _freeze(net):
+    net[0].weight.requires_grad_(False)
+
+
+def _unfreeze(net):
+    net[0].weight.requires_grad_(True)
+
+
+def _replace(net):
+    net[2] = nn.Linear(4, 3)
+
+
+def _replace_parameter(net):
+    net[2].weight = nn.Parameter(torch.randn(3, 4))
+
+
+def _add(net):
+    net.append(nn.Linear(3, 2))
+
+
+def _cast(net):
+    net.double()
+
+
+CHANGES = {
+    "unfreeze": (_unfreeze, r"'0.weight' requires a gradient now"),
+    "replace": (_replace, r"'2.weight' is new\n  '2.bias' is new"),
+    "replace_parameter": (_replace_parameter, r"'2.weight' is new"),
+    "add": (_add, r"'4.weight' is new"),
+    "cast": (_cast, r"'2.weight' was torch.float32 on cpu, is torch.float64 on cpu"),
+}
+
+
+def _step(net, ddp, rank, iteration):
+    """One step; whether the gradients are what averaging by hand gives."""
+    generator = torch.Generator().manual_seed(100 * iteration + rank)
+    x = torch.randn(6, 4, generator=generator).to(net[0].weight.dtype)
+    ddp(x).square().sum().backward()
+    found = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad()
+    with ddp.no_sync():
+        ddp(x).square().sum().backward()
+    for name, p in net.named_parameters():
+        assert (p.grad is not None) == (name in found) == p.requires_grad, name
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            torch.testing.assert_close(found[name], p.grad / dist.get_world_size(), msg=name)
+    net.zero_grad()
+
+
+def _change(rank, world_size, kind, kwargs, refresh):
+    torch.manual_seed(rank)
+    net = _net()
+    if kind == "unfreeze":
+        _freeze(net)
+    ddp = minddp.DistributedDataParallel(net, **kwargs)
+    for iteration in range(2):
+        _step(net, ddp, rank, iteration)
+    ddp(torch.randn(6, 4)).sum().backward()  # sends what no_sync has noted
+    net.zero_grad()
+    (_freeze if kind == "freeze" else CHANGES[kind][0])(net)
+    if refresh:
+        ddp.refresh()
+        ddp.check_replicas(buffers=True)
+    for iteration in range(3):
+        _step(net, ddp, rank, iteration)
+    return len(ddp.reducer.names)
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_is_noticed_at_the_next_forward(kind):
+    with pytest.raises(RankError) as raised:
+        run_ranks(_change, 2, kind, {}, False)
+    assert sorted(raised.value.failures) == [0, 1]
+    for text in raised.value.failures.values():
+        assert "the module has changed since it was wrapped" in text and "ddp.refresh() on every rank" in text
+    raised.match(CHANGES[kind][1])
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}])
+@pytest.mark.parametrize(("kind", "count"), [("freeze", 5), *zip(CHANGES, [6, 6, 6, 8, 6], strict=True)])
+def test_refresh_takes_the_change_over(kind, count, kwargs):
+    assert run_ranks(_change, 2, kind, kwargs, True) == [count] * 2
+
+
+def _frozen_is_unused(rank, world_size):
+    return _change(rank, world_size, "freeze", {"find_unused_parameters": True}, False)
+
+
+def test_freezing_is_no_change_where_unused_parameters_are_fine():
+    assert run_ranks(_frozen_is_unused, 2) == [6, 6]
+
+
+def _elsewhere(rank, world_size):
+    """Modules that are built meanwhile are no change; nor is a hook's state lost by refresh."""
+    net = _net()
+    ddp = minddp.DistributedDataParallel(net)
+    seen = []
+
+    def hook(state, bucket):
+        seen.append(bucket.index())
+        return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    ddp.register_comm_hook(None, hook)
+    for iteration in range(2):
+        nn.Linear(3, 3)
+        _step(net, ddp, rank, iteration)
+    _add(net)
+    ddp.refresh()
+    before = len(seen)
+    _step(net, ddp, rank, 5)
+    return len(seen) > before
+
+
+def test_what_is_built_elsewhere_is_no_change_and_hooks_stay():
+    assert run_ranks(_elsewhere, 2) == [True, True]
+
+
+def _one_rank_changes(rank, world_size):
+    net = _net()
+    ddp = minddp.DistributedDataParallel(net)
+    if rank == 1:
+        _add(net)
+    ddp.refresh()
+
+
+def test_refresh_of_modules_that_differ_raises_on_every_rank():
+    with pytest.raises(RankError, match="the number of parameters differs") as raised:
+        run_ranks(_one_rank_changes, 2)
+    assert sorted(raised.value.failures) == [0, 1]
+
+
+def _nothing_left(rank, world_size):
+    net = _net()
+    ddp = minddp.DistributedDataParallel(net)
+    net.requires_grad_(False)
+    ddp.refresh()
+
+
+def test_refresh_with_nothing_left_to_train():
+    with pytest.raises(RankError, match="doesn't have any parameter that requires a gradient"):
+        run_ranks(_nothing_left, 2)
+
+
+def _one_cast_of_many(rank, world_size):
+    net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(5)))
+    ddp = minddp.DistributedDataParallel(net)
+    net[3].half()
+    message = r"wrapped:\n  '3.weight' was torch.float32 on cpu, is torch.float16 on cpu\n"
+    with pytest.raises(RuntimeError, match=message):
+        for _ in range(5):  # one parameter a forward is looked at
+            ddp._changes.check()
+    return True
+
+
+def test_a_cast_shows_within_as_many_forwards_as_there_are_parameters():
+    assert run_ranks(_one_cast_of_many, 1) == [True]
+
+
+# ---- replicas
+
+
+def _drift(rank, world_size, what):
+    net = _net()
+    ddp = minddp.DistributedDataParallel(net)
+    ddp.check_replicas(buffers=True)
+    with torch.no_grad():
+        if what == "weight" and rank == 1:
+            net[0].weight[2, 3] += 1e-6
+        if what == "sign" and rank == 1:
+            net[2].bias[:] = 0.0
+        elif what == "sign":
+            net[2].bias[:] = -0.0
+        if what == "nan":
+            net[0].bias[:] = float("nan")
+        if what == "buffer":
+            net[3].running_mean += rank
+        if what == "shape" and rank == 2:
+            net[0].weight.data = net[0].weight.data.reshape(2, 8)
+        if what == "extra" and rank == 0:
+            net.append(nn.Linear(1, 1))
+    ddp.check_replicas(buffers=what == "buffer")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("weight", r"differ in 1 of 6 tensors:\n  '0.weight': ranks 0, 2 \| rank 1\n"),
+        ("sign", r"'2.bias': ranks 0, 2 \| rank 1\n"),
+        ("buffer", r"differ in 1 of 9 tensors:\n  '3.running_mean': rank 0 \| rank 1 \| rank 2\n"),
+        ("shape", r"'0.weight': ranks 0, 1 \| rank 2\n"),
+        ("extra", r"'4.weight': rank 0 \| ranks 1, 2 lack it\n  '4.bias': rank 0 \| ranks 1, 2 lack it\n"),
+    ],
+)
+def test_replicas_that_differ_are_named_on_every_rank(what, message):
+    with pytest.raises(RankError, match=message) as raised:
+        run_ranks(_drift, 3, what)
+    assert sorted(raised.value.failures) == [0, 1, 2]
+
+
+def test_replicas_that_are_alike_even_in_their_nans():
+    run_ranks(_drift, 2, "nan")
+
+
+def _many(rank, world_size):
+    net = nn.Sequential(*(nn.Linear(1, 1) for _ in range(15)))
+    ddp = minddp.DistributedDataParallel(net)
+    with torch.no_grad():
+        for p in net.parameters():
+            p += rank
+    ddp.check_replicas()
+
+
+def test_a_long_list_is_cut():
+    message = r"differ in 30 of 30 tensors:(\n  '\d+\.\w+': rank 0 \| rank 1){20}\n  and 10 more\n"
+    with pytest.raises(RankError, match=message):
+        run_ranks(_many, 2)
