@@ -37,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C, ordering, tracing
 from .delayed_params import DelayedAllReduce
+from .finite_check import FiniteCheck
 from .init_sync import broadcast_coalesced, sync_module_states, verify_same_arguments, verify_same_model
 from .join import DDPJoinHook, agree_on_sync
 from .lifetime import live
@@ -59,6 +60,7 @@ _NO_RANGE = nullcontext()
 # Made anew where the module is unpickled or copied, and given up when the interpreter ends.
 _TIED_TO_GROUP = (
     "process_group", "reducer", "logger", "_tuner", "_mixed", "_delayed", "_stall_inspector", "_changes",
+    "_finite",
 )  # fmt: skip
 
 
@@ -83,9 +85,10 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 def _refuse_unfinished(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer.step(): gradients that backward left un-averaged must not be used."""
+    """Before any optimizer.step(): gradients that are not averaged, or not finite, must not be used."""
     for ddp in live:
-        if ddp.reducer and ddp.reducer.phase() == _C.Phase.INCOMPLETE and ddp._shares_parameters(optimizer):
+        unfinished = ddp.reducer and ddp.reducer.phase() == _C.Phase.INCOMPLETE
+        if (unfinished or ddp.check_finite) and ddp._shares_parameters(optimizer):
             ddp._check_finished()
 
 
@@ -136,6 +139,9 @@ class DistributedDataParallel(_TorchDDP):
         reduce_dtype: dtype in which low-precision gradients travel and are added (``torch.float32``).
         predivide_factor: divide by this before the sum, by the rest after it (range of float16).
         bucket_plan: a :class:`minddp.planner.BucketPlan` to pin.
+        check_finite: before ``optimizer.step()`` (and at the next forward), raise on every rank when a rank's own
+            gradient, before the average, held NaN or infinity; names parameters and ranks. Reads each bucket
+            once more, and the host waits for the answer; not for a ``GradScaler``, which expects infinities.
 
     Raises:
         RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models
@@ -171,6 +177,7 @@ class DistributedDataParallel(_TorchDDP):
         reduce_dtype: torch.dtype | None = None,
         predivide_factor: float | None = None,
         bucket_plan: Any = None,
+        check_finite: bool = False,
     ):
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -191,6 +198,7 @@ class DistributedDataParallel(_TorchDDP):
         self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
         self.skip_all_reduce_unused_params = bool(skip_all_reduce_unused_params)
         self.batched_grad_copy = bool(batched_grad_copy)
+        self.check_finite = bool(check_finite)
         self.mixed_precision = mixed_precision
         self.broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
@@ -369,6 +377,7 @@ class DistributedDataParallel(_TorchDDP):
             "reduce_dtype": self.reduce_dtype,
             "predivide_factor": self.predivide_factor,
             "mixed_precision": self.mixed_precision,
+            "check_finite": self.check_finite,
         }
         verify_same_arguments(arguments, group)
         self._synchronize_model()
@@ -399,11 +408,18 @@ class DistributedDataParallel(_TorchDDP):
             predivide_factor=self.predivide_factor,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             skip_all_reduce_unused=self.skip_all_reduce_unused_params,
-            has_average=self.device_type == "cuda" and dist.get_backend(self.process_group) == "nccl",
+            has_average=self.device_type == "cuda"
+            and dist.get_backend(self.process_group) == "nccl"
+            and not self.check_finite,
         )
         parameters, expect_sparse = self._build_params_for_reducer()
         self._changes = ModuleChanges(self.module, self.parameters_to_ignore, parameters)
         self.reducer = Reducer(parameters, self.parameter_names, expect_sparse, self.process_group, settings)
+        self._finite = None
+        if self.check_finite:
+            names = {id(p): name for name, p in zip(self.parameter_names, parameters)}
+            self._finite = FiniteCheck(self.process_group, names)
+            self.reducer.look_before_reduction(self._finite)
         self.logger = LoggingData(self)
         self._stall_inspector = StallInspector(self.process_group) if dist.is_initialized() else None
         if self._stall_inspector is not None:
@@ -421,6 +437,7 @@ class DistributedDataParallel(_TorchDDP):
     def _restore_comm_hook(self) -> None:
         if self._comm_hook is not None and not isinstance(self._comm_hook[1], dist.BuiltinCommHookType):
             state, hook = self._comm_hook
+            hook = hook if self._finite is None else self._finite.before(hook)
             inspector = self._stall_inspector
             self.reducer.set_comm_hook(state, hook if inspector is None else inspector.guard(hook))
 
@@ -586,6 +603,8 @@ class DistributedDataParallel(_TorchDDP):
 
     def _check_finished(self) -> None:
         self._report_failure(self.reducer.check_finished)
+        if self._finite is not None:
+            self._finite.check()
 
     def _report_failure(self, check: Callable[[], None]) -> None:
         """Runs ``check``; what it raises is told to the ranks that will wait for this one."""
@@ -917,6 +936,8 @@ class DistributedDataParallel(_TorchDDP):
         for parameter in self._module_parameters:
             for handle in handles.get(parameter, []):
                 handle.remove()
+        if self.check_finite:
+            raise RuntimeError("check_finite= looks before optimizer.step(); an optimizer in backward has none")
         hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self.register_comm_hook(weakref.ref(self), hook)
         self.reducer.optimizer_in_backward = True

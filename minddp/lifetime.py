@@ -1,17 +1,22 @@
 """Who outlives whom: process groups, reducers and the interpreter.
 
 Gloo's threads destroy a collective once it has ended, and take the GIL for that when its tensors are known to
-Python. Two things follow. Nobody may join those threads while holding the GIL. And they must be gone before
+Python. Three things follow. Nobody may join those threads while holding the GIL. They must be gone before
 the interpreter is: one that asks for the GIL while Python shuts down is ended in the middle of a C++
-destructor, and the process aborts ("terminate called without an active exception"). A group that was given
-to ``dist.destroy_process_group()`` ends with its last reference, so nothing here may keep one beyond that.
+destructor, and the process aborts ("terminate called without an active exception"). And none of them may be
+the last to let go of its own group: it would join itself, and the process aborts too. That happens with
+communication hooks whose callbacks know the group (PowerSGD's do): backward is over when a callback has run,
+and the thread frees it a moment later. A group that was given to ``dist.destroy_process_group()`` ends with its
+last reference, so nothing here may keep one much beyond that.
 """
 
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -25,8 +30,11 @@ from . import _C
 if TYPE_CHECKING:
     from .distributed import DistributedDataParallel
 
-# Without the GIL, for a thread to destroy the last collective of a group that nobody destroyed.
+# In seconds, without the GIL: for a thread to destroy a group's last collective, and what came with it.
 _MOMENT = 0.02
+_MOMENT_FOR_CALLBACKS = 0.1
+
+_leaving: set[threading.Thread] = set()
 
 live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -40,12 +48,34 @@ def outlive(reducer: _C.Reducer, group: dist.ProcessGroup) -> None:
     weakref.finalize(reducer, id, group).atexit = False
 
 
+def outlive_callbacks(reducer: _C.Reducer, group: dist.ProcessGroup) -> None:
+    """Keeps ``group`` until a moment after ``reducer``: for hooks' callbacks that hold it too."""
+    weakref.finalize(reducer, _let_go_later, group).atexit = False
+
+
+def _let_go_later(group: dist.ProcessGroup) -> None:
+    thread = threading.Thread(
+        target=lambda group: time.sleep(_MOMENT_FOR_CALLBACKS),
+        args=[group],  # which the thread drops at its end
+        name="minddp: the end of a group",
+        daemon=True,
+    )
+    with suppress(RuntimeError):  # no new threads while Python shuts down: the moment is over then
+        thread.start()
+        _leaving.difference_update([other for other in _leaving if not other.is_alive()])
+        _leaving.add(thread)
+
+
 @atexit.register
 def _settle_groups() -> None:
     """Before the interpreter goes: groups that were destroyed end, threads of the others come to rest."""
     modules = list(live)  # kept by global variables or reference cycles
     destroyed = [ddp for ddp in modules if ddp.process_group not in dist.distributed_c10d._world.pg_map]
-    for ddp in destroyed:
-        ddp._let_go()
     if len(destroyed) < len(modules):
         time.sleep(_MOMENT)
+    if any(ddp._comm_hook is not None for ddp in destroyed):
+        time.sleep(_MOMENT_FOR_CALLBACKS)
+    for ddp in destroyed:
+        ddp._let_go()
+    for thread in list(_leaving):
+        thread.join()

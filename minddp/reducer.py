@@ -7,6 +7,7 @@ decides, between iterations, what that class is to do.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ import torch.distributed as dist
 
 from . import _C
 from .bucket_assignment import Buckets, agree_on_order, assign_buckets, check_buckets, ready_order
-from .lifetime import outlive
+from .finite_check import FiniteCheck
+from .lifetime import outlive, outlive_callbacks
 
 MIB = 1024 * 1024
 
@@ -131,8 +133,20 @@ class Reducer(_C.Reducer):
 
     def set_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         super().set_comm_hook(state, hook)
+        outlive_callbacks(self, self.group)
         self._has_hook = True
         self._set_scales()
+
+    def look_before_reduction(self, check: FiniteCheck) -> None:
+        """Buckets are reduced as ever, after ``check`` has seen them."""
+        itself = weakref.ref(self)  # which holds the hook
+
+        def reduce(state: object, bucket: Any) -> Any:
+            reducer = itself()
+            assert reducer is not None
+            return reducer._run_allreduce_hook(bucket)
+
+        super().set_comm_hook(None, check.before(reduce))
 
     def set_divisor(self, divisor: int) -> None:
         """How many ranks a mean divides by: those that still have data, under ``join``."""

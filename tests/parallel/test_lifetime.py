@@ -35,6 +35,25 @@ def test_the_group_goes_after_the_reducer() -> None:
     assert run_ranks(order_of_ends, 2) == [["reducer", "group"]] * 2
 
 
+def _power_sgd(rank: int, world_size: int) -> None:
+    """Ends right after a backward whose hook's callbacks hold the group."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    ddp = minddp.DistributedDataParallel(torch.nn.Linear(16, 16))
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, use_error_feedback=False, warm_start=False
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(3):
+        ddp(torch.ones(2, 16)).sum().backward()
+
+
+def test_no_thread_of_a_group_destroys_it() -> None:
+    """It would join itself: with torch's class, one of five such ends aborts the process."""
+    for _ in range(40):
+        run_ranks(_power_sgd, 2)
+
+
 SCRIPT = """
 import atexit, os, sys, weakref
 groups = []

@@ -1,0 +1,115 @@
+"""check_finite=True: every rank learns whose gradient was not finite, before the optimizer uses it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import minddp
+from minddp.testing import RankError, run_ranks
+
+
+def _mean_hook(state, bucket):
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def _train(rank, world_size, bad, kwargs, hook, use):
+    """Three good steps that equal those without the check, then one where ``bad`` says (rank -> parameter: value)."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    wrapped = [
+        minddp.DistributedDataParallel(nets[0], check_finite=True, **kwargs),
+        minddp.DistributedDataParallel(nets[1], **kwargs),
+    ]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    for ddp in wrapped if hook else ():
+        ddp.register_comm_hook(None, _mean_hook)
+    for iteration in range(3):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * iteration + rank))
+        for ddp, optimizer in zip(wrapped, optimizers, strict=True):
+            optimizer.zero_grad()
+            ddp(x).square().sum().backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(*(net.parameters() for net in nets), strict=True))
+    before = [p.detach().clone() for p in nets[0].parameters()]
+    parameters = dict(nets[0].named_parameters())
+    for name, value in bad.get(rank, {}).items():
+        parameters[name].register_hook(lambda grad, value=value: grad * value)
+    optimizers[0].zero_grad()
+    wrapped[0](torch.randn(4, 3)).square().sum().backward()
+    try:
+        optimizers[0].step() if use == "step" else wrapped[0](torch.randn(4, 3))
+    finally:
+        unchanged = all(torch.equal(a, b) for a, b in zip(before, nets[0].parameters(), strict=True))
+        assert unchanged == (use != "step" or bool(bad))
+    return True
+
+
+CASES = [
+    ({1: {"2.bias": float("nan")}}, r"of 1 parameters held NaN or infinity:\n  '2.bias' on rank 1\n"),
+    ({0: {"0.weight": float("inf")}, 2: {"0.weight": float("nan"), "2.bias": float("-inf")}},
+     r"of 2 parameters held NaN or infinity:\n  '0.weight' on ranks 0, 2\n  '2.bias' on rank 2\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"bucket_cap_mb": 1e-6}, {"gradient_as_bucket_view": True, "reduction": "sum"}]
+)
+@pytest.mark.parametrize(("bad", "message"), CASES)
+def test_every_rank_names_parameters_and_ranks(bad, message, kwargs):
+    with pytest.raises(RankError, match=message) as raised:
+        run_ranks(_train, 3, bad, kwargs, False, "step")
+    assert sorted(raised.value.failures) == [0, 1, 2]
+    assert not any("AssertionError" in text for text in raised.value.failures.values())
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("use", ["step", "forward"])
+def test_with_a_hook_and_at_the_next_forward(hook, use):
+    bad, message = CASES[0]
+    with pytest.raises(RankError, match=message) as raised:
+        run_ranks(_train, 2, bad, {}, hook, use)
+    assert sorted(raised.value.failures) == [0, 1]
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_finite_gradients_pass(hook):
+    assert run_ranks(_train, 2, {}, {"find_unused_parameters": True}, hook, "step") == [True, True]
+
+
+def _sparse(rank, world_size):
+    net = nn.Embedding(10, 3, sparse=True)
+    ddp = minddp.DistributedDataParallel(net, check_finite=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for iteration in range(3):
+        optimizer.zero_grad()
+        scale = float("nan") if iteration == 2 and rank == 0 else 1.0
+        (ddp(torch.tensor([rank, 4])) * scale).sum().backward()
+        optimizer.step()
+
+
+def test_sparse_gradients():
+    with pytest.raises(RankError, match=r"'weight' on rank 0\n") as raised:
+        run_ranks(_sparse, 2)
+    assert sorted(raised.value.failures) == [0, 1]
+
+
+def _accumulated(rank, world_size):
+    """A NaN of a micro-batch under no_sync is found where its sum is sent; other optimizers are not concerned."""
+    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    ddp = minddp.DistributedDataParallel(net, check_finite=True)
+    optimizer, elsewhere = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, other))
+    for iteration in range(2):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            ddp(torch.full((1, 2), float("nan") if iteration and rank == 1 else 1.0)).sum().backward()
+        ddp(torch.ones(1, 2)).sum().backward()
+        elsewhere.step()
+        optimizer.step()
+
+
+def test_a_nan_of_an_earlier_micro_batch():
+    with pytest.raises(RankError, match=r"of 1 parameters held NaN or infinity:\n  'weight' on rank 1\n"):
+        run_ranks(_accumulated, 2)
