@@ -90,7 +90,9 @@ def _message(everyone: Sequence[Sequence[str]]) -> str:
         lines.append(f"  and {len(names) - _NAMED_AT_MOST} more")
     return (
         f"DistributedDataParallel(check_finite=True): before they were averaged, the gradients of {len(names)} "
-        "parameters held NaN or infinity:\n" + "\n".join(lines) + "\nNo optimizer has used them. Look at these "
-        "ranks' batches and losses; torch.autograd.set_detect_anomaly(True) finds the operation. Under a GradScaler, which "
-        "expects infinities and skips their steps, leave check_finite out."
+        "parameters held NaN or infinity:\n"
+        + "\n".join(lines)
+        + "\nNo optimizer has used them. Look at these ranks' batches and losses; "
+        "torch.autograd.set_detect_anomaly(True) finds the operation. Under a GradScaler, which expects infinities "
+        "and skips their steps, leave check_finite out."
     )
