@@ -54,6 +54,7 @@ class CommHook {
 // travel as pairs; the reduction of a sparse tensor is over before this returns, by `wait`.
 inline c10::intrusive_ptr<Future> allreduce(
     c10d::ProcessGroup& group, const at::Tensor& tensor, bool average, const Wait& wait) {
+  if (group.getSize() == 1) return completed(tensor);  // its own sum
   if (tensor.is_sparse()) return sparse_allreduce(group, tensor, average, wait);
   c10d::AllreduceOptions options;
   options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;

@@ -59,9 +59,7 @@ class FiniteCheck:
             device = bucket.buffer().device
             flags = [flags.any().to(device) for _, flags in self._found]
             self._any = (torch.stack(flags).any() if flags else torch.zeros((), device=device)).to(torch.int32)
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
-            self._work = self._group.allreduce([self._any], options)
+            self._work = dist.all_reduce(self._any, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def check(self) -> None:
         """Waits for the ranks' answer about the last synchronized backward; asked again, it is silent.

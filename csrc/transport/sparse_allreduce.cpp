@@ -41,9 +41,7 @@ c10::intrusive_ptr<c10::ivalue::Future> sparse_allreduce(
       at::_sparse_coo_tensor_unsafe(all_indices, all_values, tensor.sizes(), tensor.options()).coalesce();
   if (average) sum.div_(group.getSize());
   tensor.copy_(sum);
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
-  future->markCompleted(c10::List<at::Tensor>({tensor}));
-  return future;
+  return completed(tensor);
 }
 
 }  // namespace minddp

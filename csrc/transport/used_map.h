@@ -36,7 +36,7 @@ class UsedMap {
   // Returns when the collective, if there is to be one, is on its way; nothing here waits for `device`.
   void send(c10d::ProcessGroup& group, const Map& local, at::Device device) {
     future_ = nullptr;
-    if (!absence_is_fine() || same_everywhere_ || !static_used_.empty()) return;
+    if (!absence_is_fine() || same_everywhere_ || !static_used_.empty() || group.getSize() == 1) return;
     RECORD_FUNCTION("minddp::search_unused_parameters", std::vector<c10::IValue>());
     sum_ = at::tensor(local, at::kInt).to(device, /*non_blocking=*/true);
     std::vector<at::Tensor> tensors = {sum_};

@@ -1,12 +1,14 @@
-// Waiting for collectives.
+// Waiting for collectives, and collectives that nobody has to wait for.
 #pragma once
 
+#include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
 
 #include <chrono>
 #include <functional>
 #include <future>
 #include <memory>
+#include <vector>
 
 namespace minddp {
 
@@ -27,6 +29,15 @@ inline void wait_watching(Future& future, const std::function<void(double second
   }
   if (future.hasError()) on_stall(seconds);
   future.waitAndThrow();
+}
+
+// The future of a collective that is over: it holds a list of one tensor, as a process group's does.
+inline c10::intrusive_ptr<Future> completed(const at::Tensor& tensor) {
+  std::vector<c10::Device> devices;
+  if (!tensor.device().is_cpu()) devices.push_back(tensor.device());
+  auto future = c10::make_intrusive<Future>(c10::ListType::ofTensors(), std::move(devices));
+  future->markCompleted(c10::List<at::Tensor>({tensor}));
+  return future;
 }
 
 }  // namespace minddp
