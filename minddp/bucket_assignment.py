@@ -7,12 +7,16 @@ backward left to hide behind, so the last bucket is a small one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.distributed as dist
 
 Buckets = list[list[int]]
+
+# A layer's bias arrives just before its weight. From the back, a bucket that the weight has filled still takes what
+# arrived before and is this much of the cap: else the bias would be the last of the next bucket, and hold it up.
+_ROOM = 1 / 16
 
 
 def assign_buckets(
@@ -29,28 +33,42 @@ def assign_buckets(
         kinds: what may not share a bucket ((dtype, device), say), by parameter index.
         order: parameter indices by expected arrival.
         caps: bytes at which the i-th launched bucket closes; the last entry repeats. A bucket closes once it
-            has reached its cap, so it exceeds it by less than a parameter.
+            has reached its cap, so it exceeds it by less than a parameter (with one entry: and a sixteenth).
         last_cap: where ``caps`` has one entry, the cap of the bucket that is launched last.
     """
     if len(caps) > 1:
         buckets = _fill(nbytes, kinds, order, lambda i: caps[min(i, len(caps) - 1)])
     else:
         # From the back, so that what is left over, and not full, is launched first.
-        filled = _fill(nbytes, kinds, order[::-1], lambda i: (last_cap or caps[0]) if i == 0 else caps[0])
+        filled = _fill(nbytes, kinds, order[::-1], lambda i: (last_cap or caps[0]) if i == 0 else caps[0], _ROOM)
         buckets = [bucket[::-1] for bucket in filled]
     position = {index: i for i, index in enumerate(order)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
-def _fill(nbytes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], cap) -> Buckets:  # type: ignore[no-untyped-def]
+def _fill(
+    nbytes: Sequence[int],
+    kinds: Sequence[Hashable],
+    order: Sequence[int],
+    cap: Callable[[int], int],
+    room: float = 0.0,
+) -> Buckets:
     closed: Buckets = []
     filling: dict[Hashable, Buckets] = {}
     sizes: dict[Hashable, int] = {}
+    last: dict[Hashable, list[int]] = {}  # the bucket that was closed last, and what it still takes
+    left: dict[Hashable, float] = {}
     for index in order:
         kind = kinds[index]
+        left[kind] = left.get(kind, -1.0) - nbytes[index]
+        if room and left[kind] >= 0:
+            last[kind].append(index)
+            continue
         filling.setdefault(kind, [[]])[0].append(index)
         sizes[kind] = sizes.get(kind, 0) + nbytes[index]
-        if sizes[kind] >= cap(len(closed)):
+        limit = cap(len(closed))
+        if sizes[kind] >= limit:
+            last[kind], left[kind] = filling[kind][0], limit * room
             closed += filling.pop(kind)
             del sizes[kind]
     return closed + [bucket for buckets in filling.values() for bucket in buckets]

@@ -25,7 +25,18 @@ def test_a_list_of_caps_counts_in_launch_order_and_repeats_its_last():
 
 def test_a_bucket_exceeds_its_cap_by_less_than_a_parameter():
     assert assign_buckets([10 * KB, 1], [0, 0], [0, 1], [KB]) == [[0, 1]]
-    assert assign_buckets([1, 10 * KB], [0, 0], [0, 1], [KB]) == [[0], [1]]
+    assert assign_buckets([KB, 10 * KB], [0, 0], [0, 1], [KB]) == [[0], [1]]
+
+
+def test_a_bias_shares_the_bucket_of_the_weight_that_it_arrives_before():
+    bias, weight = KB // 64, 10 * KB
+    assert assign_buckets([bias, weight] * 3, [0] * 6, range(6), [KB]) == [[0, 1], [2, 3], [4, 5]]
+    # What is large in comparison with the cap does not; what is small does only up to a sixteenth of it.
+    assert assign_buckets([KB, weight] * 2, [0] * 4, range(4), [KB]) == [[0], [1], [2], [3]]
+    assert assign_buckets([bias] * 6 + [weight], [0] * 7, range(7), [KB]) == [[0, 1], [2, 3, 4, 5, 6]]
+    # Nor does another kind's, and in a list of caps each closes where it says.
+    assert assign_buckets([bias, weight], [0, 1], range(2), [KB]) == [[0], [1]]
+    assert assign_buckets([weight, bias, weight], [0] * 3, range(3), [KB, KB]) == [[0], [1, 2]]
 
 
 def test_kinds_do_not_mix_and_buckets_come_as_they_complete():
@@ -50,9 +61,12 @@ def test_any_model(data):
     for bucket in buckets:
         places = [position[i] for i in bucket]
         assert places == sorted(places)
-        # Without either of its end parameters a bucket was still open.
-        smaller = min(sum(nbytes[i] for i in bucket[1:]), sum(nbytes[i] for i in bucket[:-1]))
-        assert smaller < max([*caps, last or 0])
+        # Without the parameter that filled it, and the small ones that it still took, a bucket was still open.
+        cap, sizes = max([*caps, last or 0]), [nbytes[i] for i in bucket]
+        if len(caps) > 1:
+            assert sum(sizes[:-1]) < cap
+        else:
+            assert any(sum(sizes[:k]) <= cap / 16 and sum(sizes[k + 1 :]) < cap for k in range(len(sizes)))
 
 
 def test_ready_order_lists_absent_parameters_apart():
