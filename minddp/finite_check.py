@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .init_sync import gather_objects
-
-_NAMED_AT_MOST = 20
+from .init_sync import gather_objects, indented, ranks_text
 
 
 class FiniteCheck:
@@ -80,16 +78,14 @@ class FiniteCheck:
 
 def _message(everyone: Sequence[Sequence[str]]) -> str:
     names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
-    lines = []
-    for name in names[:_NAMED_AT_MOST]:
-        ranks = [str(rank) for rank, theirs in enumerate(everyone) if name in theirs]
-        lines.append(f"  '{name}' on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
-    if len(names) > _NAMED_AT_MOST:
-        lines.append(f"  and {len(names) - _NAMED_AT_MOST} more")
+    lines = [
+        f"'{name}' on " + ranks_text([rank for rank, theirs in enumerate(everyone) if name in theirs])
+        for name in names
+    ]
     return (
         f"DistributedDataParallel(check_finite=True): before they were averaged, the gradients of {len(names)} "
         "parameters held NaN or infinity:\n"
-        + "\n".join(lines)
+        + indented(lines)
         + "\nNo optimizer has used them. Look at these ranks' batches and losses; "
         "torch.autograd.set_detect_anomaly(True) finds the operation. Under a GradScaler, which expects infinities "
         "and skips their steps, leave check_finite out."

@@ -29,6 +29,17 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """"rank 1", "ranks 0, 2": for messages."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def indented(lines: Sequence[str], at_most: int = 20) -> str:
+    """The first lines of a message's list, one below the other, and how many more there are."""
+    more = [f"and {len(lines) - at_most} more"] if len(lines) > at_most else []
+    return "\n".join(f"  {line}" for line in [*lines[:at_most], *more])
+
+
 def verify_same_model(kind: str, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
     """Raises on every rank when the tensors' number, shapes, dtypes or strides differ. Collective.
 

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .init_sync import gather_objects
-
-_NAMED_AT_MOST = 20
+from .init_sync import gather_objects, indented, ranks_text
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -45,12 +43,10 @@ def check_replicas(named: Sequence[tuple[str, torch.Tensor]], group: dist.Proces
     differing = [name for name in names if len({theirs.get(name) for theirs in everyone}) > 1]
     if not differing:
         return
-    lines = [f"  '{name}': {_camps([theirs.get(name) for theirs in everyone])}" for name in differing]
-    if len(lines) > _NAMED_AT_MOST:
-        lines[_NAMED_AT_MOST:] = [f"  and {len(lines) - _NAMED_AT_MOST} more"]
+    lines = [f"'{name}': {_camps([theirs.get(name) for theirs in everyone])}" for name in differing]
     raise RuntimeError(
         f"DistributedDataParallel: the ranks' replicas differ in {len(differing)} of {len(names)} tensors:\n"
-        + "\n".join(lines)
+        + indented(lines)
         + "\nSomething has changed them on some ranks only: a checkpoint loaded on one rank, an edit of .data, "
         "optimizers with different settings or states, parameters outside of the wrapper's care. Call "
         "check_replicas() after each step to find which. ddp.refresh() on every rank starts again from rank 0's."
@@ -62,6 +58,5 @@ def _camps(values: Sequence[Any]) -> str:
     for rank, value in enumerate(values):
         camps.setdefault(value, []).append(rank)
     return " | ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{' lack it' * (value is None)}"
-        for value, ranks in camps.items()
+        ranks_text(ranks) + " lack it" * (value is None) for value, ranks in camps.items()
     )
