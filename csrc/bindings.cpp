@@ -1,6 +1,6 @@
 // Python's view of the reducer: pybind11 only, no logic of its own.
 #include "bindings_comm_hook.h"
-#include "reducer.h"
+#include "reducer/reducer.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -46,7 +46,7 @@ py::dict bucket_times(const Reducer& reducer, size_t index) {
   times["ready_ns"] = trace.at(index, BucketEvent::kReady);
   times["pack_begin_ns"] = trace.at(index, BucketEvent::kPackBegin);
   times["launch_ns"] = trace.at(index, BucketEvent::kLaunch);
-  times["done_ns"] = trace.at(index, BucketEvent::kDone);
+  times["done_ns"] = trace.done_at(index);
   times["unpack_begin_ns"] = trace.at(index, BucketEvent::kUnpackBegin);
   times["unpack_end_ns"] = trace.at(index, BucketEvent::kUnpackEnd);
   return times;
@@ -92,7 +92,7 @@ py::object run_allreduce(Reducer& reducer, const GradBucket& bucket) {
   c10::intrusive_ptr<Future> future;
   {
     py::gil_scoped_release release;
-    future = reducer.run_allreduce(bucket);
+    future = reducer.run_allreduce(bucket).future;
   }
   return to_python(std::move(future));
 }
@@ -101,7 +101,7 @@ py::object run_hook(Reducer& reducer, GradBucket& bucket) {
   c10::intrusive_ptr<Future> future;
   {
     py::gil_scoped_release release;
-    future = reducer.run_hook(bucket);
+    future = reducer.run_hook(bucket).future;
   }
   return to_python(std::move(future));
 }
@@ -110,15 +110,41 @@ void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
   reducer.set_comm_hook(std::make_unique<PythonCommHook>(std::move(state), std::move(hook)));
 }
 
-void set_scales(Reducer& reducer, double before, double after, bool average) {
+void set_scales(Reducer& reducer, double before, double after) {
   reducer.options().pre_scale = before;
   reducer.options().post_scale = after;
-  reducer.options().average_in_collective = average;
 }
 
-void set_weight_callbacks(Reducer& reducer, std::function<void()> send, std::function<double()> post_scale) {
-  reducer.callbacks().before_first_launch = std::move(send);
-  reducer.callbacks().post_scale = std::move(post_scale);
+// What is not given stays as it is.
+void set_callbacks(Reducer& reducer, std::function<void()> after_last_launch, std::function<double()> post_scale,
+    std::function<void(double, size_t)> on_stall) {
+  ReducerCallbacks& callbacks = reducer.callbacks();
+  if (after_last_launch) callbacks.after_last_launch = std::move(after_last_launch);
+  if (post_scale) callbacks.post_scale = std::move(post_scale);
+  if (on_stall) callbacks.on_stall = std::move(on_stall);
+}
+
+// Collectives on a process group of any kind, one that is written in Python included. Each is over when it returns.
+void group_allgather(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::vector<at::Tensor>& outputs, at::Tensor input) {
+  std::vector<std::vector<at::Tensor>> all = {outputs};
+  std::vector<at::Tensor> inputs = {std::move(input)};
+  group->allgather(all, inputs)->wait();
+}
+
+void group_broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor tensor, int64_t src) {
+  std::vector<at::Tensor> tensors = {std::move(tensor)};
+  c10d::BroadcastOptions options;
+  options.rootRank = src;
+  group->broadcast(tensors, options)->wait();
+}
+
+void group_allreduce(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor tensor, const c10d::ReduceOp::RedOpType& op) {
+  std::vector<at::Tensor> tensors = {std::move(tensor)};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  group->allreduce(tensors, options)->wait();
 }
 
 void bind_enums(py::module_& module) {
@@ -149,7 +175,9 @@ void bind_options(py::module_& module) {
       .def_readwrite("graph_mode", &ReducerOptions::graph_mode)
       .def_readwrite("reduce_dtype", &ReducerOptions::reduce_dtype)
       .def_readwrite("gradient_as_bucket_view", &ReducerOptions::gradient_as_bucket_view)
-      .def_readwrite("skip_all_reduce_unused", &ReducerOptions::skip_all_reduce_unused);
+      .def_readwrite("skip_all_reduce_unused", &ReducerOptions::skip_all_reduce_unused)
+      .def_readwrite("keep_base", &ReducerOptions::keep_base)
+      .def_readwrite("always_reduce", &ReducerOptions::always_reduce);
 }
 
 void bind_reducer(py::module_& module) {
@@ -170,7 +198,8 @@ void bind_reducer(py::module_& module) {
       .def("install_hooks", &Reducer::install_hooks)
       .def("remove_hooks", &Reducer::remove_hooks)
       .def("check_finished", &Reducer::check_finished)
-      .def("note_forward_begin", &Reducer::note_forward_begin)
+      .def("begin_forward", &Reducer::begin_forward)
+      .def("end_forward", &Reducer::end_forward, py::arg("outputs"), py::arg("synchronized"))
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs") = Parameters())
       .def("set_buckets", &Reducer::set_buckets, py::arg("buckets"))
       .def("release_buckets", &Reducer::release_buckets)
@@ -185,14 +214,11 @@ void bind_reducer(py::module_& module) {
       .def(
           "wait_after_backward", [](Reducer& r, const PythonFuture& future) { r.wait_after_backward(future->fut); },
           py::arg("future"))
-      .def("set_scales", &set_scales, py::arg("before"), py::arg("after"), py::arg("average"))
-      .def("set_weight_callbacks", &set_weight_callbacks, py::arg("send"), py::arg("post_scale"))
-      .def(
-          "set_stall_handler",
-          [](Reducer& r, std::function<void(double, size_t)> handler) {
-            r.callbacks().on_stall = std::move(handler);
-          },
-          py::arg("handler"))
+      .def("set_scales", &set_scales, py::arg("before"), py::arg("after"))
+      .def("set_callbacks", &set_callbacks, py::arg("after_last_launch") = nullptr, py::arg("post_scale") = nullptr,
+          py::arg("on_stall") = nullptr)
+      .def("abort_iteration", &Reducer::abort_iteration)
+      .def("bypassed", &Reducer::bypassed)
       .def_readwrite("sync_enabled", &Reducer::sync_enabled)
       .def_readwrite("optimizer_in_backward", &Reducer::optimizer_in_backward)
       .def("phase", &Reducer::phase)
@@ -202,7 +228,7 @@ void bind_reducer(py::module_& module) {
       .def(
           "_get_local_used_map", [](Reducer& r) { return at::tensor(r.used_map(), at::kInt); }, Release())
       .def("_ddp_graph_static", &Reducer::graph_is_static)
-      .def("last_error", &Reducer::last_error)
+      .def("last_error", [](const Reducer& r) { return r.last_error(); })
       .def("last_step", &last_step);
 }
 
@@ -226,6 +252,13 @@ PYBIND11_MODULE(_C, module) {
   bind_grad_bucket(module);
   bind_options(module);
   bind_reducer(module);
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+  module.def("group_allgather", &group_allgather, Release(), py::arg("group"), py::arg("outputs"), py::arg("input"));
+  module.def("group_broadcast", &group_broadcast, Release(), py::arg("group"), py::arg("tensor"), py::arg("src"));
+  module.def(
+      "group_allreduce_max",
+      [](const Group& group, at::Tensor tensor) { group_allreduce(group, std::move(tensor), c10d::ReduceOp::MAX); },
+      Release(), py::arg("group"), py::arg("tensor"));
   module.def("scaled_copy", &scaled_copy_tensors, py::arg("src"), py::arg("dst"), py::arg("scale"),
       py::arg("reference") = false);
 #ifdef MINDDP_WITH_CUDA

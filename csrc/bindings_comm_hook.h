@@ -1,7 +1,7 @@
 // A communication hook written in Python. Part of the bindings, not of the reading path.
 #pragma once
 
-#include "comm_hook.h"
+#include "reducer/comm_hook.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -27,12 +27,8 @@ class PythonCommHook : public CommHook {
       return answer.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
     } catch (const pybind11::cast_error&) {
       std::string type = pybind11::str(pybind11::type::of(answer).attr("__name__"));
-      pybind11::set_error(PyExc_TypeError,
-          ("The communication hook returned a " + type +
-              ", expected a torch.futures.Future of one tensor (a hook that reduces nothing returns a completed "
-              "future).")
-              .c_str());
-      throw pybind11::error_already_set();
+      TORCH_CHECK(false, "callback must return a torch.futures.Future object, but got ", type,
+          ": the communication hook's future holds one tensor; a hook that reduces nothing returns a completed one.");
     }
   }
 

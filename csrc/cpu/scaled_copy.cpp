@@ -1,4 +1,4 @@
-#include "../scaled_copy.h"
+#include "reducer/scaled_copy.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ScalarOps.h>

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../scaled_copy.h"
+#include "reducer/scaled_copy.h"
 
 namespace minddp {
 namespace cuda {

@@ -30,7 +30,7 @@ at::Tensor all_gather_rows(
 }  // namespace
 
 c10::intrusive_ptr<c10::ivalue::Future> sparse_allreduce(
-    c10d::ProcessGroup& group, const at::Tensor& tensor, bool average, const Wait& wait) {
+    c10d::ProcessGroup& group, const at::Tensor& tensor, const Wait& wait) {
   at::Tensor mine = tensor.coalesce();
   at::Tensor count = at::full({1}, mine._nnz(), mine._indices().options());
   std::vector<int64_t> counts;
@@ -39,7 +39,6 @@ c10::intrusive_ptr<c10::ivalue::Future> sparse_allreduce(
   at::Tensor all_values = all_gather_rows(group, mine._values().contiguous(), counts, wait);
   at::Tensor sum =
       at::_sparse_coo_tensor_unsafe(all_indices, all_values, tensor.sizes(), tensor.options()).coalesce();
-  if (average) sum.div_(group.getSize());
   tensor.copy_(sum);
   return completed(tensor);
 }

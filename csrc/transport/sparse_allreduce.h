@@ -6,16 +6,16 @@
 // corruption, within seconds when provoked.
 #pragma once
 
-#include "wait.h"
+#include "reducer/wait.h"
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace minddp {
 
-// In place, and over before it returns: `tensor` becomes the coalesced sum (the mean where `average`) over the
+// In place, and over before it returns: `tensor` becomes the coalesced sum over the
 // group's ranks. COO layout, any real dtype. REQUIRES: the same shape and dtype on all ranks.
 c10::intrusive_ptr<Future> sparse_allreduce(
-    c10d::ProcessGroup& group, const at::Tensor& tensor, bool average, const Wait& wait);
+    c10d::ProcessGroup& group, const at::Tensor& tensor, const Wait& wait);
 
 }  // namespace minddp

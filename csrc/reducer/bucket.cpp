@@ -44,11 +44,26 @@ bool Bucket::is_one_piece(const Slot& slot, const at::Tensor& grad) const {
       grad.sizes() == slot.parameter.sizes() && !grad.is_conj() && !grad.is_neg();
 }
 
+void Bucket::before_growth(size_t i) {
+  c10::NoGradGuard no_grad;
+  Slot& slot = (*slots_)[i];
+  const at::Tensor& grad = slot.parameter.grad();
+  bool grows = grad.defined();
+  // Zeroed in place since it grew: nothing is left of the result.
+  bool zeroed = grows && slot.base.defined() && grad._version() != slot.version && !grad.is_sparse() &&
+      !grad.any().item<bool>();
+  if (!grows || zeroed) slot.base = at::Tensor();
+  if (grows && slot.synchronized) slot.base = grad.clone();
+  slot.synchronized = false;
+}
+
 void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution) {
   c10::NoGradGuard no_grad;
   producers_.wait();
   state_ = State::kPacked;
-  if (options_.sparse || can_borrow(used, contribution))
+  if (options_.sparse)
+    pack_sparse(scale);
+  else if (can_borrow(used, contribution))
     borrow(scale);
   else
     pack_dense(0, slots_->size(), scale);
@@ -62,7 +77,8 @@ void Bucket::pack_early(size_t i, double scale) {
 
 bool Bucket::repack(size_t i, double scale) {
   Slot& slot = (*slots_)[i];
-  bool scaled_in_place = slot.packed && scale != 1.0 && (borrowed_ || slot.parameter.grad().is_same(slot.view));
+  const at::Tensor& grad = slot.parameter.grad();
+  bool scaled_in_place = slot.packed && scale != 1.0 && (borrowed_ || (grad.defined() && grad.is_same(slot.view)));
   if (state_ == State::kLaunched || scaled_in_place) return false;
   slot.packed = false;
   state_ = State::kFilling;
@@ -80,8 +96,11 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
     const at::Tensor& grad = slot.parameter.mutable_grad();
     void* dst = base + slot.offset * buffer_.element_size();
     if (grad.defined()) check(slot, grad);
-    if (!grad.defined())
+    if (options_.keep_base && slot.synchronized && grad.defined()) slot.base = grad.clone();  // and nothing since
+    if (!grad.defined() || (options_.keep_base && slot.synchronized))
       segments_.push_back({nullptr, dst, slot.parameter.numel()});
+    else if (slot.base.defined())
+      slot.view.copy_(grad).sub_(slot.base).mul_(scale);
     else if (is_one_piece(slot, grad))
       segments_.push_back({grad.const_data_ptr(), dst, grad.numel()});
     else
@@ -104,37 +123,84 @@ void Bucket::adopt_view(Slot& slot) {
 bool Bucket::can_borrow(const std::vector<int32_t>& used, const at::Tensor& contribution) const {
   const Slot& slot = slots_->front();
   const at::Tensor& grad = slot.parameter.grad();
-  bool has_place = options_.gradient_as_view || options_.allocate || options_.buffer_dtype != grad_dtype_;
-  return slots_->size() == 1 && !has_place && used[slot.index] && grad.defined() && !grad.requires_grad() &&
-      !grad.is_sparse() && is_one_piece(slot, grad) && is_sole_holder(grad, contribution);
+  bool has_place = options_.allocate || options_.buffer_dtype != grad_dtype_ || slot.base.defined();
+  return options_.gradient_as_view && slots_->size() == 1 && !has_place && used[slot.index] && grad.defined() &&
+      !grad.requires_grad() && !grad.is_sparse() && is_one_piece(slot, grad) && is_sole_holder(grad, contribution);
 }
 
-// Makes the only gradient itself the buffer.
+// Makes the only gradient itself the buffer: flat, in the order of its memory.
 void Bucket::borrow(double scale) {
   Slot& slot = slots_->front();
   const at::Tensor& grad = slot.parameter.grad();
-  if (grad.defined()) check(slot, grad);
-  if (options_.sparse)
-    buffer_ = grad.defined() ? grad : zeros();
-  else  // flat, in the order of its memory
-    buffer_ = at::empty({0}, grad.options()).set_(grad.storage(), grad.storage_offset(), {numel_}, {1});
+  buffer_ = at::empty({0}, grad.options()).set_(grad.storage(), grad.storage_offset(), {numel_}, {1});
   if (scale != 1.0) buffer_.mul_(scale);
+  borrowed_ = slot.packed = true;
+}
+
+// A tensor of its own, with the only gradient's entries.
+void Bucket::pack_sparse(double scale) {
+  Slot& slot = slots_->front();
+  const at::Tensor& grad = slot.parameter.grad();
+  if (grad.defined()) check(slot, grad);
+  bool nothing_new = options_.keep_base && slot.synchronized;
+  if (nothing_new) slot.base = grad;
+  if (!grad.defined() || nothing_new)
+    buffer_ = zeros();
+  else
+    buffer_ = (slot.base.defined() ? at::sub(grad, slot.base) : grad.clone()).mul_(scale);
   borrowed_ = slot.packed = true;
 }
 
 at::Tensor Bucket::zeros() const {
   const at::Tensor& p = slots_->front().parameter;
   auto options = p.options().dtype(options_.buffer_dtype).requires_grad(false);
-  return options_.sparse ? at::zeros(p.sizes(), options.layout(at::kSparse)) : at::zeros({numel_}, options);
+  if (!options_.sparse) return at::zeros({numel_}, options);
+  // As an embedding's: one index an entry, which is a row.
+  return at::_sparse_coo_tensor_with_dims(1, p.dim() - 1, p.sizes(), options.layout(at::kSparse));
+}
+
+void Bucket::unpack_sparse(const at::Tensor& result, double scale) {
+  Slot& slot = slots_->front();
+  at::Tensor grad = scale == 1.0 ? result : result.mul(scale);
+  if (slot.base.defined()) grad = at::add(grad, slot.base);
+  slot.parameter.mutable_grad() = grad;
+  slot.base = at::Tensor();
+  slot.synchronized = true;
+}
+
+// On the CPU, where allocations are not ordered by streams. What was the gradient's memory is the next buffer.
+bool Bucket::exchange(const at::Tensor& result, double scale) {
+  Slot& slot = slots_->front();
+  at::Tensor& grad = slot.parameter.mutable_grad();
+  auto whole = [&](const at::Tensor& t) {
+    return t.storage_offset() == 0 && t.storage().nbytes() == size_t(numel_ * t.element_size());
+  };
+  if (slots_->size() != 1 || !device_.is_cpu() || borrowed_ || options_.allocate || options_.gradient_as_view ||
+      slot.base.defined() || !grad.defined() || grad.requires_grad() || grad.use_count() != 1 ||
+      result.scalar_type() != grad_dtype_ || !result.is_same(buffer_) || !is_one_piece(slot, grad) || !whole(grad) ||
+      !whole(buffer_))
+    return false;
+  // The buffer's memory is held by itself and by the slot's window.
+  if (grad.storage().use_count() != 1 || buffer_.storage().use_count() != 2) return false;
+  at::Storage memory = grad.storage();
+  grad.set_(buffer_.storage(), 0, grad.sizes(), grad.strides());
+  buffer_.set_(std::move(memory), 0, {numel_}, {1});
+  slot.view = at::empty({0}, buffer_.options()).set_(buffer_.storage(), 0, slot.parameter.sizes(), slot.strides);
+  if (scale != 1.0) grad.mul_(scale);
+  return true;
 }
 
 void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
   c10::NoGradGuard no_grad;
-  future_.reset();
+  const bool ours = bool(flight_.work);  // no hook has seen the buffer, and may have kept it
+  flight_ = {};
   if (options_.sparse) {
-    if (used[slots_->front().index])
-      slots_->front().parameter.mutable_grad() = scale == 1.0 ? result : result.mul(scale);
+    if (used[slots_->front().index]) unpack_sparse(result, scale);
     return release();
+  }
+  if (ours && used[slots_->front().index] && exchange(result, scale)) {
+    slots_->front().synchronized = true;
+    return;
   }
   at::Tensor flat = result.reshape({-1}).contiguous();
   const char* base = static_cast<const char*>(flat.const_data_ptr());
@@ -155,6 +221,12 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
       segments_.push_back({src, grad.mutable_data_ptr(), p.numel()});
   }
   scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
+  for (Slot& slot : *slots_) {
+    if (!used[slot.index]) continue;
+    if (slot.base.defined()) slot.parameter.mutable_grad().add_(slot.base);
+    slot.base = at::Tensor();
+    slot.synchronized = true;
+  }
   if (borrowed_) release();
 }
 

@@ -7,20 +7,26 @@
 //
 // Life of an iteration (enum Phase):
 //
-//   kIdle -- first gradient, or backward reaches one of forward's outputs --> kBackward
+//   kIdle -- first gradient of a backward through a synchronized forward --> kBackward
 //   kBackward -- end of backward; every gradient came, or absence is allowed --> kIdle
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
-//   kIncomplete -- another backward, which may bring them --> kBackward
+//   kIncomplete -- another such backward, which may bring them --> kBackward
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names them
+//   any -- abort_iteration() --> kIdle
 //
-// A backward under no_sync leaves the phase kIdle; it only notes which parameters it used.
+// A backward that accumulates into none of our parameters changes nothing: an attack on the inputs, a Jacobian, a step
+// of a generator behind a frozen discriminator. Nor does one that is not synchronized (forwards.h); it only notes which
+// parameters it used.
 //
 // What always holds.
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group
 //    must be issued in the same order on every rank, and the order of arrival differs from rank to rank.
-//  * The first synchronized backward launches nothing before its end. From it come the order of arrival, along
+//  * A parameter that takes no part is marked ready when the iteration begins. Were its bucket held back until the end
+//    of backward, it would be launched behind other modules' collectives, on those ranks alone that did not use it.
+//  * The first synchronized iteration launches nothing before its end. From it come the order of arrival, along
 //    which buckets are cut anew (trace.h), and the number of arrivals per parameter (param_usage.h).
 //  * What a rank sends is a parameter's whole `.grad`: averages of earlier backwards in it are the same on all ranks.
+//    (Where the reduction is no mean, what all ranks have already is left out: bucket.h, keep_base.)
 //  * A mean is a sum and a division. `pre_scale` divides while packing, which costs no pass over memory and
 //    keeps half precision in range; `post_scale` while unpacking, for what is known only then.
 //
@@ -32,10 +38,11 @@
 
 #include "bucket.h"
 #include "comm_hook.h"
+#include "forwards.h"
 #include "grad_hooks.h"
 #include "param_usage.h"
 #include "trace.h"
-#include "transport/used_map.h"
+#include "used_map.h"
 
 #include <functional>
 #include <memory>
@@ -53,15 +60,16 @@ struct ReducerOptions {
   std::optional<at::ScalarType> reduce_dtype;  // what travels; empty: the gradients' own
   bool gradient_as_bucket_view = false;
   bool skip_all_reduce_unused = false;  // the same parameters are unused on every rank
-  bool average_in_collective = false;   // without a hook, the collective is AVG instead of SUM
+  bool keep_base = false;               // the reduction is no mean; see bucket.h
+  bool always_reduce = false;           // go through the process group where it has one rank, too
   double pre_scale = 1.0;
   double post_scale = 1.0;
 };
 
 // Called on autograd's threads; each may raise, which ends backward with that error.
 struct ReducerCallbacks {
-  std::function<void()> before_first_launch;  // may issue a collective of its own
-  std::function<double()> post_scale;         // in place of the option's, called once before unpacking
+  std::function<void()> after_last_launch;  // at the end of backward; may issue collectives of its own
+  std::function<double()> post_scale;       // in place of the option's, called once before unpacking
   std::function<void(double seconds, size_t bucket)> on_stall;  // each second without an end, and at a failed end
 };
 
@@ -77,20 +85,23 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Raises when the backward before left gradients un-averaged.
   void check_finished() const;
-  // Around forward: backward starts where it reaches one of forward's outputs.
-  void note_forward_begin() { trace_->note(StepEvent::kForwardBegin); }
+  // Around a forward with gradients. A backward that reaches one of `outputs`, or another node that was made in
+  // between, is this forward's.
+  void begin_forward();
+  void end_forward(const std::vector<at::Tensor>& outputs, bool synchronized);
+  // For callers that decide by themselves when to synchronize: the next backward is, wherever forward ran.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
+  // Back to kIdle, whatever has happened. Ranks that go on together must all call it, after an error that all met.
+  void abort_iteration();
   void on_ready(size_t index, const at::Tensor& contribution);  // the hook of parameter `index`
 
   void set_buckets(const Buckets& buckets);  // REQUIRES: each parameter once, one dtype and device a bucket
   void release_buckets();
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   // The reduction of a bucket: with the hook, and what the reducer does without one (for hooks that wrap it).
-  c10::intrusive_ptr<Future> run_hook(GradBucket& b) {
-    return hook_ ? hook_->run(b) : run_allreduce(b, options_.average_in_collective);
-  }
-  c10::intrusive_ptr<Future> run_allreduce(const GradBucket& b, bool average = false) {
-    return allreduce(*group_, b.buffer(), average, [&](Future& future) { wait(future, b.index()); });
+  Flight run_hook(GradBucket& b) { return hook_ ? Flight{hook_->run(b), nullptr} : run_allreduce(b); }
+  Flight run_allreduce(const GradBucket& b) {
+    return allreduce(*group_, b.buffer(), alone(), [&](Future& future) { wait(future, b.index()); });
   }
   GradBucket grad_bucket(size_t index, at::Tensor buffer) const {
     return {index, index + 1 == buckets_.size(), std::move(buffer), buckets_[index].slots()};
@@ -106,7 +117,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   ReducerOptions& options() { return options_; }
   ReducerCallbacks& callbacks() { return callbacks_; }
-  bool sync_enabled = true;            // decides where backward begins
+  bool sync_enabled = true;            // outside of no_sync, for a warning only: forward decides
   bool optimizer_in_backward = false;  // a hook has consumed the gradients: nothing to unpack
 
   Phase phase() const { return phase_; }
@@ -116,23 +127,27 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
   const std::string& last_error() const { return last_error_; }
   std::vector<size_t> missing() const;
+  std::vector<size_t> bypassed() const;  // have gradients of this rank alone, which no_sync did not ask for
   std::vector<int32_t> used_map() {  // by parameter: ranks that used it, as of the last synchronization
     return used_map_.sum(usage_.local_used_map, [&](Future& future) { wait(future, buckets_.size()); });
   }
 
  private:
-  void on_backward_begins();
-  void begin_backward();
+  void watch(const std::vector<at::Tensor>& outputs, bool synchronized);
+  void enter_backward(std::optional<bool> through_synchronized_forward);
+  void begin_iteration();
   void mark_variable_ready(size_t index, const at::Tensor& contribution);
   void gradient_grew(size_t index);
   void pack(size_t index, const at::Tensor& contribution);
   void launch(size_t index);
-  void finish_backward();
+  bool skips(size_t index) const;
+  void launch_or_skip(size_t index);
+  void finish_backward(int graph_task);
   void finalize_backward();
-  void launch_remaining_buckets();
   void send_used_map() { used_map_.send(*group_, usage_.local_used_map, parameters_[0].device()); }
   void wait(Future& future, size_t bucket);
   void end_iteration();
+  bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   [[noreturn]] void fail(const std::string& message) const;
   std::unique_lock<std::mutex> guard() {
     return several_threads_ ? std::unique_lock(mutex_) : std::unique_lock(mutex_, std::defer_lock);
@@ -157,6 +172,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Bucket> buckets_;
   std::vector<std::pair<size_t, size_t>> place_;  // by parameter: bucket, slot
   size_t next_bucket_ = 0;                        // the first that is not launched
+  Forwards forwards_;
+  // The outermost backward that has reached us, from its first sign to its end. Its graph task keeps `alive`, so one
+  // that an exception ended is told from one that goes on, in a graph task of its own, inside of a reentrant checkpoint.
+  struct {
+    int graph_task = -1;
+    std::weak_ptr<int> alive;
+    Origin origin = Origin::kBypassed;
+    ParamUsage::Flags takes_part;  // empty where nobody asks
+  } backward_;
   ParamUsage usage_;
   UsedMap used_map_;
   std::vector<c10::intrusive_ptr<Future>> extra_futures_;

@@ -14,31 +14,41 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       group_(std::move(group)), several_threads_(std::any_of(parameters_.begin(), parameters_.end(),
                                     [&](const at::Tensor& p) { return p.device() != parameters_[0].device(); })),
       options_(std::move(options)), place_(parameters_.size()), usage_(parameters_.size()),
-      used_map_(options_.graph_mode, options_.skip_all_reduce_unused), trace_(std::make_shared<Trace>()) {
+      used_map_(options_.graph_mode, options_.skip_all_reduce_unused, alone()), trace_(std::make_shared<Trace>()) {
   set_buckets(buckets);
 }
 
 void Reducer::install_hooks() {
   hooks_.reset();
-  hooks_ = std::make_unique<GradHooks>(
-      parameters_, [weak = weak_from_this()](size_t index, const at::Tensor& contribution) {
-        if (auto self = weak.lock()) self->on_ready(index, contribution);
-      });
+  OnReady on_ready = [weak = weak_from_this()](size_t index, const at::Tensor& contribution) {
+    if (auto self = weak.lock()) self->on_ready(index, contribution);
+  };
+  BeforeGrowth before_growth = [weak = weak_from_this()](size_t index) {
+    if (auto self = weak.lock()) self->buckets_[self->place_[index].first].before_growth(self->place_[index].second);
+  };
+  hooks_ = std::make_unique<GradHooks>(parameters_, on_ready, options_.keep_base ? before_growth : nullptr);
 }
 
 void Reducer::set_buckets(const Buckets& buckets) {
   TORCH_CHECK(phase_ == Phase::kIdle, "set_buckets: a backward is not finished; call it between iterations");
-  buckets_.clear();
+  const std::vector<Bucket> before = std::exchange(buckets_, {});
+  const std::vector<std::pair<size_t, size_t>> place_before = place_;
   for (const auto& indices : buckets) {
     const at::Tensor& first = parameters_[indices[0]];
     bool sparse = expect_sparse_[indices[0]];
     bool cast = options_.reduce_dtype && !sparse && first.is_floating_point();
     Bucket::Options options{cast ? *options_.reduce_dtype : first.scalar_type(), sparse};
     options.gradient_as_view = options_.gradient_as_bucket_view && options.buffer_dtype == first.scalar_type();
+    options.keep_base = options_.keep_base;
     options.rank = group_->getRank();
     options.allocate = transport_memory(group_, first.device());
     for (size_t slot = 0; slot < indices.size(); ++slot) place_[indices[slot]] = {buckets_.size(), slot};
     buckets_.emplace_back(indices, parameters_, names_, options);
+    for (Bucket::Slot& slot : *buckets_.back().slots()) {
+      if (before.empty()) break;
+      auto [bucket, place] = place_before[slot.index];
+      slot.keep_from((*before[bucket].slots())[place]);
+    }
   }
   trace_ = std::make_shared<Trace>(*trace_);  // callbacks of earlier collectives keep the old one
   trace_->resize(parameters_.size(), buckets_.size());
@@ -73,42 +83,104 @@ void Reducer::check_finished() const {
   fail(errors::unfinished_reduction(group_->getRank(), absent, cause));
 }
 
-void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
+std::vector<size_t> Reducer::bypassed() const {
+  std::vector<size_t> indices;
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    if (usage_.bypassed[i] && parameters_[i].grad().defined()) indices.push_back(i);
+  return indices;
+}
+
+void Reducer::begin_forward() {
+  forwards_.begin();
+  trace_->note(StepEvent::kForwardBegin);
+}
+
+void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
+  forwards_.end(synchronized);
   trace_->note(StepEvent::kForwardEnd);
-  watch_outputs(outputs, [weak = weak_from_this()] {
-    if (auto self = weak.lock()) self->on_backward_begins();
+  watch(outputs, synchronized);
+}
+
+void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
+  forwards_.arm();
+  watch(outputs, /*synchronized=*/true);
+}
+
+void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
+  watch_outputs(outputs, [weak = weak_from_this(), synchronized] {
+    auto self = weak.lock();
+    if (!self) return;
+    auto lock = self->guard();
+    self->enter_backward(synchronized);
   });
 }
 
-void Reducer::on_backward_begins() {
-  auto lock = guard();
-  // Whether to synchronize is decided where backward begins: no_sync around backward alone counts.
-  if (phase_ != Phase::kBackward && sync_enabled) begin_backward();
+void Reducer::abort_iteration() {
+  phase_ = Phase::kIdle;
+  next_bucket_ = 0;
+  backward_ = {};
+  forwards_.disarm();
+  usage_.begin_iteration();
+  for (Bucket& bucket : buckets_) bucket.abandon();
+  extra_futures_.clear();
+  used_map_.forget();
+  last_error_.clear();
 }
 
-void Reducer::begin_backward() {
-  // The callback runs when the graph task that runs now is over. A reentrant checkpoint's backward is a graph
-  // task of its own; forward's outputs are reached before it, in the outer one.
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    if (auto self = weak.lock()) self->finish_backward();
+// The first sign of a backward: it has reached an output of a forward, or one of our gradients is there. Only an
+// output's hook is sure to run in the outermost graph task, and not in a reentrant checkpoint's.
+void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  const bool synchronized = through_synchronized_forward.value_or(false);
+  if (synchronized && c10::GradMode::is_enabled()) forwards_.note_second_order();
+  const bool known = !backward_.alive.expired();
+  if (known && !(synchronized && graph_task == backward_.graph_task && backward_.origin != Origin::kSynchronized))
+    return;
+  backward_.origin = synchronized ? Origin::kSynchronized : forwards_.origin();
+  if (backward_.origin == Origin::kLocal && sync_enabled)
+    TORCH_WARN_ONCE("DistributedDataParallel: backward() runs outside of the no_sync() that its forward ran in. As in "
+                    "torch, where forward ran decides: these gradients stay local until the next synchronized backward. "
+                    "Put both inside of no_sync(), or both outside.");
+  backward_.takes_part.clear();
+  const bool outermost = through_synchronized_forward.has_value();
+  if (outermost && backward_.origin == Origin::kSynchronized && used_map_.mode() == GraphMode::kFindUnused && recorded_)
+    backward_.takes_part = hooks_->taking_part();
+  if (known) return;
+  backward_.graph_task = graph_task;
+  auto alive = std::make_shared<int>(graph_task);
+  backward_.alive = alive;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), alive] {
+    if (auto self = weak.lock()) self->finish_backward(*alive);
   });
+}
+
+void Reducer::begin_iteration() {
   if (std::exchange(phase_, Phase::kBackward) == Phase::kIncomplete) return;
   trace_->begin_backward();
-  std::fill(usage_.arrivals.begin(), usage_.arrivals.end(), 0);
+  usage_.begin_iteration();
   next_bucket_ = 0;
   for (Bucket& bucket : buckets_) bucket.begin_backward();
-  for (size_t i = 0; i < parameters_.size(); ++i)
-    if (used_map_.known_unused(i)) mark_variable_ready(i, {});
+  if (!recorded_) return;
+  const ParamUsage::Flags& part = backward_.takes_part;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    usage_.absent[i] = used_map_.known_unused(i) || (!part.empty() && !part[i] && !usage_.nested[i]);
+    if (usage_.absent[i]) mark_variable_ready(i, {});
+  }
 }
 
 void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   auto lock = guard();
-  if (parameters_[index].mutable_grad().defined()) usage_.local_used_map[index] = 1;
-  if (phase_ != Phase::kBackward) {
-    if (!sync_enabled) return;
-    begin_backward();
+  const bool defined = parameters_[index].mutable_grad().defined();
+  if (options_.keep_base && defined) buckets_[place_[index].first].after_growth(place_[index].second);
+  enter_backward(std::nullopt);
+  if (defined) usage_.local_used_map[index] = 1;
+  if (backward_.origin != Origin::kSynchronized) {
+    usage_.bypassed[index] |= defined && backward_.origin == Origin::kBypassed;
+    return;
   }
+  if (phase_ != Phase::kBackward) begin_iteration();
   if (used_map_.known_unused(index)) fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
+  if (torch::autograd::get_current_graph_task_id() != backward_.graph_task) usage_.nested[index] = 1;
   trace_->ready[index] = Trace::now();
   switch (usage_.note_arrival(index)) {
     case ParamUsage::Arrival::kEarly: break;
@@ -123,8 +195,8 @@ void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) 
   if (!buckets_[b].mark_ready()) return;
   trace_->note(b, BucketEvent::kReady);
   if (!recorded_) return;
-  pack(b, contribution);  // now, not when it is launched: the gradients are still in the cache
-  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].complete()) launch(next_bucket_);
+  if (!skips(b)) pack(b, contribution);  // now, not when it is launched: the gradients are still in the cache
+  while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].complete()) launch_or_skip(next_bucket_);
 }
 
 // A contribution after the one that was thought the last. Before the bucket has left, no harm is done: it is
@@ -142,44 +214,45 @@ void Reducer::pack(size_t index, const at::Tensor& contribution) {
   buckets_[index].pack(options_.pre_scale, usage_.local_used_map, contribution);
 }
 
+// Whether nobody used a bucket's parameters, on any rank. REQUIRES: it is complete, or backward is over.
+bool Reducer::skips(size_t index) const {
+  if (!options_.skip_all_reduce_unused || used_map_.mode() == GraphMode::kAllUsed) return false;
+  const auto& slots = *buckets_[index].slots();
+  return std::none_of(
+      slots.begin(), slots.end(), [&](const auto& slot) { return usage_.local_used_map[slot.index]; });
+}
+
 // REQUIRES: index == next_bucket_.
+void Reducer::launch_or_skip(size_t index) {
+  if (!skips(index)) launch(index);
+  ++next_bucket_;
+}
+
 void Reducer::launch(size_t index) {
-  if (index == 0 && callbacks_.before_first_launch) callbacks_.before_first_launch();
   Bucket& bucket = buckets_[index];
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
   trace_->note(index, BucketEvent::kLaunch);
   GradBucket seen = grad_bucket(index, bucket.buffer());
-  auto future = run_hook(seen);
+  Flight flight = run_hook(seen);
   if (bucket.device().is_cpu()) {  // elsewhere a future completes when it is enqueued: no time to tell
-    future->addCallback([trace = trace_, index](Future&) { trace->note(index, BucketEvent::kDone); },
+    flight.future->addCallback([done = trace_->done, index](Future&) { Trace::note_done(*done, index); },
         /*uses_future=*/false);
   }
-  bucket.launched(std::move(future));
-  ++next_bucket_;
+  bucket.launched(std::move(flight));
 }
 
-void Reducer::finish_backward() {
+void Reducer::finish_backward(int graph_task) {
+  if (backward_.graph_task == graph_task) backward_ = {};
   if (phase_ != Phase::kBackward) return;
   trace_->note(StepEvent::kBackwardEnd);
   if (!used_map_.absence_is_fine() && !missing().empty()) {
     phase_ = Phase::kIncomplete;
     return;
   }
-  launch_remaining_buckets();
+  while (next_bucket_ < buckets_.size()) launch_or_skip(next_bucket_);
   send_used_map();
+  if (callbacks_.after_last_launch) callbacks_.after_last_launch();
   finalize_backward();
-}
-
-void Reducer::launch_remaining_buckets() {
-  while (next_bucket_ < buckets_.size()) {
-    const auto& slots = *buckets_[next_bucket_].slots();
-    bool used =
-        std::any_of(slots.begin(), slots.end(), [&](const auto& slot) { return usage_.local_used_map[slot.index]; });
-    if (options_.skip_all_reduce_unused && used_map_.absence_is_fine() && !used)
-      ++next_bucket_;  // on all ranks alike
-    else
-      launch(next_bucket_);
-  }
 }
 
 void Reducer::finalize_backward() {
@@ -189,8 +262,10 @@ void Reducer::finalize_backward() {
   for (size_t i = 0; i < buckets_.size(); ++i) {
     Bucket& bucket = buckets_[i];
     if (bucket.state() != Bucket::State::kLaunched) continue;  // skipped as unused
-    wait(*bucket.future(), i);
-    at::Tensor result = hook_ ? hook_->result(bucket.future()->value()) : bucket.buffer();
+    const Flight& flight = bucket.flight();
+    wait(*flight.future, i);
+    if (flight.work && !bucket.device().is_cpu()) flight.work->synchronize();
+    at::Tensor result = hook_ ? hook_->result(flight.future->value()) : bucket.buffer();
     if (result.numel() != bucket.numel())
       fail(errors::wrong_hook_result(group_->getRank(), i, result.numel(), bucket.numel()));
     trace_->note(i, BucketEvent::kUnpackBegin);
@@ -207,7 +282,8 @@ void Reducer::end_iteration() {
   last_missing_ = std::move(absent);
   if (!recorded_) usage_.learn_expected();
   recorded_ = true;
-  std::fill(usage_.local_used_map.begin(), usage_.local_used_map.end(), 0);
+  usage_.end_iteration();
+  forwards_.disarm();
   phase_ = Phase::kIdle;
   trace_->note(StepEvent::kFinalizeEnd);
 }

@@ -9,6 +9,7 @@
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <functional>
@@ -21,6 +22,8 @@ using torch::autograd::variable_list;
 // What is told of a gradient: its parameter's index, and the contribution that came (undefined: none). Autograd
 // keeps a reference to that one while hooks run; it may be the very memory of `.grad`.
 using OnReady = std::function<void(size_t index, const at::Tensor& contribution)>;
+// The same moment, before `.grad` has grown.
+using BeforeGrowth = std::function<void(size_t index)>;
 
 // An autograd hook that changes nothing.
 template <typename Hook>
@@ -51,18 +54,46 @@ struct BeforeNode : Observer<torch::autograd::FunctionPreHook> {
   const std::function<void()> tell;
 };
 
-// A hook on every parameter, until it goes away.
+// Hooks on every parameter, until they go away.
 class GradHooks {
  public:
-  GradHooks(const std::vector<at::Tensor>& parameters, const OnReady& on_ready) {
+  // `before` may be empty.
+  GradHooks(const std::vector<at::Tensor>& parameters, const OnReady& on_ready, const BeforeGrowth& before) {
     for (size_t i = 0; i < parameters.size(); ++i) {
       NodePtr node = torch::autograd::impl::grad_accumulator(parameters[i]);
+      if (before) {
+        auto pre = std::make_unique<BeforeNode>([before, i] { before(i); });
+        before_.push_back(pre.get());
+        node->add_pre_hook(std::move(pre));
+      }
       uintptr_t key = node->add_post_hook(std::make_unique<AfterAccumulation>(on_ready, i));
       hooked_.emplace_back(std::move(node), key);
     }
   }
   ~GradHooks() {
-    for (auto& [node, key] : hooked_) node->del_post_hook(key);
+    for (size_t i = 0; i < hooked_.size(); ++i) {
+      auto& [node, key] = hooked_[i];
+      node->del_post_hook(key);
+      if (before_.empty()) continue;
+      auto& hooks = node->pre_hooks();
+      std::erase_if(hooks, [&](const auto& hook) { return hook.get() == before_[i]; });
+    }
+  }
+
+  // By parameter: whether the backward that runs now will accumulate into it, as far as its own graph tells. Autograd's
+  // engine has walked the graph before the first hook runs; a reentrant checkpoint's graph does not exist yet.
+  std::vector<char> taking_part() const {
+    const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
+    const auto& exec_info = *torch::autograd::get_current_graph_task_exec_info();
+    std::vector<char> takes_part(hooked_.size());
+    for (size_t i = 0; i < hooked_.size(); ++i) {
+      torch::autograd::Node* node = hooked_[i].first.get();
+      takes_part[i] = nodes.count(node) != 0;
+      if (exec_info.empty() || !takes_part[i]) continue;
+      auto info = exec_info.find(node);  // backward(inputs=...): only what is needed runs
+      takes_part[i] = info != exec_info.end() && info->second.needed_;
+    }
+    return takes_part;
   }
 
  private:
@@ -70,6 +101,7 @@ class GradHooks {
   // parameter keeps only a weak reference to its AccumulateGrad node.
   using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
   std::vector<std::pair<NodePtr, uintptr_t>> hooked_;
+  std::vector<torch::autograd::FunctionPreHook*> before_;
 };
 
 // Calls `on_backward` when backward reaches a node that made one of `outputs`, before that node runs. The

@@ -3,15 +3,20 @@
 //   pack    .grad of every parameter -> buffer              (copy + scale + cast)
 //   unpack  buffer, after the collective -> .grad           (the same, or nothing with views)
 //
-// The only unit that touches `.grad`. Always: the buffer holds the gradients one after another without gaps,
-// each in its parameter's own memory layout, so that a gradient that keeps autograd's layout contract is one
-// contiguous piece on both sides. Threads: the reducer's; a bucket has no lock.
+// The only unit that touches `.grad`, and only when backward is over: until unpack, whoever looks at a gradient sees
+// this rank's own. (With gradient_as_view, `.grad` is a window on the buffer from pack on, and shows what is there.)
+//
+// Always: the buffer holds the gradients one after another without gaps, each in its parameter's own memory layout, so
+// that a gradient that keeps autograd's layout contract is one contiguous piece on both sides. Threads: the reducer's;
+// a bucket has no lock.
 #pragma once
 
-#include "cuda/producers.h"
-#include "memory/sole_holder.h"
-#include "memory/transport_memory.h"
 #include "scaled_copy.h"
+#include "sole_holder.h"
+#include "transport_memory.h"
+#include "wait.h"
+
+#include "cuda/producers.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -30,13 +35,25 @@ class Bucket {
     at::Tensor parameter;
     int64_t offset;  // in elements
     std::vector<int64_t> strides;
-    at::Tensor view;      // parameter-shaped window on the buffer (not a view to autograd)
-    bool packed = false;  // in this backward
+    at::Tensor view;            // parameter-shaped window on the buffer (not a view to autograd)
+    bool packed = false;        // in this backward
+    bool synchronized = false;  // .grad is a result that all ranks have, and has not grown since
+    at::Tensor base;            // with keep_base: that result, while .grad grows
+    uint32_t version = 0;       // of .grad, when it had grown
+
+    void keep_from(const Slot& before) {  // buckets have been cut anew
+      synchronized = before.synchronized;
+      base = before.base;
+      version = before.version;
+    }
   };
   struct Options {
     at::ScalarType buffer_dtype;    // what travels; gradients are cast to it and back
     bool sparse = false;            // one parameter, whose gradient travels as it is
     bool gradient_as_view = false;  // .grad becomes a window on the buffer
+    // A result that is in .grad already, on all ranks alike, is not sent again, but added to. (A mean needs no such
+    // care: the mean of equal numbers is that number.)
+    bool keep_base = false;
     int rank = 0;                   // for messages
     Allocate allocate = nullptr;    // makes the buffer; empty: at::empty
   };
@@ -52,21 +69,31 @@ class Bucket {
   }
   // A gradient, made on the current stream, is whole; true when it was the last one.
   bool mark_ready() { return producers_.note(), --pending_ == 0; }
+  // With keep_base: .grad of parameter i is about to grow, and has grown.
+  void before_growth(size_t i);
+  void after_growth(size_t i) { (*slots_)[i].version = (*slots_)[i].parameter.grad()._version(); }
   // Copies the gradients that are not there yet, times `scale`, into the buffer, on the current stream, after the
-  // streams that made them; a missing gradient counts as zero. Afterwards kPacked. A gradient alone in its bucket is
-  // not copied where that cannot be noticed: it is scaled and reduced in its own memory.
+  // streams that made them; a missing gradient counts as zero. Afterwards kPacked. With views, a gradient alone in its
+  // bucket is not copied where nobody else holds its memory: that memory is the buffer.
   void pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution);
   // The same for gradient i of several, just made, where it is large enough not to wait for the others: it is still
   // in the CPU's cache and, where it becomes a view, its own memory is free for the next.
   void pack_early(size_t i, double scale);
   // Gradient i has grown since; false when what was packed has left, or was scaled where the growth went.
   bool repack(size_t i, double scale);
-  void launched(c10::intrusive_ptr<c10::ivalue::Future> future) {
-    future_ = std::move(future);
+  void launched(Flight flight) {
+    flight_ = std::move(flight);
     state_ = State::kLaunched;
   }
-  // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those
-  // that do not exist. REQUIRES: kLaunched.
+  // Forgets a collective that nobody waits for any more. It may still write to the buffer, which it keeps alive.
+  void abandon() {
+    flight_ = {};
+    if (state_ == State::kLaunched) release();
+    begin_backward();
+  }
+  // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those that do not
+  // exist. A gradient alone in its bucket, whose memory nobody else holds, changes memory with the buffer instead: a
+  // pass less. REQUIRES: kLaunched.
   void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used);
   void release() {  // drops the buffer; the next pack makes a new one
     buffer_ = at::Tensor();
@@ -83,13 +110,16 @@ class Bucket {
   const std::shared_ptr<std::vector<Slot>>& slots() const { return slots_; }
   const at::Tensor& buffer() const { return buffer_; }  // undefined when released
   at::Tensor zeros() const;                             // what a rank without data sends
-  const c10::intrusive_ptr<c10::ivalue::Future>& future() const { return future_; }
+  const Flight& flight() const { return flight_; }
 
  private:
   void allocate();
   void pack_dense(size_t begin, size_t end, double scale);  // slots
   bool can_borrow(const std::vector<int32_t>& used, const at::Tensor& contribution) const;
   void borrow(double scale);
+  void pack_sparse(double scale);
+  void unpack_sparse(const at::Tensor& result, double scale);
+  bool exchange(const at::Tensor& result, double scale);
   void adopt_view(Slot& slot);
   bool is_one_piece(const Slot& slot, const at::Tensor& grad) const;
   void check(const Slot& slot, const at::Tensor& grad) const;
@@ -105,9 +135,9 @@ class Bucket {
   State state_ = State::kFilling;
   Producers producers_;                // streams that made this backward's gradients
   std::vector<CopySegment> segments_;  // reserved once: packing allocates nothing
-  // The collective in flight. Held until unpack: it keeps the buffer, and what a hook put in its place,
-  // alive while other threads or the device still write to it.
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  // Held until unpack: it keeps the buffer, and what a hook put in its place, alive while other threads or the device
+  // still write to it.
+  Flight flight_;
 };
 
 }  // namespace minddp

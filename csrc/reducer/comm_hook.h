@@ -1,8 +1,7 @@
 // How a packed bucket becomes the ranks' reduced one.
 //
 // Without a hook the reducer all-reduces the buffer. A hook takes its place: it gets a GradBucket and returns a
-// future of one tensor, the reduced bucket. GradBucket offers what torch's does: hooks written for torch run
-// unchanged.
+// future of one tensor, the reduced bucket. GradBucket offers what torch's does.
 #pragma once
 
 #include "bucket.h"
@@ -50,16 +49,14 @@ class CommHook {
   virtual at::Tensor result(const c10::IValue& value) = 0;
 };
 
-// All-reduces `tensor` in place: its sum over ranks, or AVG where `average`. Complex numbers, which backends lack,
-// travel as pairs; the reduction of a sparse tensor is over before this returns, by `wait`.
-inline c10::intrusive_ptr<Future> allreduce(
-    c10d::ProcessGroup& group, const at::Tensor& tensor, bool average, const Wait& wait) {
-  if (group.getSize() == 1) return completed(tensor);  // its own sum
-  if (tensor.is_sparse()) return sparse_allreduce(group, tensor, average, wait);
-  c10d::AllreduceOptions options;
-  options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+// All-reduces `tensor` in place: its sum over ranks. Complex numbers, which backends lack, travel as pairs; the
+// reduction of a sparse tensor is over before this returns, by `wait`. `alone`: there is no other rank.
+inline Flight allreduce(c10d::ProcessGroup& group, const at::Tensor& tensor, bool alone, const Wait& wait) {
+  if (alone) return {completed(tensor), nullptr};  // its own sum
+  if (tensor.is_sparse()) return {sparse_allreduce(group, tensor, wait), nullptr};
   std::vector<at::Tensor> tensors = {tensor.is_complex() ? at::view_as_real(tensor) : tensor};
-  return group.allreduce(tensors, options)->getFuture();
+  auto work = group.allreduce(tensors);
+  return {work->getFuture(), work};
 }
 
 }  // namespace minddp

@@ -18,7 +18,8 @@ enum class Cause { kUnused, kBackwardRaised, kGraphChanged };
 inline const char* explain(Cause cause) {
   if (cause == Cause::kBackwardRaised)
     return "The previous backward ended with an exception, so its gradients were never averaged, and the other ranks "
-           "may still wait for them: restart from a checkpoint.";
+           "may still wait for them. Where all ranks met that exception alike, call ddp.abort_iteration() on each and go "
+           "on; else restart from a checkpoint.";
   if (cause == Cause::kGraphChanged)
     return "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
            "in first iteration, but then got unused in the second iteration. this is not compatible with "
@@ -55,7 +56,7 @@ inline std::string ready_twice(int rank, const Parameter& p, int arrivals) {
 // static_graph, but a parameter that no rank used in the first iteration got a gradient.
 inline std::string graph_changed(int rank, const Parameter& p) {
   return c10::str("Your training graph has changed in this iteration: static_graph=True, but parameter '", p.name,
-      "' got a gradient, which it did on no rank in the first iteration. Construct with static_graph=False and "
+      "' got a gradient, which it did not in the first iteration. Construct with static_graph=False and "
       "find_unused_parameters=True. [rank ",
       rank, "]");
 }

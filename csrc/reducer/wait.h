@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
 #include <functional>
@@ -13,6 +14,13 @@
 namespace minddp {
 
 using Future = c10::ivalue::Future;
+
+// A collective that is under way. `work` is there where the process group made it, not a hook; it holds the inputs,
+// and orders the current stream after the collective, where the future alone does not.
+struct Flight {
+  c10::intrusive_ptr<Future> future;
+  c10::intrusive_ptr<c10d::Work> work;
+};
 
 // Returns once the collective of a future has ended; raises what that raises, or what it finds about lost peers.
 using Wait = std::function<void(Future&)>;

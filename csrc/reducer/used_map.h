@@ -20,28 +20,34 @@ namespace minddp {
 enum class GraphMode {
   kAllUsed,     // an error, unless a further backward brings it
   kFindUnused,  // fine. Used on no rank: .grad stays as it was. Used on some: it counts as zero here
-  kStatic,      // as kFindUnused, decided once, in the first iteration
+  kStatic,      // as kFindUnused in the first iteration, which decides for all; from then on as kAllUsed for the rest
 };
 
 class UsedMap {
  public:
   using Map = std::vector<int32_t>;  // by parameter: 0, or how many ranks used it
   // `same_everywhere`: what is unused on one rank is unused on all, so there is nothing to agree on.
-  UsedMap(GraphMode mode, bool same_everywhere) : mode_(mode), same_everywhere_(same_everywhere) {}
+  UsedMap(GraphMode mode, bool same_everywhere, bool alone)
+      : mode_(mode), nothing_to_agree_on_(same_everywhere || alone || mode == GraphMode::kAllUsed) {}
 
-  bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed; }
-  // kStatic, after the first iteration: no rank used it then.
-  bool known_unused(size_t index) const { return !static_used_.empty() && !static_used_[index]; }
+  GraphMode mode() const { return mode_; }
+  bool decided() const { return !static_used_.empty(); }  // kStatic, after the first iteration
+  bool absence_is_fine() const {
+    return mode_ == GraphMode::kFindUnused || (mode_ == GraphMode::kStatic && !decided());
+  }
+  // kStatic, after the first iteration: this rank did not use it then.
+  bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
 
   // Returns when the collective, if there is to be one, is on its way; nothing here waits for `device`.
   void send(c10d::ProcessGroup& group, const Map& local, at::Device device) {
     future_ = nullptr;
-    if (!absence_is_fine() || same_everywhere_ || !static_used_.empty() || group.getSize() == 1) return;
+    if (nothing_to_agree_on_ || decided()) return;
     RECORD_FUNCTION("minddp::search_unused_parameters", std::vector<c10::IValue>());
     sum_ = at::tensor(local, at::kInt).to(device, /*non_blocking=*/true);
     std::vector<at::Tensor> tensors = {sum_};
     future_ = group.allreduce(tensors)->getFuture();
   }
+  void forget() { future_ = nullptr; }
   // The sum over ranks as of the last send; this rank's own map where none was sent.
   Map sum(const Map& local, const Wait& wait) const {
     if (!future_) return local;
@@ -51,17 +57,18 @@ class UsedMap {
   }
   // Nonzero for parameters whose gradient some rank has, at the end of a synchronized backward.
   Map globally_used(const Map& local, const Wait& wait) {
-    if (!absence_is_fine()) return Map(local.size(), 1);
-    if (!static_used_.empty()) return static_used_;
+    if (mode_ == GraphMode::kAllUsed) return Map(local.size(), 1);
+    if (decided()) return static_used_;
     bool all_here = std::find(local.begin(), local.end(), 0) == local.end();
     if (mode_ == GraphMode::kFindUnused) return all_here ? local : sum(local, wait);
+    static_here_ = local;
     return static_used_ = sum(local, wait);
   }
 
  private:
   const GraphMode mode_;
-  const bool same_everywhere_;
-  Map static_used_;
+  const bool nothing_to_agree_on_;
+  Map static_used_, static_here_;  // kStatic: by some rank; by this one
   at::Tensor sum_;
   c10::intrusive_ptr<Future> future_;
 };

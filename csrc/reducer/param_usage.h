@@ -1,0 +1,53 @@
+// Which parameters took part in a backward, and how often their gradients arrive.
+//
+// A gradient usually arrives once a backward. One of several backwards before a synchronization, or a parameter shared
+// between reentrant checkpoints, gets several contributions, each with its own arrival. The first synchronized
+// iteration counts them, and sends nothing before its end; from then on a parameter is ready at its usual last arrival.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace minddp {
+
+struct ParamUsage {
+  using Flags = std::vector<char>;  // by parameter
+  enum class Arrival { kEarly, kLast, kExtra };
+  explicit ParamUsage(size_t count)
+      : arrivals(count, 0), expected(count, 1), local_used_map(count, 0), absent(count, 0), nested(count, 0), bypassed(count, 0) {}
+
+  std::vector<int32_t> arrivals;  // in this iteration
+  std::vector<int32_t> expected;  // at which the gradient is whole
+  // 1 where a (defined) gradient arrived since the last synchronization: no_sync accumulates what the next one sends.
+  std::vector<int32_t> local_used_map;
+  Flags absent;    // in this iteration, marked ready at its beginning
+  Flags nested;    // has arrived from a graph inside backward's own, which nobody knows when backward begins
+  Flags bypassed;  // has a gradient of a backward past the wrapper, not synchronized since
+
+  Arrival note_arrival(size_t index) {
+    ++arrivals[index];
+    if (absent[index]) return Arrival::kExtra;
+    int32_t left = expected[index] - arrivals[index];
+    return left > 0 ? Arrival::kEarly : left == 0 ? Arrival::kLast : Arrival::kExtra;
+  }
+  void learn_expected() {
+    for (size_t i = 0; i < arrivals.size(); ++i) expected[i] = std::max({expected[i], arrivals[i], 1});
+  }
+  std::vector<size_t> missing() const {
+    std::vector<size_t> indices;
+    for (size_t i = 0; i < arrivals.size(); ++i)
+      if (arrivals[i] == 0) indices.push_back(i);
+    return indices;
+  }
+  void begin_iteration() {
+    std::fill(arrivals.begin(), arrivals.end(), 0);
+    std::fill(absent.begin(), absent.end(), 0);
+  }
+  void end_iteration() {  // what has been accumulated is on all ranks now
+    std::fill(local_used_map.begin(), local_used_map.end(), 0);
+    std::fill(bypassed.begin(), bypassed.end(), 0);
+  }
+};
+
+}  // namespace minddp
