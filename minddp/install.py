@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .distributed import DistributedDataParallel
+from .module.distributed import DistributedDataParallel
 
 __all__ = ["install", "uninstall"]
 

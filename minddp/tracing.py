@@ -36,7 +36,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import lifetime  # noqa: F401  registers its exit handler first, so that it runs after the trace's
+from .guards import lifetime  # noqa: F401  registers its exit handler first, so that it runs after the trace's
 
 __all__ = ["BucketTimes", "StepTimes", "Trace", "active", "after_step", "step_times", "trace"]
 

@@ -21,7 +21,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 CLASS = {
     "torch": "torch.nn.parallel.distributed.DistributedDataParallel",
-    "minddp": "minddp.distributed.DistributedDataParallel",
+    "minddp": "minddp.module.distributed.DistributedDataParallel",
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minddp.bucket_assignment import assign_buckets, check_buckets, ready_order
+from minddp.reduction.bucket_assignment import assign_buckets, check_buckets, ready_order
 
 KB = 1024
 

@@ -8,13 +8,14 @@ at the start of a forward, about the iteration before it: for the first ten iter
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from .distributed import DistributedDataParallel
+from ..reduction.reducer import Reducer
+from .config import Config
+from .parameters import Parameters
 
 _ALWAYS_RECORDED = 10
 _TIMES = (
@@ -79,37 +80,60 @@ def times_of(step: dict[str, Any]) -> dict[str, int]:
     }
 
 
+def _backend_name(group: dist.ProcessGroup) -> str:
+    try:
+        return dist.get_backend(group)
+    except (RuntimeError, ValueError):  # a group that torch.distributed did not make
+        return str(group.name())
+
+
 class LoggingData:
     """Collects the facts; kept by the module as ``ddp.logger``."""
 
-    def __init__(self, ddp: DistributedDataParallel):
-        self._facts: dict[str, Any] = self._construction_facts(ddp)
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: Config,
+        parameters: Parameters,
+        reducer: Reducer,
+        devices: tuple[list[int] | None, int | None],
+    ):
+        self._parameters = parameters.reduced
+        self._facts: dict[str, Any] = self._construction_facts(module, config, parameters, reducer, devices)
         self._sample_rate = 100
         self._recorded = 0
         self._sums = dict.fromkeys(_TIMES, 0)
 
     @staticmethod
-    def _construction_facts(ddp: DistributedDataParallel) -> dict[str, Any]:
-        parameters = ddp.reducer_parameters
-        backend = dist.get_backend(ddp.process_group)
+    def _construction_facts(
+        module: torch.nn.Module,
+        config: Config,
+        parameters: Parameters,
+        reducer: Reducer,
+        devices: tuple[list[int] | None, int | None],
+    ) -> dict[str, Any]:
+        group = reducer.group
+        backend = _backend_name(group)
+        device_ids, output_device = devices
         facts: dict[str, Any] = {
-            "world_size": ddp.process_group.size(),
-            "rank": ddp.process_group.rank(),
+            "world_size": group.size(),
+            "rank": group.rank(),
             "iteration": 0,
-            "module_name": type(ddp.module).__name__,
+            "module_name": type(module).__name__,
             "backend_name": backend,
-            "device_ids": _join(ddp.device_ids or []),
-            "output_device": -1 if ddp.output_device is None else ddp.output_device,
-            "broadcast_buffers": int(ddp.forward_sync_buffers),
-            "bucket_cap_bytes": ddp.bucket_bytes_cap,
-            "find_unused_parameters": int(ddp.find_unused_parameters),
-            "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
-            "static_graph": int(ddp.static_graph),
-            "dtypes": _join(sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in parameters})),
-            "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
-            "num_parameter_tensors": len(parameters),
-            "bucket_sizes": _join(ddp.reducer.bucket_nbytes()),
-            "has_sync_bn": int(any("SyncBatchNorm" in type(m).__name__ for m in ddp.module.modules())),
+            "device_ids": _join(device_ids or []),
+            "output_device": -1 if output_device is None else output_device,
+            "broadcast_buffers": int(config.forward_sync_buffers),
+            "bucket_cap_bytes": config.cap,
+            "find_unused_parameters": int(config.find_unused_parameters),
+            "gradient_as_bucket_view": int(config.gradient_as_bucket_view),
+            "static_graph": int(config.static_graph),
+            "dtypes": _join(sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in parameters.reduced})),
+            "total_parameter_size_bytes": sum(p.nbytes for p in parameters.reduced),
+            "num_parameter_tensors": len(parameters.reduced),
+            "bucket_sizes": _join(reducer.bucket_nbytes()),
+            "is_multi_device_module": int(parameters.is_multi_device),
+            "has_sync_bn": int(any("SyncBatchNorm" in type(m).__name__ for m in module.modules())),
             "num_buckets_reduced": 0,
         }
         names = {**_ENVIRONMENT, **_BACKEND_ENVIRONMENT.get(backend, {})}
@@ -135,25 +159,25 @@ class LoggingData:
         self._facts["has_error"] = 1
         self._facts["error"] = message
 
-    def note_rebuilt(self, ddp: DistributedDataParallel) -> None:
-        buckets = ddp.reducer.buckets()
+    def note_rebuilt(self, reducer: Reducer) -> None:
+        buckets = reducer.buckets()
         self._facts.update(
             has_rebuilt_buckets=1,
-            rebuilt_bucket_sizes=_join(ddp.reducer.bucket_nbytes()),
-            prev_iteration_grad_ready_order_indices=_join(ddp.reducer.observed_order()),
+            rebuilt_bucket_sizes=_join(reducer.bucket_nbytes()),
+            prev_iteration_grad_ready_order_indices=_join(reducer.observed_order()),
             rebuilt_per_bucket_param_indices=_join(" ".join(map(str, bucket)) for bucket in buckets),
         )
 
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
+    def before_forward(self, reducer: Reducer) -> None:
         """Records the iteration before this forward, when it is its turn."""
-        iteration = ddp.reducer.iteration()
+        iteration = reducer.iteration()
         if iteration == self._facts["iteration"] or iteration == 0:
             return
         if iteration < _ALWAYS_RECORDED or iteration % self._sample_rate == 0:
-            self._record(ddp, iteration)
+            self._record(reducer, iteration)
 
-    def _record(self, ddp: DistributedDataParallel, iteration: int) -> None:
-        step = ddp.reducer.last_step()
+    def _record(self, reducer: Reducer, iteration: int) -> None:
+        step = reducer.last_step()
         times = times_of(step)
         self._recorded += 1
         self._facts["iteration"] = iteration
@@ -162,15 +186,15 @@ class LoggingData:
             self._sums[key] += times[key]
             self._facts[f"avg_{key}"] = self._sums[key] // self._recorded
         unused = [i for i, ready in enumerate(step["ready_ns"]) if ready < 0]
-        self._facts["unused_parameter_size"] = sum(ddp.reducer_parameters[i].nbytes for i in unused)
+        self._facts["unused_parameter_size"] = sum(self._parameters[i].nbytes for i in unused)
         self._facts["num_buckets_reduced"] = sum(b["launch_ns"] >= 0 for b in step["buckets"])
 
-    def data(self, ddp: DistributedDataParallel) -> dict[str, Any]:
+    def data(self, reducer: Reducer) -> dict[str, Any]:
         """Everything known, as one flat dict."""
         facts = dict(self._facts)
-        step = ddp.reducer.last_step()
+        step = reducer.last_step()
         facts["num_buckets_reduced"] = sum(b["launch_ns"] >= 0 for b in step["buckets"])
-        facts["can_set_static_graph"] = bool(ddp.reducer._ddp_graph_static())
-        if error := ddp.reducer.last_error():
+        facts["can_set_static_graph"] = bool(reducer._ddp_graph_static())
+        if error := reducer.last_error():
             facts.update(has_error=1, error=error)
         return facts

@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -25,19 +24,14 @@ import torch.distributed as dist
 # torch imports it at the first forward or optimizer. Imported here, usually before there is a group, it keeps none.
 import torch.distributed.nn.functional  # noqa: F401
 
-from . import _C
-
-if TYPE_CHECKING:
-    from .distributed import DistributedDataParallel
+from .. import _C
+from .optimizer_guard import live
 
 # In seconds, without the GIL: for a thread to destroy a group's last collective, and what came with it.
 _MOMENT = 0.02
 _MOMENT_FOR_CALLBACKS = 0.1
 
 _leaving: set[threading.Thread] = set()
-
-live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
 
 def outlive(reducer: _C.Reducer, group: dist.ProcessGroup) -> None:
     """Keeps ``group`` until after the reducer's C++ half is gone.
@@ -69,13 +63,13 @@ def _let_go_later(group: dist.ProcessGroup) -> None:
 @atexit.register
 def _settle_groups() -> None:
     """Before the interpreter goes: groups that were destroyed end, threads of the others come to rest."""
-    modules = list(live)  # kept by global variables or reference cycles
+    modules = live()  # kept by global variables or reference cycles
     destroyed = [ddp for ddp in modules if ddp.process_group not in dist.distributed_c10d._world.pg_map]
     if len(destroyed) < len(modules):
         time.sleep(_MOMENT)
-    if any(ddp._comm_hook is not None for ddp in destroyed):
+    if any(ddp.has_comm_hook for ddp in destroyed):
         time.sleep(_MOMENT_FOR_CALLBACKS)
     for ddp in destroyed:
-        ddp._let_go()
+        ddp.let_go()
     for thread in list(_leaving):
         thread.join()

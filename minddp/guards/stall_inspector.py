@@ -30,14 +30,23 @@ class StallInspector:
 
     def __init__(self, group: dist.ProcessGroup):
         name = group.group_name
-        number = next(_counters.setdefault(name, itertools.count()))
-        prefix = f"minddp/stall/{name}/{number}"
-        self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self.key = f"{name}/{next(_counters.setdefault(name, itertools.count()))}"
+        self._store = dist.PrefixStore(f"minddp/stall/{self.key}", dist.distributed_c10d._get_default_store())
         self._rank, self._size = group.rank(), group.size()
+        self._reported = False
 
     def report_failure(self, error: BaseException) -> None:
         """This rank will not finish its backward: tells the others why."""
-        self._store.set(f"failed/{self._rank}", f"{type(error).__name__}: {error}")
+        self._reported = True
+        with suppress(dist.DistError, RuntimeError):  # the store may be gone, and the error itself matters more
+            self._store.set(f"failed/{self._rank}", f"{type(error).__name__}: {error}")
+
+    def take_back(self) -> None:
+        """What this rank has reported is over. Costs nothing where it has reported nothing."""
+        if self._reported:
+            self._reported = False
+            with suppress(dist.DistError, RuntimeError):
+                self._store.set(f"failed/{self._rank}", "")
 
     def on_stall(self, seconds: float, bucket: int) -> None:
         """Called about once a second while the collective of ``bucket`` does not end, and when it has failed.
@@ -50,8 +59,7 @@ class StallInspector:
 
     def _look_around(self, seconds: float, bucket: int) -> None:
         for rank in self._others():
-            if self._store.check([f"failed/{rank}"]):
-                text = self._store.get(f"failed/{rank}").decode()
+            if self._store.check([f"failed/{rank}"]) and (text := self._store.get(f"failed/{rank}").decode()):
                 raise RuntimeError(
                     f"rank {rank} will not take part in the reduction of bucket {bucket}, for which rank "
                     f"{self._rank} has waited {seconds:.0f} s. Rank {rank} says: {text}"

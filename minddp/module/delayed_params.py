@@ -6,16 +6,11 @@ accumulated, the buffer is averaged over ranks in one collective, and backward e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from .init_sync import broadcast_coalesced
-
-if TYPE_CHECKING:
-    from .distributed import DistributedDataParallel
+from ..init_sync import broadcast_coalesced
 
 
 class DelayedAllReduce:
@@ -34,9 +29,10 @@ class DelayedAllReduce:
     @classmethod
     def make(
         cls,
-        ddp: DistributedDataParallel,
+        group: dist.ProcessGroup,
         parameters: list[torch.nn.Parameter],
         trigger: torch.nn.Parameter | None,
+        broadcast_bytes: int,
     ) -> DelayedAllReduce | None:
         """``None`` where nothing is delayed; else broadcasts the parameters and installs the hook.
 
@@ -48,8 +44,8 @@ class DelayedAllReduce:
         assert trigger is not None
         if len({(p.dtype, p.device) for p in parameters}) > 1:
             raise ValueError("delay_all_reduce_named_params must share one dtype and one device")
-        broadcast_coalesced(ddp.process_group, [p.detach() for p in parameters], ddp.broadcast_bucket_size, 0)
-        return cls(ddp.process_group, parameters, trigger)
+        broadcast_coalesced(group, [p.detach() for p in parameters], broadcast_bytes, 0)
+        return cls(group, parameters, trigger)
 
     def prepare(self) -> None:
         """Before backward: every delayed parameter without a gradient accumulates into the buffer."""

@@ -7,13 +7,13 @@ ranks, sent beside the last bucket, tells everyone whether anybody has found som
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .init_sync import gather_objects, indented, ranks_text
+from ..init_sync import gather_objects, indented, ranks_text
 
 
 class FiniteCheck:
@@ -22,42 +22,39 @@ class FiniteCheck:
     Args:
         group: the reducer's process group.
         names: parameter names by ``id`` of the parameter.
+        device: where the group's collectives work.
     """
 
-    def __init__(self, group: dist.ProcessGroup, names: dict[int, str]):
+    def __init__(self, group: dist.ProcessGroup, names: dict[int, str], device: torch.device):
         self._group = group
         self._names = names
+        self._device = device
         self._found: list[tuple[list[str], torch.Tensor]] = []
         self._any: torch.Tensor | None = None
         self._work: Any = None
 
-    def before(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """``hook``, preceded by a look at the bucket that it gets."""
-
-        def looking(state: object, bucket: Any) -> Any:
-            self._look(bucket)
-            return hook(state, bucket)
-
-        return looking
-
     @torch.no_grad()
-    def _look(self, bucket: Any) -> None:
-        if bucket.index() == 0:
-            self._found = []
-        gradients = [g.coalesce().values() if g.is_sparse else g for g in bucket.gradients()]
+    def look(self, bucket: Any) -> None:
+        """Before ``bucket`` is reduced."""
         named = [
-            (self._names[id(parameter)], gradient)
-            for parameter, gradient in zip(bucket.parameters(), gradients)
-            if gradient.numel()
+            (self._names[id(parameter)], _numbers(gradient))
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients())
         ]
+        named = [(name, gradient) for name, gradient in named if gradient.numel()]
         if named:
             largest = torch._foreach_norm([gradient for _, gradient in named], ord=float("inf"))
             self._found.append(([name for name, _ in named], ~torch.stack(largest).isfinite()))
-        if bucket.is_last():
-            device = bucket.buffer().device
-            flags = [flags.any().to(device) for _, flags in self._found]
-            self._any = (torch.stack(flags).any() if flags else torch.zeros((), device=device)).to(torch.int32)
-            self._work = dist.all_reduce(self._any, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Asks all ranks whether anybody has found something. Collective, once an iteration, after its last bucket."""
+        flags = [flags.any().to(self._device) for _, flags in self._found]
+        self._any = torch.stack(flags).any().to(torch.int32) if flags else torch.zeros((), dtype=torch.int32, device=self._device)
+        self._work = dist.all_reduce(self._any, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def forget(self) -> None:
+        """The iteration was given up."""
+        self._found, self._work = [], None
 
     def check(self) -> None:
         """Waits for the ranks' answer about the last synchronized backward; asked again, it is silent.
@@ -69,11 +66,17 @@ class FiniteCheck:
             return
         self._work.wait()
         self._work = None
+        found, self._found = self._found, []
         assert self._any is not None
         if not self._any.item():
             return
-        mine = [name for names, flags in self._found for name, bad in zip(names, flags.tolist()) if bad]
+        mine = [name for names, flags in found for name, bad in zip(names, flags.tolist()) if bad]
         raise RuntimeError(_message(gather_objects(mine, self._group)))
+
+
+def _numbers(gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _message(everyone: Sequence[Sequence[str]]) -> str:

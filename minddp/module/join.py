@@ -8,7 +8,7 @@ communicate in forward (SyncBatchNorm), the last is a forward and backward on no
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,11 @@ from torch.distributed.algorithms.join import JoinHook
 
 from .empty_batch import EmptyBatch, communicates_in_forward
 
-if TYPE_CHECKING:
-    from .distributed import DistributedDataParallel
-
 
 class DDPJoinHook(JoinHook):
     """What a joined rank does for one DistributedDataParallel; see :meth:`DistributedDataParallel.join`."""
 
-    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool):
+    def __init__(self, ddp: Any, divide_by_initial_world_size: bool):
         ddp.logger.note_join()
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
         self.ddp = ddp
@@ -48,7 +45,7 @@ class DDPJoinHook(JoinHook):
         self.ddp._sync_final_model(is_last_joiner)
 
 
-def agree_on_sync(ddp: DistributedDataParallel, is_joined_rank: bool) -> bool:
+def agree_on_sync(ddp: Any, is_joined_rank: bool) -> bool:
     """Tells joined ranks whether this iteration's backward synchronizes. Collective."""
     votes = not is_joined_rank and ddp.require_backward_grad_sync
     tensor = torch.full((1,), float(votes), device=ddp.device)

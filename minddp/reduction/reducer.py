@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _C
+from .. import _C
+from ..guards.lifetime import outlive, outlive_callbacks
 from .bucket_assignment import Buckets, agree_on_order, assign_buckets, check_buckets, ready_order
-from .finite_check import FiniteCheck
-from .lifetime import outlive, outlive_callbacks
+from .weights import Weights
 
 MIB = 1024 * 1024
 
@@ -28,7 +28,7 @@ class ReducerSettings:
     """What a reducer is made from, besides the parameters; see :class:`DistributedDataParallel`.
 
     ``caps``, ``last_cap``: as in :func:`assign_buckets`. ``alone_from``: bytes from which a gradient has a bucket
-    of its own, in whose place it is reduced without a copy.
+    of its own, which spares a copy. ``always_reduce``: go through the process group where it has one rank, too.
     """
 
     graph_mode: Any
@@ -40,7 +40,7 @@ class ReducerSettings:
     predivide_factor: float | None = None
     gradient_as_bucket_view: bool = False
     skip_all_reduce_unused: bool = False
-    has_average: bool = False
+    always_reduce: bool = False
 
 
 class Reducer(_C.Reducer):
@@ -73,20 +73,24 @@ class Reducer(_C.Reducer):
         self.has_rebuilt = False
         self._has_hook = False
         self._divisor = group.size()
-        self._weights: _Weights | None = None
         options = _C.ReducerOptions()
         options.graph_mode = settings.graph_mode
         options.reduce_dtype = settings.reduce_dtype
         options.gradient_as_bucket_view = settings.gradient_as_bucket_view
         options.skip_all_reduce_unused = settings.skip_all_reduce_unused
+        options.keep_base = settings.reduction != "mean"
+        options.always_reduce = settings.always_reduce
         everything = list(reversed(range(len(parameters))))
         super().__init__(
             list(parameters), self.names, list(expect_sparse), group, options, self._assign(everything, [])
         )
         outlive(self, group)
-        if settings.reduction == "weighted":
-            self._weights = _Weights(group, self._device)
-            self.set_weight_callbacks(self._weights.send, self._weighted_post_scale)
+        self.weights = Weights(group, self._device) if settings.reduction == "weighted" else None
+        self.after_last_launch: list[Callable[[], None]] = []  # collectives at the end of each backward, in order
+        if self.weights is not None:
+            self.after_last_launch.append(self.weights.send)
+            self.set_callbacks(post_scale=weakly(self.weights.post_scale))
+        self.set_callbacks(after_last_launch=weakly(self._after_last_launch))
         self._set_scales()
 
     # --- buckets ---
@@ -129,24 +133,26 @@ class Reducer(_C.Reducer):
         super().set_buckets(buckets)
         self.has_rebuilt = True
 
+    def detach(self) -> None:
+        """Lets go of the parameters: another reducer takes them, or none."""
+        self.remove_hooks()
+        self.abort_iteration()
+
+    def _after_last_launch(self) -> None:
+        for send in self.after_last_launch:
+            send()
+
     # --- scales ---
 
     def set_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """``hook(state, bucket)`` reduces. Held weakly: the caller keeps it."""
         super().set_comm_hook(state, hook)
         outlive_callbacks(self, self.group)
+
+    def averages_itself(self) -> None:
+        """The hook does: it gets gradients as they are; its result is scaled from there."""
         self._has_hook = True
         self._set_scales()
-
-    def look_before_reduction(self, check: FiniteCheck) -> None:
-        """Buckets are reduced as ever, after ``check`` has seen them."""
-        itself = weakref.ref(self)  # which holds the hook
-
-        def reduce(state: object, bucket: Any) -> Any:
-            reducer = itself()
-            assert reducer is not None
-            return reducer._run_allreduce_hook(bucket)
-
-        super().set_comm_hook(None, check.before(reduce))
 
     def set_divisor(self, divisor: int) -> None:
         """How many ranks a mean divides by: those that still have data, under ``join``."""
@@ -158,39 +164,29 @@ class Reducer(_C.Reducer):
         """A hook gets gradients as they are and averages by itself; its result is scaled from there."""
         settings, ranks = self.settings, self.group.size()
         factor = settings.predivide_factor
-        average = settings.has_average and settings.reduction == "mean" and factor is None
-        average = average and self._divisor == ranks and not self._has_hook
         if self._has_hook:
             before, after = 1.0, 1.0 if settings.reduction == "mean" else float(ranks)
         elif settings.reduction == "mean":
             before, after = (1.0 / factor, factor / self._divisor) if factor else (1.0 / self._divisor, 1.0)
-            before = 1.0 if average else before
         else:
             before, after = (1.0 / factor, factor) if factor else (1.0, 1.0)
-        self.set_scales(before, after, average)
-        self._after = after
-
-    def add_weight(self, weight: float) -> None:
-        assert self._weights is not None
-        self._weights.add(weight)
-
-    def _weighted_post_scale(self) -> float:
-        assert self._weights is not None
-        return self._after / self._weights.total()
+        self.set_scales(before, after)
+        if self.weights is not None:
+            self.weights.scale = after
 
     # --- a rank that ran out of data ---
 
     def shadow_backward(self) -> None:
         """All of a synchronized backward's collectives, with zeros. Collective."""
-        if self._weights is not None:
-            self._weights.add(0.0)
-            self._weights.send()
+        if self.weights is not None:
+            self.weights.add(0.0)
         futures = [self.run_hook(bucket) for bucket in self._get_zeros_like_grad_buckets()]
         self.shadow_used_map()
+        self._after_last_launch()
         for future in futures:
             future.wait()
-        if self._weights is not None:
-            self._weights.total()
+        if self.weights is not None:
+            self.weights.post_scale()
 
 
 def wire_dtype(parameter: torch.Tensor, settings: ReducerSettings) -> torch.dtype:
@@ -200,43 +196,14 @@ def wire_dtype(parameter: torch.Tensor, settings: ReducerSettings) -> torch.dtyp
     return parameter.dtype
 
 
-class _Weights:
-    """The divisor of ``reduction="weighted"``: this rank's weight, then the sum over ranks."""
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, for C++ to call: its object is not kept alive, since what C++ holds is hidden from Python's
+    garbage collection, and a cycle through it would never go away."""
+    itself = weakref.WeakMethod(method)
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self._group = group
-        self._device = device
-        self._weight: float | None = None
-        self._sum: torch.Tensor | None = None
-        self._work: Any = None
+    def call(*args: Any) -> Any:
+        alive = itself()
+        assert alive is not None, "called after its owner's end"
+        return alive(*args)
 
-    def add(self, weight: float) -> None:
-        self._weight = (self._weight or 0.0) + weight
-
-    def send(self) -> None:
-        # A rank without a weight sends NaN, so that every rank learns of it.
-        mine = math.nan if self._weight is None else self._weight
-        self._sum = torch.tensor([mine], dtype=torch.float64, device=self._device)
-        self._work = self._group.allreduce([self._sum], dist.AllreduceOptions())
-
-    def total(self) -> float:
-        if self._work is None:  # every bucket was skipped as unused
-            self.send()
-        self._work.wait()
-        self._work = None
-        assert self._sum is not None
-        total, mine = self._sum.item(), self._weight
-        self._weight = None
-        rank = self._group.rank()
-        if math.isnan(total):
-            who = "this rank did not call it" if mine is None else "another rank did not call it"
-            raise RuntimeError(
-                f'reduction="weighted" needs ddp.add_weight(n) before each synchronized backward, and {who} '
-                f"[rank {rank}]"
-            )
-        if total <= 0:
-            raise RuntimeError(
-                f'reduction="weighted": the ranks\' weights add up to {total}; the sum of all '
-                f"ddp.add_weight(n) must be positive [rank {rank}]"
-            )
-        return float(total)
+    return call

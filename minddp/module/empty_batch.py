@@ -22,15 +22,14 @@ import io
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-if TYPE_CHECKING:
-    from .distributed import DistributedDataParallel
+from .find_tensors import find_tensors
 
 __all__ = ["EmptyBatch", "communicates_in_forward"]
 
@@ -57,7 +56,7 @@ def _without_rows(value: Any) -> Any:
 class EmptyBatch:
     """What join() needs of one wrapper: remembers its inputs' shapes, and trains on none of their rows."""
 
-    def __init__(self, ddp: DistributedDataParallel):
+    def __init__(self, ddp: Any):
         self._ddp = ddp
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         group = ddp.process_group
@@ -126,10 +125,9 @@ class EmptyBatch:
 
     @torch.enable_grad()
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from .distributed import _find_tensors
-
         ddp = self._ddp
         inputs, kwargs = ddp._move_inputs(inputs, kwargs)
+        ddp.reducer.begin_forward()
         try:
             output = ddp._post_forward(ddp._run_ddp_forward(*inputs, **kwargs))
         except Exception as error:
@@ -138,6 +136,6 @@ class EmptyBatch:
                 "need the statistics of all ranks; the model raised. Let it accept inputs whose first dimension "
                 "is 0, or give all ranks the same number of batches."
             ) from error
-        roots = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]
+        roots = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
         # Zeros, so that an output which does not shrink with the batch (a penalty on weights) adds nothing.
         torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])

@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 import torch.distributed as dist
 
+from .. import _C
+
 Buckets = list[list[int]]
 
 # A layer's bias arrives just before its weight. From the back, a bucket that the weight has filled still takes what
@@ -92,8 +94,10 @@ def agree_on_order(
     Ranks may observe different orders (branches, threads), and a bucket must hold the same parameters on all.
     """
     arrived, absent = order
+    if group.size() == 1:
+        return order
     message = torch.tensor([len(arrived), *arrived, *absent], device=device)
-    group.broadcast([message], dist.BroadcastOptions()).wait()
+    _C.group_broadcast(group, message, 0)
     count, *indices = message.tolist()
     return indices[:count], indices[count:]
 

@@ -7,38 +7,49 @@ travels between ranks has ``reduce_dtype``. Configuration: torch's ``_MixedPreci
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 
-if TYPE_CHECKING:
-    from .distributed import DistributedDataParallel
-
 
 class MixedPrecision:
-    """Swaps the parameters of one DistributedDataParallel between their two precisions."""
+    """Swaps parameters between their two precisions.
 
-    def __init__(self, ddp: DistributedDataParallel, param_dtype: torch.dtype):
+    Args:
+        parameters: of the wrapped module.
+        param_dtype: their dtype in forward and backward.
+        moved: called when their autograd nodes have changed, and with them the places of hooks.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], param_dtype: torch.dtype, moved: Callable[[], None]
+    ):
         self.param_dtype = param_dtype
-        self._parameters = [p for p in ddp._module_parameters if p.is_floating_point()]
-        self._reducer = ddp.reducer
+        self._parameters = [p for p in parameters if p.is_floating_point()]
+        self._moved = moved
         self._low = False
         for parameter in self._parameters:
             parameter._fp_param = parameter.data  # type: ignore[attr-defined]
             parameter._mp_param = torch.empty(0, dtype=param_dtype, device=parameter.device)  # type: ignore[attr-defined]
 
     @classmethod
-    def make(cls, ddp: DistributedDataParallel, config: Any) -> MixedPrecision | None:
+    def make(
+        cls,
+        config: Any,
+        parameters: Sequence[torch.nn.Parameter],
+        buffers: Iterable[torch.Tensor],
+        moved: Callable[[], None],
+    ) -> MixedPrecision | None:
         """Casts the buffers; ``None`` where parameters keep their dtype."""
         if config is None:
             return None
         if config.buffer_dtype is not None:
-            for name, buffer in ddp.module.named_buffers():
-                if name not in ddp.parameters_to_ignore and buffer.is_floating_point():
+            for buffer in buffers:
+                if buffer.is_floating_point():
                     buffer.data = buffer.to(config.buffer_dtype)
-        return cls(ddp, config.param_dtype) if config.param_dtype is not None else None
+        return cls(parameters, config.param_dtype, moved) if config.param_dtype is not None else None
 
     def lower(self) -> None:
         """Before forward: parameters, and gradients accumulated so far, become low precision."""
@@ -51,7 +62,7 @@ class MixedPrecision:
                 parameter.grad.data = parameter.grad.to(self.param_dtype)
         self._low = True
         # A parameter of another dtype has another AccumulateGrad node: the hooks move along.
-        self._reducer.install_hooks()
+        self._moved()
 
     def restore_after_backward(self, outputs: Iterable[torch.Tensor]) -> None:
         """After forward: full precision returns when the backward through ``outputs`` has ended."""

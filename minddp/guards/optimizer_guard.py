@@ -1,0 +1,43 @@
+"""Before any ``optimizer.step()``: the wrappers whose parameters it would change are asked whether it may."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class Guarded(Protocol):
+    """A wrapper; ``refuses_step`` is asked first, and costs little."""
+
+    def may_refuse_step(self) -> bool: ...
+    def shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool: ...
+    def check_step(self) -> None: ...
+
+
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def watch(wrapper: Guarded) -> None:
+    """From now on, until it is gone."""
+    with _lock:
+        _live.add(wrapper)
+
+
+def live() -> list[Any]:
+    """All wrappers that are watched."""
+    with _lock:
+        return list(_live)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for wrapper in live():
+        if wrapper.may_refuse_step() and wrapper.shares_parameters(optimizer):
+            wrapper.check_step()
+
+
+register_optimizer_step_pre_hook(_before_step)

@@ -1,0 +1,181 @@
+"""The constructor's arguments, checked once, frozen, and the one place that says what ranks must have in common."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from ..planner import BucketPlan
+from ..reduction.reducer import MIB
+
+DEFAULT_BUCKET_CAP_MB = 25
+DEFAULT_LAST_BUCKET_BYTES = MIB
+_DEFAULT_ALONE_BYTES = {"cpu": 4 * MIB}  # elsewhere the cap: collectives cost more there, copies less
+
+REDUCTIONS = ("mean", "sum", "weighted")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one wrapper was asked to do; see :class:`DistributedDataParallel` for the arguments.
+
+    ``caps``: bytes, one entry a bucket, the last repeats. ``default_caps``: nobody chose them. ``auto_tune``:
+    ``bucket_cap_mb="auto"``. ``sync_buffers_at_start``: buffers are part of the first synchronization.
+    """
+
+    caps: tuple[int, ...]
+    default_caps: bool
+    auto_tune: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    skip_all_reduce_unused_params: bool
+    batched_grad_copy: bool
+    forward_sync_buffers: bool
+    init_sync: bool
+    sync_buffers_at_start: bool
+    reduction: str
+    reduce_dtype: torch.dtype | None
+    predivide_factor: float | None
+    bucket_plan: BucketPlan | None
+    check_finite: bool
+    mixed_precision: _MixedPrecision | None
+
+    @property
+    def cap(self) -> int:
+        """The largest bucket, in bytes."""
+        return max(self.caps)
+
+    @property
+    def last_cap(self) -> int | None:
+        """The cap of the bucket that is launched last, which nothing hides; None: as the others."""
+        return DEFAULT_LAST_BUCKET_BYTES if self.default_caps else None
+
+    def alone_from(self, device_type: str) -> int | None:
+        """Bytes from which a gradient has a bucket of its own; None: no gradient has."""
+        return _DEFAULT_ALONE_BYTES.get(device_type, self.cap) if self.default_caps else None
+
+    def check_views(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Raises ValueError where gradients of ``dtypes`` cannot be windows on their buckets."""
+        if self.gradient_as_bucket_view and self.reduce_dtype is not None:
+            if any(dtype != self.reduce_dtype for dtype in dtypes):
+                raise ValueError(
+                    "reduce_dtype and gradient_as_bucket_view=True contradict each other: a gradient cannot be a "
+                    "window on a bucket of another dtype. Leave one of them out."
+                )
+
+    def for_comparison(self) -> dict[str, Any]:
+        """What decides the ranks' collectives, by argument: must be the same on all of them."""
+        return {
+            "bucket_cap_mb": "auto" if self.auto_tune else [cap / MIB for cap in self.caps],
+            "bucket_plan": _identity(self.bucket_plan),
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "reduction": self.reduction,
+            "reduce_dtype": self.reduce_dtype,
+            "predivide_factor": self.predivide_factor,
+            "mixed_precision": self.mixed_precision,
+            "check_finite": self.check_finite,
+        }
+
+
+def make_config(
+    *,
+    bucket_cap_mb: float | str | None,
+    bucket_cap_mb_list: Sequence[float] | None,
+    broadcast_buffers: bool | None,
+    forward_sync_buffers: bool | None,
+    reduction: str,
+    reduce_dtype: torch.dtype | None,
+    predivide_factor: float | None,
+    bucket_plan: Any,
+    **flags: Any,
+) -> Config:
+    """The arguments as a :class:`Config`.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense, or contradicts another; named.
+    """
+    auto = isinstance(bucket_cap_mb, str) and bucket_cap_mb == "auto"
+    if isinstance(bucket_cap_mb, str) and not auto:
+        raise ValueError(f'bucket_cap_mb must be a number of MiB, None or "auto", got {bucket_cap_mb!r}')
+    default = bucket_cap_mb is None or auto
+    # The argument is checked where a list takes its place, too.
+    caps = [_cap_bytes("bucket_cap_mb", DEFAULT_BUCKET_CAP_MB if default else bucket_cap_mb)]
+    if bucket_cap_mb_list:
+        caps = [_cap_bytes("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list]
+    plan = _plan(bucket_plan)
+    if plan is not None and auto:
+        raise ValueError('bucket_plan= pins the buckets, bucket_cap_mb="auto" searches them: pass one')
+    _check_reduction(reduction, reduce_dtype, predivide_factor)
+    forward = next((bool(v) for v in (forward_sync_buffers, broadcast_buffers) if v is not None), True)
+    _warn_about_broadcast_buffers(broadcast_buffers, forward_sync_buffers)
+    return Config(
+        caps=tuple(caps),
+        default_caps=default and not bucket_cap_mb_list,
+        auto_tune=auto,
+        forward_sync_buffers=forward,
+        sync_buffers_at_start=forward_sync_buffers is not None or broadcast_buffers is not False,
+        reduction=reduction,
+        reduce_dtype=reduce_dtype,
+        predivide_factor=None if predivide_factor is None else float(predivide_factor),
+        bucket_plan=plan,
+        mixed_precision=flags.pop("mixed_precision"),
+        **{name: bool(value) for name, value in flags.items()},
+    )
+
+
+def _cap_bytes(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are some
+        raise TypeError(f"{name} must be a number of MiB, got {value!r}")
+    if not value > 0 or value == float("inf"):
+        raise ValueError(f"{name} must be a positive, finite number of MiB, got {value!r}")
+    return max(int(value * MIB), 1)
+
+
+def _plan(value: Any) -> BucketPlan | None:
+    if isinstance(value, (str, os.PathLike)):
+        return BucketPlan.load(value)
+    if value is None or isinstance(value, BucketPlan):
+        return value
+    raise TypeError(f"bucket_plan must be a minddp.BucketPlan or the path of a saved one, got {value!r}")
+
+
+def _identity(plan: BucketPlan | None) -> Any:
+    """What two ranks' plans must share: which parameters, in which order, in which bucket."""
+    if plan is None or plan.parameters is None:
+        return plan and plan.buckets
+    return [[plan.parameters[position].name for position in bucket] for bucket in plan.buckets]
+
+
+def _check_reduction(reduction: str, dtype: Any, predivide: Any) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f'reduction must be "mean", "sum" or "weighted", got {reduction!r}')
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"reduce_dtype must be a floating point torch.dtype, got {dtype!r}")
+    if predivide is not None and not (isinstance(predivide, Real) and 0 < predivide < float("inf")):
+        raise ValueError(f"predivide_factor must be a positive, finite number, got {predivide!r}")
+
+
+def _warn_about_broadcast_buffers(broadcast: bool | None, forward: bool | None) -> None:
+    if broadcast is None:
+        return
+    warnings.warn(
+        "`broadcast_buffers` is deprecated: pass `forward_sync_buffers`"
+        + (
+            ", whose value is used."
+            if forward is not None
+            else ". Only broadcast_buffers=False also leaves buffers out of the synchronization at construction."
+        ),
+        FutureWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,550 @@
+"""The module: :class:`DistributedDataParallel`, a drop-in for torch's.
+
+What always holds: the constructor either returns a module that is ready on every rank, or raises on every
+rank. It subclasses torch's class so that ``isinstance`` checks and torch's distributed checkpoint take it
+for one, but runs none of its code: every method is defined here (a test makes torch's raise).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd import profiler
+from torch.autograd.profiler import record_function
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.utils import _cast_forward_inputs
+from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from .. import tracing
+from ..guards import optimizer_guard
+from ..guards.replicas import check_replicas
+from ..init_sync import sync_module_states, verify_same_arguments, verify_same_model
+from .buffers import BufferSync
+from .comm_hooks import HookRegistration
+from .config import Config, make_config
+from .delayed_params import DelayedAllReduce
+from .engine import Engine
+from .find_tensors import find_tensors
+from .groups import choose_group
+from .join import DDPJoinHook, agree_on_sync
+from .parameters import Parameters
+from .torch_names import TorchNames
+
+__all__ = ["DistributedDataParallel"]
+
+_BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
+_NO_RANGE = nullcontext()
+# Made anew where the module is unpickled or copied, and given up when the interpreter ends.
+_TIED_TO_GROUP = ("process_group", "_engine", "_delayed", "_wrapped")
+
+
+def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
+    """A frame of its own, where torch.compile can begin: it begins in no frame of torch's own modules."""
+    return module(*inputs, **kwargs)
+
+
+class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, _TorchDDP):
+    """Data-parallel training: averages gradients over ranks during ``backward()``.
+
+    Takes torch's arguments in torch's order; replaces ``torch.nn.parallel.DistributedDataParallel``
+    without another edit. Every rank constructs it around the same module; rank 0's parameters and
+    buffers are copied to the others, every backward ends with the same gradients on all ranks.
+
+    Args:
+        module: the module to parallelize, on its device already.
+        device_ids: one CUDA device for a module on that device; ``None`` for CPU and multi-device modules.
+        output_device: kept for compatibility; with ``device_ids`` only.
+        dim: kept for compatibility (scatter and gather).
+        broadcast_buffers: deprecated by torch; use ``forward_sync_buffers``.
+        init_sync: verify and broadcast parameters and buffers at construction.
+        process_group: group to reduce over; default: the default group. Not with ``device_mesh``.
+        bucket_cap_mb: a bucket closes once it holds this many MiB. ``None``: 25, and 1 for the last bucket,
+            whose reduction nothing can hide; a gradient of 25 MiB (on the CPU: 4) has a bucket of its own,
+            which spares a copy. ``"auto"`` measures and re-plans.
+        find_unused_parameters: allow parameters that take no part in a backward. Costs no graph walk in forward:
+            autograd's engine has found what takes part when backward begins.
+        check_reduction: deprecated, without effect.
+        gradient_as_bucket_view: ``.grad`` becomes a window on the bucket: no second copy of gradients. Code that looks
+            at ``.grad`` while backward runs may see scaled or half-reduced values; without it, never.
+        static_graph: the same parameters are used, equally often, in every iteration.
+        delay_all_reduce_named_params: (name, parameter) pairs reduced together, once, when the gradient
+            of ``param_to_hook_all_reduce`` is there.
+        param_to_hook_all_reduce: see above; both or neither.
+        mixed_precision: torch's ``_MixedPrecision``: dtypes of parameters, reduction and buffers.
+        device_mesh: a 1-D mesh in place of ``process_group``.
+        skip_all_reduce_unused_params: buckets without a used parameter are not reduced; the unused
+            parameters must be the same on all ranks.
+        bucket_cap_mb_list: one cap a bucket, in launch order; the last one repeats.
+        batched_grad_copy: accepted; packing is always one pass per bucket here.
+        forward_sync_buffers: broadcast rank 0's buffers before each forward (default ``True``).
+        reduction: ``"mean"`` over ranks, ``"sum"``, or ``"weighted"``: the sum of gradients over the sum
+            of what every rank passed to :meth:`add_weight`, exactly the large batch's gradient for
+            losses summed over samples, however uneven the shares.
+        reduce_dtype: dtype in which low-precision gradients travel and are added (``torch.float32``).
+        predivide_factor: divide by this before the sum, by the rest after it (range of float16).
+        bucket_plan: a :class:`minddp.planner.BucketPlan` to pin, or the path of a saved one.
+        check_finite: before ``optimizer.step()`` (and at the next forward), raise on every rank when a rank's own
+            gradient, before the average, held NaN or infinity; names parameters and ranks. Reads each bucket
+            once more, and the host waits for the answer; not for a ``GradScaler``, which expects infinities.
+
+    Raises:
+        RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models
+            that differ between ranks (on every rank, naming parameter, shapes and ranks).
+        ValueError, TypeError: arguments that contradict each other, make no sense or differ between ranks (on
+            every rank), each named.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | str | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: _MixedPrecision | None = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        reduction: str = "mean",
+        reduce_dtype: torch.dtype | None = None,
+        predivide_factor: float | None = None,
+        bucket_plan: Any = None,
+        check_finite: bool = False,
+    ):
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        if check_reduction:
+            warnings.warn("`check_reduction` is deprecated and has no effect.", FutureWarning, stacklevel=2)
+        self.process_group = choose_group(process_group, device_mesh, module)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.dim = dim
+        self.module = module
+        self._wrapped = Parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.device_ids, self.output_device = self._wrapped.check_devices(device_ids, output_device)
+        self._config = make_config(
+            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
+            init_sync=init_sync,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+            mixed_precision=mixed_precision,
+            reduction=reduction,
+            reduce_dtype=reduce_dtype,
+            predivide_factor=predivide_factor,
+            bucket_plan=bucket_plan,
+            check_finite=check_finite,
+        )
+        self._config.check_views([p.dtype for p in self._wrapped.reduced])
+        self._set_attributes(self._config)
+        if init_sync:
+            verify_same_arguments(self._config.for_comparison(), self.process_group)
+            self._synchronize_model()
+        self._delayed = DelayedAllReduce.make(
+            self.process_group, self._wrapped.delayed, self._wrapped.trigger, self.broadcast_bucket_size
+        )
+        self._take_parameters()
+
+    def _set_attributes(self, config: Config) -> None:
+        """What torch's class has under these names."""
+        self.static_graph = config.static_graph
+        self.find_unused_parameters = config.find_unused_parameters
+        self.gradient_as_bucket_view = config.gradient_as_bucket_view
+        self.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
+        self.batched_grad_copy = config.batched_grad_copy
+        self.forward_sync_buffers = config.forward_sync_buffers
+        self.mixed_precision = config.mixed_precision
+        self.reduction = config.reduction
+        self.bucket_bytes_cap = config.cap
+        self.bucket_bytes_cap_default = config.default_caps
+        self.broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
+        self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        self.require_forward_param_sync = True
+        self._divide_by_initial_world_size = True
+        self._lazy_init_ran = False
+        self._ddp_sink_clone = True
+
+    def _synchronize_model(self) -> None:
+        wrapped, group = self._wrapped, self.process_group
+        self._assign_modules_buffers()
+        verify_same_model("parameter", list(zip(wrapped.names, wrapped.reduced)), group)
+        with_buffers = self._config.sync_buffers_at_start
+        if with_buffers:
+            verify_same_model("buffer", list(self.named_module_buffers.items()), group)
+        sync_module_states(self.module, group, self.broadcast_bucket_size, 0, wrapped.ignored, with_buffers)
+
+    def _take_parameters(self) -> None:
+        """The end of construction, and of unpickling: only now anything outside of this object knows of it."""
+        self._assign_modules_buffers()
+        self._engine: Engine | None = None
+        if not self._wrapped.all_delayed:
+            devices = (self.device_ids, self.output_device)
+            self._engine = Engine(self.module, self._config, self._wrapped, self.process_group, devices)
+        for other in optimizer_guard.live():
+            other.step_aside(self._wrapped.reduced)
+        optimizer_guard.watch(self)
+
+    # ----------------------------------------------------------------------------------------
+    # Forward
+    # ----------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo(recursive=False)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module; gradients of what it returns are averaged in backward."""
+        # A range costs ten microseconds, whether or not anybody looks.
+        with record_function("DistributedDataParallel.forward") if profiler._is_profiler_enabled else _NO_RANGE:
+            if get_eval_frame_callback() is not None:  # torch.compile is at work
+                inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+                return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+            inputs, kwargs = _unwrapped_pre_forward(self, *inputs, **kwargs)
+            return _unwrapped_post_forward(self, _unwrapped_run(self, *inputs, **kwargs))
+
+    @torch._disable_dynamo(recursive=True)
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        engine = self._engine
+        if engine is None:
+            return inputs, kwargs
+        if not self._lazy_init_ran:
+            self._setup_in_backward_optimizers()
+            self._lazy_init_ran = True
+        grad = torch.is_grad_enabled()
+        if grad and engine.reducer.sync_enabled:
+            engine.begin_iteration(self._join_config.enable)
+        self._note_not_joined()
+        if grad and not engine.reducer.has_rebuilt:
+            engine.rebuild_buckets()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self._join_config.enable:
+            agree_on_sync(self, is_joined_rank=False)
+        inputs, kwargs = self._move_inputs(inputs, kwargs)
+        if grad:
+            engine.reducer.begin_forward()
+        return inputs, kwargs
+
+    @torch._disable_dynamo(recursive=True)
+    def _post_forward(self, output: Any) -> Any:
+        if self._delayed is not None:
+            self._delayed.prepare()
+        engine = self._engine
+        if engine is None:
+            return output
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        grad = torch.is_grad_enabled()
+        synchronized = grad and engine.reducer.sync_enabled
+        self.__dict__["require_forward_param_sync"] = synchronized
+        if grad:
+            engine.reducer.end_forward(list(find_tensors(output)), synchronized)
+        if engine.mixed is not None:
+            engine.mixed.restore_after_backward(find_tensors(output))
+        return output
+
+    # torch.compile looks for the active module to split graphs where buckets end. Dynamo leaves this frame alone
+    # and begins in the next.
+    @torch._disable_dynamo(recursive=False)
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        outer = _TorchDDP._active_ddp_module
+        _TorchDDP._active_ddp_module = self
+        try:
+            return _run_module(self.module, inputs, kwargs)
+        finally:
+            _TorchDDP._active_ddp_module = outer
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return _TorchDDP._active_ddp_module
+
+    def _note_not_joined(self) -> None:
+        work = Join.notify_join_context(self)
+        if work is None:
+            return
+        active = work.get_future().wait()[0]
+        initial = self._divide_by_initial_world_size
+        self.reducer.set_divisor(self.process_group.size() if initial else int(active.item()))
+
+    def _move_inputs(self, inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.device_ids:
+            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        mixed = None if self._engine is None else self._engine.mixed
+        if mixed is not None:
+            inputs, kwargs = _cast_forward_inputs(mixed.param_dtype, *inputs, **kwargs)
+            mixed.lower()
+        return inputs, kwargs
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        torch.nn.Module.train(self, mode)
+        return self
+
+    # ----------------------------------------------------------------------------------------
+    # Synchronization: when, and of what
+    # ----------------------------------------------------------------------------------------
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the backward of a forward that runs now is synchronized; ``no_sync`` sets it, libraries too."""
+        engine = self.__dict__.get("_engine")
+        return self.__dict__.get("_sync_without_reducer", True) if engine is None else engine.reducer.sync_enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        engine = self.__dict__.get("_engine")
+        if engine is None:
+            self.__dict__["_sync_without_reducer"] = bool(value)
+        else:
+            engine.reducer.sync_enabled = bool(value)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of forwards inside accumulate locally; the next backward of one outside averages all of it.
+
+        What counts is where *forward* runs, as in torch: a backward outside of a forward that ran inside stays local,
+        with a warning. Steps on local gradients (local SGD) are fine.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def add_weight(self, weight: float) -> None:
+        """Adds this micro-batch's weight (samples, tokens) to the divisor of ``reduction="weighted"``.
+
+        Call it before the micro-batch's backward, under ``no_sync`` too; weights add up until the next
+        synchronized backward, which divides by their sum over all ranks.
+
+        Raises:
+            RuntimeError: ``reduction`` is not ``"weighted"``.
+            ValueError: ``weight`` is negative or not finite.
+        """
+        weights = self._weights("add_weight")
+        weight = float(weight)
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"weight must be finite and not negative, got {weight}")
+        weights.add(weight)
+
+    def clear_weight(self) -> None:
+        """Takes back what :meth:`add_weight` was given since the last synchronized backward, on this rank.
+
+        Raises:
+            RuntimeError: ``reduction`` is not ``"weighted"``.
+        """
+        self._weights("clear_weight").clear()
+
+    def _weights(self, method: str) -> Any:
+        if self.reduction != "weighted" or self.reducer is None:
+            raise RuntimeError(f'{method} needs reduction="weighted", this module has {self.reduction!r}')
+        return self.reducer.weights
+
+    def abort_iteration(self) -> None:
+        """Gives up an iteration that an exception has ended, so that the next forward begins a new one.
+
+        For an exception that every rank has met at the same place and caught: call it on all of them, then zero the
+        gradients (they are local, or half averaged). Where only some ranks failed, the others' collectives are still
+        under way and would meet the wrong ones: restart from a checkpoint instead.
+        """
+        if self._engine is not None:
+            self._engine.abort_iteration()
+
+    def release_buckets(self) -> None:
+        """Frees the buckets' memory between phases of training; the next backward allocates it again."""
+        self.reducer.release_buckets()
+
+    def check_replicas(self, buffers: bool = False) -> None:
+        """Raises on every rank unless all ranks hold the same parameters, bit for bit. Collective.
+
+        Reads the model once, on the host: for now and then, or after each step while looking for a cause.
+
+        Args:
+            buffers: compare buffers too. Between the broadcasts before forward they usually differ.
+
+        Raises:
+            RuntimeError: names the tensors that differ, and which ranks hold the same.
+        """
+        tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers() if buffers else ())
+        named = [(name, tensor) for name, tensor in tensors if name not in self.parameters_to_ignore]
+        check_replicas(named, self.process_group)
+
+    def refresh(self) -> None:
+        """Takes over what has changed in the module since it was wrapped. Collective, between iterations.
+
+        Parameters may have been added, replaced, removed, frozen, unfrozen, cast or moved, on all ranks alike. All
+        ranks' parameters and buffers become rank 0's. Buckets are cut anew, as after construction: a pinned plan no
+        longer holds, ``"auto"`` measures again. A communication hook stays; one that keeps state for each bucket has
+        to forget it. New parameters have to be given to the optimizer.
+
+        Raises:
+            RuntimeError: the last backward was not finished, the ranks' modules differ (on every rank), or nothing
+                requires a gradient any more.
+            NotImplementedError: with ``mixed_precision``, delayed parameters or an optimizer in backward.
+        """
+        engine = self._engine
+        if engine is None or engine.mixed is not None or self._delayed is not None or self._steps_in_backward:
+            raise NotImplementedError(
+                "refresh() does not go with mixed_precision=, delay_all_reduce_named_params= or an optimizer in "
+                "backward, which hold on to parameters: construct the wrapper anew."
+            )
+        engine.check_finished()
+        self._wrapped.collect()
+        self.device_ids, self.output_device = self._wrapped.check_devices(self.device_ids, self.output_device)
+        self._synchronize_model()
+        self._config = engine.replaced(bucket_plan=None)
+        engine.rebuild(self._config)
+
+    def last_step(self) -> tracing.StepTimes:
+        """Where the last synchronized backward's time went, in seconds, bucket by bucket.
+
+        Cheap enough to call in every step; the raw stamps are ``ddp.reducer.last_step()``.
+        """
+        return tracing.step_times(self.reducer.last_step())
+
+    @property
+    def bucket_plan(self) -> Any:
+        """The buckets in force as a :class:`minddp.planner.BucketPlan`: save it, pin it with ``bucket_plan=``."""
+        assert self._engine is not None
+        return self._engine.bucket_plan
+
+    # ----------------------------------------------------------------------------------------
+    # Uneven inputs
+    # ----------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Context manager for ranks with different numbers of batches; see torch's ``Join``.
+
+        Args:
+            divide_by_initial_world_size: divide by all ranks also when some have run out of data;
+                otherwise by those that have not.
+            enable: ``False`` makes it a no-op.
+            throw_on_early_termination: raise on every rank when the first runs out.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+    # ----------------------------------------------------------------------------------------
+    # What guards ask, and the end
+    # ----------------------------------------------------------------------------------------
+
+    def may_refuse_step(self) -> bool:
+        return self._engine is not None and self._engine.may_refuse_step()
+
+    def shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
+        mine = {id(parameter) for parameter in self._wrapped.reduced}
+        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+
+    def check_step(self) -> None:
+        assert self._engine is not None
+        self._engine.check_step()
+
+    def step_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Another wrapper has been made around some of ``parameters``: an iteration left unfinished here is over."""
+        engine = self._engine
+        if engine is not None and engine.may_refuse_step():
+            mine = {id(p) for p in self._wrapped.reduced}
+            if any(id(p) in mine for p in parameters):
+                engine.abort_iteration()
+
+    @property
+    def has_comm_hook(self) -> bool:
+        return self._engine is not None and self._engine.hook is not None
+
+    def let_go(self) -> None:
+        """Of the process group and all that works with it; nothing can be done with the wrapper any more."""
+        for name in _TIED_TO_GROUP:
+            self.__dict__.pop(name, None)
+        self.__dict__["_engine"] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError(
+                "DDP pickling is only supported with the default process group: construct without "
+                "process_group= to pickle or copy the wrapper, or save ddp.module.state_dict()."
+            )
+        state = {name: value for name, value in self.__dict__.items() if name not in _TIED_TO_GROUP}
+        state["broadcast_buffers"] = self.forward_sync_buffers
+        state["_hook"] = None if self._engine is None else self._engine.hook
+        state["_ignored"] = self.parameters_to_ignore
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        state.pop("broadcast_buffers", None)
+        hook, ignored = state.pop("_hook", None), state.pop("_ignored", set())
+        torch.nn.Module.__setstate__(self, state)
+        self.process_group = dist.group.WORLD
+        self._delayed = None
+        self._wrapped = Parameters.without(self.module, ignored)
+        self._take_parameters()
+        if hook is not None and self._engine is not None:
+            self._engine.set_hook(*hook)
+
+
+# Without their wrappers against torch.compile, which cost some five microseconds each.
+_unwrapped_pre_forward, _unwrapped_post_forward, _unwrapped_run = (
+    getattr(DistributedDataParallel, name).__wrapped__
+    for name in ("_pre_forward", "_post_forward", "_run_ddp_forward")
+)
+
+
+def _left_out(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name} is a step inside torch's own DDP; minddp has no such step")
+
+    method.__name__ = name
+    return method
+
+
+# Nothing of torch's class may run by inheritance; these have no counterpart here.
+for _name in vars(_TorchDDP):
+    own = any(_name in vars(base) for base in (DistributedDataParallel, BufferSync, HookRegistration, TorchNames))
+    if callable(getattr(_TorchDDP, _name)) and not own and _name != "__class__":
+        setattr(DistributedDataParallel, _name, _left_out(_name))

@@ -1,0 +1,309 @@
+"""What hangs on one reducer, and the one place where it is made and remade.
+
+What always holds: at most one of the wrapper's reducers has hooks on its parameters, and everything that knows a
+reducer (tuner, mixed precision, the checks, the log, the hook, a pinned plan) knows that one. Whoever changes what a
+reducer is made from ends in :meth:`Engine.rebuild`. All of it runs between iterations, on the thread that calls forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _C, ordering, tracing
+from ..autotune import AutoTuner
+from ..guards.finite_check import FiniteCheck
+from ..guards.local_gradients import LocalGradients
+from ..guards.module_changes import ModuleChanges
+from ..guards.rpc_context import refuse_rpc_context
+from ..guards.stall_inspector import StallInspector
+from ..planner import BucketPlan
+from ..reduction.reducer import Reducer, ReducerSettings, weakly, wire_dtype
+from .config import Config
+from .logging_data import LoggingData
+from .mixed_precision import MixedPrecision
+from .parameters import Parameters
+
+BUILTIN_HOOK_DTYPES = {"FP16_COMPRESS": torch.float16, "ALLREDUCE": None}
+
+
+class Engine:
+    """The reducer of one wrapper, with all that is made from the same settings.
+
+    Args:
+        module: the wrapped module.
+        config: the constructor's arguments.
+        parameters: what is reduced; not empty.
+        group: the process group.
+        devices: ``(device_ids, output_device)``, for the log.
+
+    Attributes:
+        reducer, logger, inspector, finite, changes, mixed, tuner: made by :meth:`rebuild`.
+        hook: ``(state, hook)`` as registered, or ``(None, builtin type)``; None: the reducer's own all-reduce.
+    """
+
+    reducer: Reducer
+    logger: LoggingData
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: Config,
+        parameters: Parameters,
+        group: dist.ProcessGroup,
+        devices: tuple[list[int] | None, int | None] = (None, None),
+    ):
+        self.module = module
+        self.config = config
+        self.parameters = parameters
+        self.group = group
+        self.devices = devices
+        self.hook: tuple[Any, Any] | None = None
+        self.mixed: MixedPrecision | None = None
+        self.has_rebuilt_buckets = False
+        self._checks_order = ordering.enabled()
+        self._made = False
+        self.rebuild()
+
+    # --- making ---
+
+    def rebuild(self, config: Config | None = None, group: dist.ProcessGroup | None = None) -> None:
+        """Detaches the reducer there is and makes one for what holds now. REQUIRES: no backward is running."""
+        facts = None
+        sync = True
+        if self._made:
+            facts, sync = self.logger, self.reducer.sync_enabled
+            if tracing.active:
+                tracing.after_step(self)  # the last that the old reducer knows of
+            self.reducer.detach()
+        self.config = config or self.config
+        self.group = group or self.group
+        self.has_rebuilt_buckets = False
+        self.reducer = Reducer(
+            self.parameters.reduced,
+            self.parameters.names,
+            self.parameters.expect_sparse(),
+            self.group,
+            self._settings(),
+        )
+        self._made = True
+        self.reducer.sync_enabled = sync
+        self.changes = ModuleChanges(self.module, self.parameters.ignored, self.parameters.reduced)
+        self.logger = LoggingData(self.module, self.config, self.parameters, self.reducer, self.devices)
+        if facts is not None and facts.comm_hook is not None:
+            self.logger.set("comm_hook", facts.comm_hook)
+        self._make_guards()
+        self._place_hook()
+        if self.mixed is None:  # it keeps the parameters' two precisions, and asks for the reducer of the moment
+            self.mixed = MixedPrecision.make(
+                self.config.mixed_precision,
+                self.parameters.module_parameters,
+                self.parameters.buffers().values(),
+                weakly(self._move_hooks),
+            )
+        if self.config.bucket_plan is not None:
+            self.reducer.set_buckets(self.config.bucket_plan.parameter_buckets(*self.parameters.facts()))
+        self.tuner = self._make_tuner()
+
+    def detach(self) -> None:
+        """The parameters are nobody's any more."""
+        self.reducer.detach()
+
+    def _settings(self) -> ReducerSettings:
+        config = self.config
+        mode = _C.GraphMode.FIND_UNUSED if config.find_unused_parameters else _C.GraphMode.ALL_USED
+        return ReducerSettings(
+            graph_mode=_C.GraphMode.STATIC if config.static_graph else mode,
+            caps=config.caps,
+            last_cap=config.last_cap,
+            alone_from=config.alone_from(self.parameters.device_type),
+            reduction=config.reduction,
+            reduce_dtype=self._reduce_dtype(),
+            predivide_factor=config.predivide_factor,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            skip_all_reduce_unused=config.skip_all_reduce_unused_params,
+            always_reduce=self.has_foreign_group or os.environ.get("MINDDP_ALWAYS_REDUCE") == "1",
+        )
+
+    @property
+    def has_foreign_group(self) -> bool:
+        """A process group written in Python, which may do anything, and change its size."""
+        return type(self.group) is not dist.ProcessGroup
+
+    def _reduce_dtype(self) -> torch.dtype | None:
+        if self.hook is not None and self.has_builtin_hook:
+            return BUILTIN_HOOK_DTYPES[self.hook[1].name]
+        mixed = self.config.mixed_precision
+        if mixed is None or self.config.reduce_dtype is not None:
+            return self.config.reduce_dtype
+        return mixed.reduce_dtype or mixed.param_dtype
+
+    def _make_guards(self) -> None:
+        has_store = dist.is_initialized() and not self.has_foreign_group
+        self.inspector = StallInspector(self.group) if has_store else None
+        if self.inspector is not None:
+            self.reducer.set_callbacks(on_stall=weakly(self.inspector.on_stall))
+        store = dist.distributed_c10d._get_default_store() if has_store else None
+        self._local_gradients = LocalGradients(self.group, store, "" if self.inspector is None else self.inspector.key)
+        self.finite: FiniteCheck | None = None
+        if self.config.check_finite:
+            names = {id(p): name for name, p in zip(self.parameters.names, self.parameters.reduced)}
+            self.finite = FiniteCheck(self.group, names, self.parameters.device)
+            self.reducer.after_last_launch.append(self.finite.send)
+
+    def _make_tuner(self) -> AutoTuner | None:
+        if not self.config.auto_tune:
+            return None
+        names, shapes, dtypes = self.parameters.facts()
+        settings = self.reducer.settings
+        nbytes = [p.numel() * wire_dtype(p, settings).itemsize for p in self.parameters.reduced]
+        return AutoTuner(
+            self.reducer,
+            self.group,
+            names,
+            nbytes,
+            shapes=shapes,
+            dtypes=dtypes,
+            kinds=self.reducer.kinds,
+            device=self.parameters.device,
+        )
+
+    def _move_hooks(self) -> None:
+        self.reducer.install_hooks()
+
+    # --- the communication hook ---
+
+    @property
+    def has_builtin_hook(self) -> bool:
+        return self.hook is not None and isinstance(self.hook[1], dist.BuiltinCommHookType)
+
+    def set_hook(self, state: object, hook: Any) -> None:
+        """From now on; a builtin one is a dtype of the reducer's, which is made anew for it."""
+        self.hook = (state, hook)
+        if self.has_builtin_hook:
+            self.rebuild()
+        else:
+            self._place_hook()
+
+    def _place_hook(self) -> None:
+        users = self.hook is not None and not self.has_builtin_hook
+        if users or self.finite is not None:
+            # C++ knows only this one; what users register stays where Python's garbage collector sees it.
+            self.reducer.set_comm_hook(None, weakly(self._reduce))
+        if users:
+            self.reducer.averages_itself()
+
+    def _reduce(self, _: object, bucket: Any) -> Any:
+        if self.finite is not None:
+            self.finite.look(bucket)
+        if self.hook is None or self.has_builtin_hook:
+            return self.reducer._run_allreduce_hook(bucket)
+        state, hook = self.hook
+        try:
+            return hook(state, bucket)
+        except Exception as error:
+            if self.inspector is not None:
+                self.inspector.report_failure(error)
+            raise
+
+    # --- iterations ---
+
+    def begin_iteration(self, joining: bool) -> None:
+        """Before each forward whose backward will be synchronized. ``joining``: ranks may have run out of data."""
+        refuse_rpc_context()
+        self.check_finished()
+        if self.mixed is None:  # which casts parameters itself
+            self.report_failure(self.changes.check)
+        if self.inspector is not None:
+            self.inspector.take_back()
+        self.logger.before_forward(self.reducer)
+        if tracing.active:
+            tracing.after_step(self)
+        if self.has_foreign_group:
+            self.reducer.set_divisor(self.group.size())
+        if not joining:  # a joined rank would not take part in these collectives
+            if self.tuner is not None:
+                self.tuner.before_forward()
+            if self._checks_order:
+                ordering.check(self.group)
+                ordering.record(self.group, f"DDP backward of {len(self.reducer.buckets())} buckets")
+
+    def rebuild_buckets(self) -> None:
+        """Along the order of arrival, once. Collective."""
+        before = {frozenset(bucket) for bucket in self.reducer.buckets()}
+        if not self.reducer._rebuild_buckets():
+            return
+        changed = before != {frozenset(bucket) for bucket in self.reducer.buckets()}
+        if changed or not self.config.find_unused_parameters:
+            self.has_rebuilt_buckets = True
+            self.logger.note_rebuilt(self.reducer)
+
+    def abort_iteration(self) -> None:
+        """Gives up the iteration that is under way: back to the state between two."""
+        self.reducer.abort_iteration()
+        if self.reducer.weights is not None:
+            self.reducer.weights.clear()
+        if self.finite is not None:
+            self.finite.forget()
+        if self.inspector is not None:
+            self.inspector.take_back()
+
+    # --- refusing ---
+
+    def may_refuse_step(self) -> bool:
+        """Whether :meth:`check_step` is worth its time; costs a microsecond."""
+        reducer = self.reducer
+        return reducer.phase() != _C.Phase.IDLE or self.finite is not None or bool(reducer.bypassed())
+
+    def check_step(self) -> None:
+        """Raises where an optimizer must not use the gradients."""
+        if self.reducer.phase() == _C.Phase.INCOMPLETE:
+            self.report_failure(self.reducer.check_finished)
+        if self.finite is not None:
+            self.finite.check()
+        names, parameters = self.parameters.names, self.parameters.reduced
+        bypassed = [(names[i], parameters[i].grad) for i in self.reducer.bypassed()]
+        if bypassed:
+            self.report_failure(lambda: self._local_gradients.check([(n, g) for n, g in bypassed if g is not None]))
+
+    def check_finished(self) -> None:
+        """Raises where the last synchronized backward left something undone."""
+        self.report_failure(self.reducer.check_finished)
+        if self.finite is not None:
+            self.finite.check()
+
+    def report_failure(self, check: Callable[[], None]) -> None:
+        """Runs ``check``; what it raises is told to the ranks that will wait for this one."""
+        try:
+            check()
+        except RuntimeError as error:
+            self.logger.set_error_and_log(str(error))
+            if self.inspector is not None:
+                self.inspector.report_failure(error)
+            raise
+
+    # --- what others read ---
+
+    @property
+    def parameter_names(self) -> list[str]:
+        return self.parameters.names
+
+    @property
+    def bucket_plan(self) -> BucketPlan:
+        """The buckets in force."""
+        if self.tuner is not None and self.tuner.plan is not None:
+            return self.tuner.plan
+        buckets = self.reducer.buckets()
+        order = [index for bucket in buckets for index in bucket]
+        positions = iter(range(len(order)))
+        plan = BucketPlan([[next(positions) for _ in bucket] for bucket in buckets])
+        return plan.for_parameters(*self.parameters.facts(), order)
+
+    def replaced(self, **changes: Any) -> Config:
+        """The config with some fields changed."""
+        return dataclasses.replace(self.config, **changes)

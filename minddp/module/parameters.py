@@ -1,0 +1,170 @@
+"""Which of a module's tensors a wrapper cares for: parameters to reduce, what is ignored or delayed, and where all lie."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._utils import _get_device_index
+
+
+class Parameters:
+    """The tensors of ``module``, without those that it asks to ignore.
+
+    Args:
+        module: the module to wrap.
+        delayed: (name, parameter) pairs that are reduced apart; ``None`` or together with ``trigger``.
+        trigger: the parameter whose gradient starts that.
+
+    Attributes:
+        ignored: names that are left alone; the delayed ones are among them.
+        delayed: the delayed parameters.
+        module_parameters: all that are not ignored.
+        names, reduced: of those, the ones that require gradients, in the module's order.
+        device, device_type, is_multi_device: where they lie.
+
+    Raises:
+        RuntimeError: nothing requires a gradient, or a lazy layer has no shapes yet.
+        ValueError: parameters on several types of devices; a delayed name that the module has not.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        delayed: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        trigger: torch.nn.Parameter | None = None,
+    ):
+        if (delayed is None) != (trigger is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
+        self._module = module
+        self.ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
+        known = _all_names(module)
+        if unknown := sorted(self.ignored - known):
+            # Libraries prefix names they cannot know to be there; torch takes them all.
+            warnings.warn(
+                f"_ddp_params_and_buffers_to_ignore names {unknown}, but the module has no such parameter or buffer.",
+                stacklevel=4,
+            )
+        self.delayed: list[torch.nn.Parameter] = []
+        for name, parameter in delayed or ():
+            if name not in known:
+                raise ValueError(f"delay_all_reduce_named_params: the module has no parameter {name!r}")
+            self.ignored.add(name)
+            self.delayed.append(parameter)
+        self.trigger = trigger
+        self.collect()
+
+    @classmethod
+    def without(cls, module: torch.nn.Module, ignored: Iterable[str]) -> Parameters:
+        """Those of ``module`` but ``ignored``, whatever it says itself."""
+        itself = cls.__new__(cls)
+        itself._module, itself.ignored, itself.delayed, itself.trigger = module, set(ignored), [], None
+        itself.collect()
+        return itself
+
+    def collect(self) -> None:
+        """Looks at the module anew."""
+        named = [(name, p) for name, p in self._module.named_parameters() if name not in self.ignored]
+        for name, parameter in named:
+            if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+                raise RuntimeError(
+                    f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: "
+                    f"'{name}' has no shape yet. Run a dummy forward pass to initialize the lazy modules first."
+                )
+        reduced = [(name, p) for name, p in named if p.requires_grad]
+        if not reduced and not self.delayed:
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+                "requires a gradient: use the module as it is, or set requires_grad before wrapping."
+            )
+        self.module_parameters = [p for _, p in named]
+        self.names = [name for name, _ in reduced]
+        self.reduced = [p for _, p in reduced]
+        self._look_at_devices()
+
+    def _look_at_devices(self) -> None:
+        parameters = self.module_parameters or self.delayed
+        types = sorted({p.device.type for p in parameters})
+        if len(types) > 1:
+            raise ValueError(
+                "DistributedDataParallel's input module must be on the same type of devices, but its "
+                f"parameters are on {types}: move the whole module to one type before wrapping."
+            )
+        self.device_type = types[0]
+        self.device = parameters[0].device
+        self.devices = {p.device for p in parameters}
+        self.is_multi_device = len(self.devices) > 1
+
+    @property
+    def all_delayed(self) -> bool:
+        """Nothing is left for buckets."""
+        return not self.names and bool(self.delayed)
+
+    def check_devices(
+        self, device_ids: Sequence[Any] | None, output_device: Any
+    ) -> tuple[list[int] | None, int | None]:
+        """(device_ids, output_device) as indices; both None for CPU and multi-device modules.
+
+        Raises:
+            ValueError: they do not fit where the parameters are.
+        """
+        if device_ids is not None and len(device_ids) > 1:
+            raise ValueError(f"device_ids can only be None or contain a single element, got {device_ids}.")
+        single = self.device_type != "cpu" and not self.is_multi_device
+        if device_ids and single:
+            output = device_ids[0] if output_device is None else output_device
+            return [_get_device_index(x, True) for x in device_ids], _get_device_index(output, True)
+        if device_ids or output_device is not None:
+            raise ValueError(
+                f"device_ids {device_ids} and output_device {output_device} only work with a module on one GPU, "
+                f"but its parameters are on {sorted(str(d) for d in self.devices)}: leave both out."
+            )
+        return None, None
+
+    def expect_sparse(self) -> list[bool]:
+        """For each reduced parameter, whether its gradient is sparse."""
+        sparse = {
+            id(parameter)
+            for module in self._module.modules()
+            if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+            for parameter in module.parameters(recurse=False)
+        }
+        return [id(p) in sparse for p in self.reduced]
+
+    def facts(self) -> tuple[list[str], list[torch.Size], list[torch.dtype]]:
+        """Names, shapes and dtypes of what is reduced: what a bucket plan is tied to."""
+        return self.names, [p.shape for p in self.reduced], [p.dtype for p in self.reduced]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The module's buffers as they are now: modules may put other tensors in their places."""
+        return {name: buffer for name, buffer in self._module.named_buffers() if name not in self.ignored}
+
+    def debug_mapping(self, parameters: Sequence[torch.nn.Parameter]) -> dict[int, str]:
+        """Index in ``parameters`` -> name.
+
+        Raises:
+            ValueError: the two do not match.
+        """
+        index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        for name, parameter in zip(self.names, self.reduced):
+            if id(parameter) not in index:
+                raise ValueError(f"Param with name {name} found in module parameters, but not DDP parameters.")
+        if len(index) != len(self.names):
+            raise ValueError(
+                "Expected param to name mapping to cover all parameters, but got "
+                f"{len(index)} parameters and {len(self.names)} names."
+            )
+        return {index[id(p)]: name for name, p in zip(self.names, self.reduced)}
+
+
+def _all_names(module: torch.nn.Module) -> set[str]:
+    """Every name of every parameter and buffer; a tied one has several."""
+    named = itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    )
+    return {name for name, _ in named}

@@ -1,0 +1,196 @@
+"""Names that torch's class has, and libraries and PyTorch's own tests reach: each a line here, the work elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.utils import _to_kwargs
+
+from ..init_sync import sync_module_states
+
+
+class TorchNames:
+    """The part of :class:`DistributedDataParallel` that exists for callers of torch's."""
+
+    module: torch.nn.Module
+    dim: int
+    process_group: Any
+    static_graph: bool
+    find_unused_parameters: bool
+    forward_sync_buffers: bool
+    broadcast_bucket_size: int
+    use_side_stream_for_tensor_copies: bool
+    _config: Any
+    _engine: Any
+    _wrapped: Any
+
+    # --- attributes ---
+
+    @property
+    def reducer(self) -> Any:
+        """None where every parameter's reduction is delayed."""
+        return None if self._engine is None else self._engine.reducer
+
+    @property
+    def logger(self) -> Any:
+        return None if self._engine is None else self._engine.logger
+
+    @property
+    def device(self) -> torch.device:
+        return self._wrapped.device
+
+    @property
+    def device_type(self) -> str:
+        return self._wrapped.device_type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        return self._wrapped.is_multi_device
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        return self._wrapped.ignored
+
+    @property
+    def parameter_names(self) -> list[str]:
+        return self._wrapped.names
+
+    @property
+    def reducer_parameters(self) -> list[torch.nn.Parameter]:
+        return self._wrapped.reduced
+
+    @property
+    def _module_parameters(self) -> list[torch.nn.Parameter]:
+        return self._wrapped.module_parameters
+
+    @property
+    def _delay_all_reduce_params(self) -> list[torch.nn.Parameter]:
+        return self._wrapped.delayed
+
+    @property
+    def _delay_all_reduce_all_params(self) -> bool:
+        return self._wrapped.all_delayed
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self._engine is not None and self._engine.has_rebuilt_buckets
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        return list(self._config.caps) if len(self._config.caps) > 1 else []
+
+    @property
+    def check_finite(self) -> bool:
+        return self._config.check_finite
+
+    # --- inputs and outputs ---
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Inputs on device ``device_id``: tensors in nested containers, dataclasses, PackedSequence."""
+        device = torch.device(self.device_type, device_id)
+        return _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        return torch.nn.parallel.scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return torch.nn.parallel.scatter_gather.gather(outputs, output_device, dim=self.dim)
+
+    # --- the reducer ---
+
+    def _rebuild_buckets(self) -> None:
+        self._engine.rebuild_buckets()
+
+    def _remove_autograd_hooks(self) -> None:
+        self._engine.reducer.remove_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        self._engine.check_finished()
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        """The parameters to reduce, and for each whether its gradient is sparse."""
+        return self._wrapped.reduced, self._wrapped.expect_sparse()
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[torch.nn.Parameter]) -> dict[int, str]:
+        """Index in ``parameters`` -> name; ValueError when the two do not match."""
+        return self._wrapped.debug_mapping(parameters)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Facts and statistics under torch's keys; see :mod:`minddp.module.logging_data`."""
+        return self._engine.logger.data(self._engine.reducer)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
+        self._engine.logger.set_sample_rate(sample_rate)
+
+    # --- changes after construction ---
+
+    def _set_static_graph(self) -> None:
+        """As ``static_graph=True`` in the constructor, which is the better place."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        if self._engine.reducer.iteration() > 0:
+            self._log_and_throw(RuntimeError, "_set_static_graph should be called before training loop starts")
+        if self.find_unused_parameters:
+            warnings.warn(
+                "find_unused_parameters=True has no effect with a static graph, whose first iteration tells "
+                "which parameters are unused.",
+                stacklevel=2,
+            )
+        self.static_graph = True
+        self._config = self._engine.replaced(static_graph=True)
+        self._engine.rebuild(self._config)
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Goes on with another group, after ranks were lost or added; buckets are planned anew."""
+        if isinstance(new_process_group, dist.ProcessGroup):
+            self.process_group = new_process_group
+            self._engine.rebuild(group=new_process_group)
+        else:
+            self._engine.has_rebuilt_buckets = False
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Kept for compatibility: outputs are never cloned here, and may be changed in place all the same."""
+        self._ddp_sink_clone = val
+
+    # --- join ---
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
+        sync_module_states(
+            self.module,
+            self.process_group,
+            self.broadcast_bucket_size,
+            self._authoritative_rank,
+            self.parameters_to_ignore,
+            self.forward_sync_buffers,
+        )
+
+    # --- the module's parameters ---
+
+    @staticmethod
+    def _get_data_parallel_params(module: torch.nn.Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: torch.nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Parameters and buffers (names as in ``named_parameters``) that DDP leaves alone; call before wrapping."""
+        names = list(params_and_buffers_to_ignore)
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if name in names:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _get_parameters(self, m: torch.nn.Module, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        yield from m.parameters(recurse=recurse)

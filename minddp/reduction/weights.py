@@ -1,0 +1,65 @@
+"""The divisor of ``reduction="weighted"``: this rank's weight, then the sum over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Weights:
+    """What :meth:`add` was given since the last synchronized backward, on all ranks.
+
+    Args:
+        group: the reducer's process group.
+        device: where its collectives work.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self._group = group
+        self._device = device
+        self._weight: float | None = None
+        self._sum: torch.Tensor | None = None
+        self._work: Any = None
+        self.scale = 1.0  # besides the division
+
+    def add(self, weight: float) -> None:
+        self._weight = (self._weight or 0.0) + weight
+
+    def clear(self) -> None:
+        """As if :meth:`add` had not been called."""
+        self._weight, self._work = None, None
+
+    def send(self) -> None:
+        """Begins the sum over ranks. Collective."""
+        # A rank without a weight sends NaN, so that every rank learns of it.
+        mine = math.nan if self._weight is None else self._weight
+        self._sum = torch.full((1,), mine, dtype=torch.float64, device=self._device)
+        self._work = self._group.allreduce([self._sum], dist.AllreduceOptions())
+
+    def post_scale(self) -> float:
+        """What reduced buckets are multiplied by. Waits for the sum.
+
+        Raises:
+            RuntimeError: on every rank, where a rank gave no weight or the weights are not positive together. The
+                weights are forgotten.
+        """
+        self._work.wait()
+        assert self._sum is not None
+        total, mine = self._sum.item(), self._weight
+        self.clear()
+        rank = self._group.rank()
+        if math.isnan(total):
+            who = "this rank did not call it" if mine is None else "another rank did not call it"
+            raise RuntimeError(
+                f'reduction="weighted" needs ddp.add_weight(n) before each synchronized backward, and {who}. Nothing '
+                f"was averaged: zero the gradients, and go on. [rank {rank}]"
+            )
+        if total <= 0:
+            raise RuntimeError(
+                f'reduction="weighted": the ranks\' weights add up to {total}; the sum of all ddp.add_weight(n) must '
+                f"be positive. Nothing was averaged: zero the gradients, and go on. [rank {rank}]"
+            )
+        return self.scale / total
