@@ -63,7 +63,8 @@ def _hook_raises_on_one_rank(rank, world_size):
 def _slow_peer(rank, world_size):
     import warnings
 
-    from minddp import DistributedDataParallel, stall_inspector
+    from minddp import DistributedDataParallel
+    from minddp.guards import stall_inspector
 
     stall_inspector.WARN_SECONDS = 2
     ddp = DistributedDataParallel(Two())

@@ -40,30 +40,52 @@ def _input(rank, iteration, *shape):
 # ---- in the gradient's own memory
 
 
-def _large_gradient(rank, world_size):
+def _large_gradient(rank, world_size, views, held):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 1 << 15), nn.Tanh(), nn.Linear(1 << 15, 2))  # 8 MiB, and 256 KiB
     made = {}
     large = module[0].weight
-    large.register_post_accumulate_grad_hook(lambda p: made.update(grad=p.grad.data_ptr()))
-    ddp = minddp.DistributedDataParallel(module)
-    in_place = []
+    if views or held:
+        large.register_post_accumulate_grad_hook(lambda p: made.update(grad=p.grad.data_ptr()))
+    else:  # Python must not have seen .grad itself, which it then holds
+        large.register_hook(lambda grad: made.update(grad=grad.data_ptr()))
+    ddp = minddp.DistributedDataParallel(module, gradient_as_bucket_view=views)
+    in_place, kept = [], []
     for iteration in range(3):
         x = _input(rank, iteration, 4, 64)
         with ddp.no_sync():
             expected = _means(module, lambda m, x=x: m(x).square().sum())
+        kept.append(large.register_post_accumulate_grad_hook(lambda p: made.update(held=p.grad.view(-1))))
+        if not held:
+            kept.pop().remove()
         ddp(x).square().sum().backward()
         _assert_grads(module, expected)
         in_place.append(large.grad.data_ptr() == made["grad"])
+        if held:
+            assert torch.equal(made["held"], large.grad.view(-1))
     buckets = [len(bucket) for bucket in ddp.reducer.buckets()]
     return in_place, sorted(buckets), ddp.reducer.allocated_bytes(), large.numel() * 4
 
 
-def test_a_large_gradient_has_a_bucket_of_its_own_and_no_second_memory():
-    for in_place, buckets, allocated, large in run_ranks(_large_gradient, 2):
+def test_with_views_a_large_gradient_is_reduced_in_its_own_memory():
+    """The bucket that is cut for it (by default only: with the default caps) is the gradient itself."""
+    for in_place, buckets, allocated, large in run_ranks(_large_gradient, 2, True, False):
         assert in_place == [True] * 3
         assert buckets == [1, 3]
         assert 0 < allocated < large / 4
+
+
+def test_a_large_gradient_changes_memory_with_its_bucket():
+    """Except in the first iteration, whose one bucket holds all; its own memory is the next bucket."""
+    for in_place, buckets, allocated, large in run_ranks(_large_gradient, 2, False, False):
+        assert in_place == [True, False, False] or in_place == [False] * 3
+        assert buckets == [1, 3]
+        assert allocated > large
+
+
+def test_a_large_gradient_that_somebody_holds_is_written_to():
+    for in_place, *_ in run_ranks(_large_gradient, 2, False, True):
+        assert in_place == [True] * 3
 
 
 class Shared(nn.Module):

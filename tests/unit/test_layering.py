@@ -12,30 +12,37 @@ import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
+PATH = CSRC / "reducer"
+
 # Lowest first: a unit may include those before it. `bindings` is not part of the reading path.
 LAYERS = [
     "scaled_copy",
     "errors",
     "trace",
+    "wait",
+    "sole_holder",
+    "transport_memory",
     "bucket",
+    "forwards",
     "grad_hooks",
     "param_usage",
+    "used_map",
     "comm_hook",
     "reducer",
     "bindings_comm_hook",
     "bindings",
 ]
 BINDINGS = {"bindings_comm_hook", "bindings"}
-PURE = {"scaled_copy", "errors", "trace"}
-MAX_LINES = 1000
+PURE = {"scaled_copy", "errors", "trace", "wait"}
+MAX_CODE_LINES = 1150
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 def units() -> dict[str, list[Path]]:
-    """The reading path's files and the bindings', by unit: csrc/*.h and csrc/*.cpp."""
+    """The reading path's files, in csrc/reducer, and the bindings', in csrc, by unit."""
     files: dict[str, list[Path]] = {}
-    for path in sorted(CSRC.glob("*.h")) + sorted(CSRC.glob("*.cpp")):
+    for path in (p for folder in (PATH, CSRC) for ending in ("*.h", "*.cpp") for p in sorted(folder.glob(ending))):
         files.setdefault(path.stem, []).append(path)
     return files
 
@@ -51,7 +58,7 @@ def includes(path: Path) -> list[Path]:
 
 
 def included_units(path: Path) -> set[str]:
-    return {target.stem for target in includes(path) if target.parent == CSRC}
+    return {target.stem for target in includes(path) if target.parent in (CSRC, PATH)}
 
 
 def test_every_unit_has_a_layer() -> None:
@@ -73,15 +80,17 @@ def test_nothing_but_the_bindings_includes_the_reducer() -> None:
 def test_subfolders_stand_on_pure_units() -> None:
     """cpu/, cuda/, shm/ and transport/ know nothing of buckets or the reducer."""
     for path in CSRC.glob("*/*"):
-        if path.suffix in (".h", ".cuh", ".cpp", ".cu"):
+        if path.parent != PATH and path.suffix in (".h", ".cuh", ".cpp", ".cu"):
             assert included_units(path) <= PURE, path.relative_to(CSRC)
 
 
+def code_lines(path: Path) -> int:
+    """Neither empty nor comment."""
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    return sum(bool(line) and not line.startswith("//") for line in lines)
+
+
 def test_reading_path_is_short() -> None:
-    lines = {
-        path.name: len(path.read_text().splitlines())
-        for unit, paths in units().items()
-        if unit not in BINDINGS
-        for path in paths
-    }
-    assert sum(lines.values()) < MAX_LINES, lines
+    """As long as it must be to be understood: comments are free."""
+    lines = {path.name: code_lines(path) for path in PATH.iterdir()}
+    assert sum(lines.values()) < MAX_CODE_LINES, lines
