@@ -30,6 +30,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--candidate", default="minddp", help="torch, minddp, or module:attribute")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds for shrinking each class of difference")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop drawing after this long")
+    parser.add_argument("--examples", type=int, default=1, help="how many of each class to shrink and show")
     parser.add_argument("--report", type=Path, help="a file for the differences, as they are found")
     parser.add_argument("--program", type=Path, help="run this one program (JSON)")
     parser.add_argument("--show", type=int, help="print the program of this index, and what it does")
@@ -72,16 +73,16 @@ def main() -> int:
 
     hunt = Hunt(
         arguments.seed, arguments.programs, worlds, arguments.reference, arguments.candidate, arguments.jobs,
-        arguments.shrink, arguments.seconds, arguments.first, on_finding=found, on_progress=progress,
+        arguments.shrink, arguments.seconds, arguments.first, arguments.examples, on_finding=found, on_progress=progress,
     ).run()  # fmt: skip
     taken = time.monotonic() - start
-    unexplained = sum(finding.count for finding in hunt.findings.values())
+    unexplained = sum(hunt.counts().values())
     print(
         f"seed {arguments.seed}: {hunt.done} programs in {taken:.0f} s ({60 * hunt.done / taken:.0f} a minute); "
         f"{unexplained} unexplained differences of {len(hunt.findings)} classes; meant: {hunt.meant or 'none'}"
     )
-    for finding in sorted(hunt.findings.values(), key=lambda finding: -finding.count):
-        print(f"{finding.count:6}  {finding.difference.signature}")
+    for signature, count in sorted(hunt.counts().items(), key=lambda item: -item[1]):
+        print(f"{count:6}  {signature[:200]}")
     return int(bool(hunt.findings))
 
 

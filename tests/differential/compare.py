@@ -144,6 +144,13 @@ def _asks_for_local(program: dict[str, Any], step: int) -> bool:
     return False
 
 
+def _under_no_sync(program: dict[str, Any], step: int) -> bool:
+    """Whether the last backward before a step, or its forward, was under no_sync."""
+    before = program["steps"][:step]
+    last = max((i for i, (verb, _) in enumerate(before) if verb == "backward"), default=0)
+    return any(a.get("sync") is False for _, a in before[max(last - 2, 0) :])
+
+
 def judge(
     program: dict[str, Any],
     theirs: Results,
@@ -190,7 +197,7 @@ def _judge(program: dict[str, Any], theirs: Results, ours: Results) -> Differenc
     return (
         _compare_numbers(program, theirs, ours, bad)
         or _judge_errors(program, theirs, ours, bad)
-        or _judge_agreement(program, ours)
+        or _judge_agreement(program, theirs, ours)
         or _judge_left_over(theirs, ours)
     )
 
@@ -242,13 +249,16 @@ def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: 
     return None
 
 
-def _judge_agreement(program: dict[str, Any], ours: Results) -> Difference | None:
+def _judge_agreement(program: dict[str, Any], theirs: Results, ours: Results) -> Difference | None:
     diverged = _first_divergence(program, ours)
     if diverged is None:
         return None
     step, name = diverged
     values = ", ".join(_show(_parameters(result, step).get(name)) for result in ours)
-    return Difference("diverges", step, "a parameter", f"step {step}, {name} differs between ranks: {values}")
+    alike = all(_same(_parameters(a, step).get(name), _parameters(b, step).get(name), (0.0, 0.0)) for a, b in zip(theirs, ours))
+    asked = alike and _under_no_sync(program, step)
+    what = "local gradients under no_sync" if asked else "a parameter"
+    return Difference("diverges", step, what, f"step {step}, {name} differs between ranks: {values}")
 
 
 def _judge_left_over(theirs: Results, ours: Results) -> Difference | None:

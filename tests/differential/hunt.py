@@ -55,7 +55,7 @@ class Finding:
 
 @dataclass
 class Hunt:
-    """``findings`` by signature; ``meant`` counts the explained ones by the id of their entry."""
+    """``findings`` by signature, the first of each holding the count of those not kept; ``meant`` counts the explained ones by the id of their entry."""
 
     seed: int
     count: int
@@ -66,9 +66,11 @@ class Hunt:
     shrink_seconds: float = 60.0
     seconds: float = float("inf")  # no program is begun later than this
     first: int = 0
-    findings: dict[str, Finding] = field(default_factory=dict)
+    examples: int = 1  # how many of each class of difference are shrunk and kept
+    findings: dict[str, list[Finding]] = field(default_factory=dict)
     meant: dict[str, int] = field(default_factory=dict)
     done: int = 0
+    enough: float = float("inf")  # no program is begun after so many differences
     on_finding: Callable[[Finding], None] = lambda finding: None
     on_progress: Callable[[Hunt], None] = lambda hunt: None
 
@@ -85,6 +87,13 @@ class Hunt:
         if self._errors:
             raise self._errors[0]
         return self
+
+    def counts(self) -> dict[str, int]:
+        """How often each class of unexplained difference was seen."""
+        return {signature: sum(f.count for f in found) for signature, found in self.findings.items()}
+
+    def report(self) -> str:
+        return "\n".join(finding.text() for found in self.findings.values() for finding in found)
 
     def _work(self) -> None:
         pairs = {world: Pair(world, self.reference, self.candidate) for world in self.worlds}
@@ -105,6 +114,8 @@ class Hunt:
         with self._lock:
             if self._next >= self.first + self.count or time.monotonic() > self._end:
                 return None
+            if sum(self.counts().values()) >= self.enough:
+                return None
             self._next += 1
             return self._next - 1
 
@@ -118,10 +129,12 @@ class Hunt:
             if reason is not None:
                 self.meant[reason] = self.meant.get(reason, 0) + 1
                 return
-            if signature in self.findings:
-                self.findings[signature].count += 1
+            kept = self.findings.setdefault(signature, [])
+            if len(kept) >= self.examples:
+                kept[0].count += 1
                 return
-            finding = self.findings[signature] = Finding(index, program, difference)
+            finding = Finding(index, program, difference)
+            kept.append(finding)
         self._shrink(finding, pair)
         self.on_finding(finding)
 

@@ -419,8 +419,8 @@ class Run:
         return True
 
     def do_drop(self, a: dict[str, Any]) -> Any:
-        self.vars.pop(a["var"], None)
-        self.inputs.pop(a["var"], None)
+        self.vars.pop(a["out"], None)
+        self.inputs.pop(a["out"], None)
 
 
 def run_program(program: dict[str, Any], ddp_class: Any, rank: int, apart: bool = False) -> dict[str, Any]:

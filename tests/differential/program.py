@@ -46,7 +46,7 @@ VERBS = {
     "pickle": "{w} = pickle.loads(pickle.dumps({w}))",
     "state_dict": "{w}.load_state_dict({w}.state_dict())",
     "comm_hook": "{w}.register_comm_hook(group, {hook})",
-    "drop": "del {var}",
+    "drop": "del {out}",
 }  # fmt: skip
 
 
