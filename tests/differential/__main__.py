@@ -1,8 +1,8 @@
 """``python -m tests.differential --programs 20000 --seed 1 --ranks 2,3``: the fuzzer's command line.
 
-Prints progress, then for each class of difference a shrunk program with what both classes did. ``--program FILE`` runs
-one program (JSON, as a report prints it) and shows every observation that differs. Ends with 1 if a difference is not
-explained by ``differences.toml``.
+Prints progress, and for each class of difference a shrunk program with what both classes did. ``--program FILE``
+runs one program (JSON, as a report prints it). Ends with 1 if a difference is not explained by
+``differences.toml``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def main() -> int:
 
     hunt = Hunt(
         arguments.seed, arguments.programs, worlds, arguments.reference, arguments.candidate, arguments.jobs,
-        arguments.shrink, arguments.seconds, arguments.first, arguments.examples, on_finding=found, on_progress=progress,
+        arguments.shrink, arguments.seconds, arguments.first, arguments.examples,
+        on_finding=found, on_progress=progress,
     ).run()  # fmt: skip
     taken = time.monotonic() - start
     unexplained = sum(hunt.counts().values())

@@ -234,7 +234,7 @@ def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: 
     own = [rank for rank in failed if not _waited(ours[rank])]
     first = min(own or failed, key=lambda rank: ours[rank]["at"])
     at, error = ours[first]["at"], ours[first]["error"]
-    ends = "; ".join(f"rank {rank}: step {ours[rank]['at']}, {ours[rank]['error'] or 'ended'}" for rank in range(len(ours)))
+    ends = "; ".join(f"rank {rank}: step {r['at']}, {r['error'] or 'ended'}" for rank, r in enumerate(ours))
     torch_ends = "; ".join(f"rank {rank}: {result['error'] or 'ended'}" for rank, result in enumerate(theirs))
     detail = f"{ends}\n  with torch: {torch_ends}" + (f" (wrong from step {bad})" if bad < count else "")
     torch_waited = any(_waited(result) for result in theirs)
@@ -255,7 +255,8 @@ def _judge_agreement(program: dict[str, Any], theirs: Results, ours: Results) ->
         return None
     step, name = diverged
     values = ", ".join(_show(_parameters(result, step).get(name)) for result in ours)
-    alike = all(_same(_parameters(a, step).get(name), _parameters(b, step).get(name), (0.0, 0.0)) for a, b in zip(theirs, ours))
+    pairs = [(_parameters(a, step).get(name), _parameters(b, step).get(name)) for a, b in zip(theirs, ours)]
+    alike = all(_same(a, b, (0.0, 0.0)) for a, b in pairs)
     asked = alike and _under_no_sync(program, step)
     what = "local gradients under no_sync" if asked else "a parameter"
     return Difference("diverges", step, what, f"step {step}, {name} differs between ranks: {values}")
@@ -265,7 +266,8 @@ def _judge_left_over(theirs: Results, ours: Results) -> Difference | None:
     for rank, result in enumerate(ours):
         if result.get("left_over") and not any(other.get("left_over") for other in theirs):
             if all(other["end"] == "ok" for other in theirs):
-                return Difference("left over", result["at"], result["left_over"], f"rank {rank}: {result['left_over']}")
+                what = result["left_over"]
+                return Difference("left over", result["at"], what, f"rank {rank}: {what}")
     return None
 
 
@@ -282,7 +284,7 @@ def meant(program: dict[str, Any], difference: Difference) -> str | None:
     for entry in _entries():
         if entry.get("kind", difference.kind) != difference.kind:
             continue
-        if not re.search(entry.get("what", ""), difference.what) or not re.search(entry.get("detail", ""), difference.detail):
+        if not all(re.search(entry.get(name, ""), getattr(difference, name)) for name in ("what", "detail")):
             continue
         if all(part in text for part in entry.get("program", [])):
             return entry["id"]

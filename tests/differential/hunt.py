@@ -55,7 +55,10 @@ class Finding:
 
 @dataclass
 class Hunt:
-    """``findings`` by signature, the first of each holding the count of those not kept; ``meant`` counts the explained ones by the id of their entry."""
+    """``findings`` by signature; the first of each also counts those that were not kept.
+
+    ``meant`` counts the explained differences by the id of their entry.
+    """
 
     seed: int
     count: int

@@ -1,8 +1,8 @@
 """Runs one program on this rank with a given class and records what it sees.
 
-What always holds: the two classes get models from the same seed, the same data and the same steps; what is recorded
-depends on the class under test only. An observation is ``(step, label, value)``; ``value`` is ``None``, a number array,
-or text. :class:`Planned` is caught, as the program says; any other exception ends the program on this rank.
+What always holds: the two classes get models from the same seed, the same data and the same steps; what is
+recorded depends on the class under test only. An observation is ``(step, label, value)``; ``value`` is ``None``, a
+number array, or text. ``Planned`` is caught, as the program says; any other exception ends the program on this rank.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ class Run:
         if via == "module":
             return ddp.module(x, **keywords)
         if via == "functional":
-            parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in ddp.named_parameters()}
+            named = dict(ddp.named_parameters())
+            parameters = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in named.items()}
             return torch.func.functional_call(ddp, parameters, (x,), keywords)
         return ddp(x, **keywords)
 

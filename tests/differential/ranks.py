@@ -1,8 +1,8 @@
 """Processes that run one program after another, each rank a process, joined by Gloo on loopback.
 
-What always holds: a run ends within ``RUN_SECONDS``; what still runs then is killed by process id, and the next run has
-new processes. A group that carried an exception is not used again. Processes are forked from a server that has imported
-torch once (``multiprocessing``'s forkserver), so that new ones cost some hundredths of a second.
+What always holds: a run ends within ``RUN_SECONDS``; what still runs then is killed by process id, and the next run
+has new processes. A group that carried an exception is not used again. Processes are forked from a server that has
+imported torch once (``multiprocessing``'s forkserver), so that new ones cost some hundredths of a second.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 import time
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -53,6 +55,23 @@ def _serve(rank: int, world: int, port: int, prefix: str, pipe: Connection) -> N
             os._exit(0)  # its peers need not wait for the group's timeout
 
 
+def _fork_server() -> Any:
+    """The context whose processes are forks of one that has imported torch and found what this one finds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.preload"])
+    saved = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in saved.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+    return context
+
+
 class RankProcesses:
     """``world`` ranks; :meth:`run` gives each rank's result of one program with one class."""
 
@@ -60,8 +79,7 @@ class RankProcesses:
         import torch.distributed as dist
 
         self.world = world
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.differential.preload"])
+        self._context = _fork_server()
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=30))
         self._generation = 0
         self._processes: list[Any] = []

@@ -225,7 +225,8 @@ class Drawing:
     def attack(self) -> None:
         """PGD: the gradient of the input, sometimes on one rank only, then a step."""
         w = self.w()
-        ranks = [self.rng.randrange(self.world)] if self.chance(0.2) and not self.kinds(w) & {"bn", "collective"} else None
+        alone = self.chance(0.2) and not self.kinds(w) & {"bn", "collective"}
+        ranks = [self.rng.randrange(self.world)] if alone else None
         via = "module" if ranks and self.chance(0.5) else None
         for _ in range(self.rng.randint(1, 2)):
             out = self.forward(w, xgrad=True, ranks=ranks, via=via, eval=True if self.chance(0.3) else None)
@@ -414,9 +415,9 @@ class Drawing:
 
 # scene: how often
 SCENES = {
-    "train": 3, "accumulate": 2, "twice": 2, "several": 4, "gan": 3, "attack": 3, "saliency": 2, "evaluate": 2, "probe": 2,
-    "jacobian": 1, "func_grad": 1, "functional": 1, "penalty": 2, "param_grads": 2, "retain": 1, "unfinished": 1,
-    "freeze": 2, "watch": 4, "mishap": 2, "uneven": 2, "rewrap": 2, "copied": 2,
+    "train": 3, "accumulate": 2, "twice": 2, "several": 4, "gan": 3, "attack": 3, "saliency": 2, "evaluate": 2,
+    "probe": 2, "jacobian": 1, "func_grad": 1, "functional": 1, "penalty": 2, "param_grads": 2, "retain": 1,
+    "unfinished": 1, "freeze": 2, "watch": 4, "mishap": 2, "uneven": 2, "rewrap": 2, "copied": 2,
 }  # fmt: skip
 
 

@@ -32,7 +32,12 @@ def test_torch_against_itself_shows_nothing():
     assert not hunt.findings, hunt.report()
 
 
-PLANTED = {"ScalesOne": "numbers", "ForgetsNoSync": "numbers", "RaisesLate": "hangs", "Stale": "left over|numbers|dies|hangs"}
+PLANTED = {
+    "ScalesOne": "numbers",
+    "ForgetsNoSync": "numbers",
+    "RaisesLate": "hangs",
+    "Stale": "left over|numbers|dies|hangs",
+}
 
 
 @pytest.mark.timeout(180)
