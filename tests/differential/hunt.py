@@ -30,7 +30,12 @@ class Pair:
     def difference(self, program: dict[str, Any]) -> Difference | None:
         theirs, ours = self.run(program)
         better = self.candidate != self.reference
-        return judge(program, theirs, ours, lambda: self.ranks.run(program, self.reference, True), better)
+        found = judge(program, theirs, ours, lambda: self.ranks.run(program, self.reference, True), better)
+        if found is not None and found.kind == "numbers" and better:
+            for _ in range(2):  # torch's own numbers may race: a view of a reduction that nobody waits for
+                if judge(program, theirs, self.ranks.run(program, self.reference), better=False) is not None:
+                    return None
+        return found
 
     def close(self) -> None:
         self.ranks.close()
