@@ -134,7 +134,9 @@ class Net(nn.Module):
         if kind == "twice":
             h = torch.tanh(part(h))
         if kind == "embedding":
-            return h + part((x.detach()[:, 0].abs() * 2).long().clamp(0, 4))
+            # Scaled, since torch's class divides a sparse gradient in place, and without the product its values are
+            # the very tensor that goes on into the gradient of h: then torch's gradients of earlier layers are wrong.
+            return h + 0.5 * part((x.detach()[:, 0].abs() * 2).long().clamp(0, 4))
         if kind in ("bn", "dropout"):
             return part(h)
         if kind in ("scale", "double", "complex", "half"):
