@@ -152,11 +152,14 @@ def _under_no_sync(program: dict[str, Any], step: int) -> bool:
 
 
 def _left_by_join(program: dict[str, Any], step: int) -> bool:
-    """Whether a join, which ends with each rank's last own batch in ``.grad``, is not followed by zero_grad."""
-    for verb, _ in reversed(program["steps"][:step]):
-        if verb in ("zero", "join"):
-            return verb == "join"
-    return False
+    """Whether a join, which ends with each rank's last own batch in ``.grad``, is not followed by its zero_grad."""
+    left: set[int] = set()
+    for verb, a in program["steps"][:step]:
+        if verb == "join":
+            left.add(a.get("w", 0))
+        elif verb == "zero":
+            left.discard(a.get("w", 0))
+    return bool(left)
 
 
 def judge(
@@ -271,7 +274,7 @@ def _judge_agreement(program: dict[str, Any], theirs: Results, ours: Results) ->
     step, name = diverged
     values = ", ".join(_show(_parameters(result, step).get(name)) for result in ours)
     pairs = [(_parameters(a, step).get(name), _parameters(b, step).get(name)) for a, b in zip(theirs, ours)]
-    alike = all(_same(a, b, (0.0, 0.0)) for a, b in pairs)
+    alike = all(a is None or _same(a, b, (0.0, 0.0)) for a, b in pairs)
     what = "a parameter"
     if alike and _under_no_sync(program, step):
         what = "local gradients under no_sync"

@@ -141,7 +141,8 @@ class Net(nn.Module):
             return part(h)
         if kind in ("scale", "double", "complex", "half"):
             product = (h.bfloat16() if kind == "half" else h) * part.p
-            return (product.real if product.is_complex() else product).float()
+            # Contiguous: torch's class may clone outputs, and a sum over other strides rounds otherwise.
+            return (product.real if product.is_complex() else product).float().contiguous()
         if kind == "checkpoint":
             return torch.tanh(checkpoint(part, h, use_reentrant=spec.get("reentrant", False)))
         if kind == "collective":
