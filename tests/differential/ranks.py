@@ -1,0 +1,135 @@
+"""Processes that run one program after another, each rank a process, joined by Gloo on loopback.
+
+What always holds: a run ends within ``RUN_SECONDS``; what still runs then is killed by process id, and the next run
+has new processes. A group that carried an exception is not used again. Processes are forked from a server that has
+imported torch once (``multiprocessing``'s forkserver), so that new ones cost some hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+import time
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["GROUP_SECONDS", "RankProcesses"]
+
+GROUP_SECONDS = 4  # what a collective waits for its peers
+RUN_SECONDS = 20
+
+
+def _serve(rank: int, world: int, port: int, prefix: str, pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Torch's C++ writes a warning a program; only what the parent reads matters.
+    if "MINDDP_FUZZ_STDERR" not in os.environ:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    import torch
+    import torch.distributed as dist
+
+    from .interpreter import class_named, run_program
+
+    torch.set_num_threads(1)
+    wait_for = timedelta(seconds=GROUP_SECONDS)
+    store = dist.TCPStore("127.0.0.1", port, None, False, timeout=wait_for)
+    store = dist.PrefixStore(prefix, store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait_for)
+    gc.collect()
+    gc.freeze()  # what was imported is not walked again after every program
+    while True:
+        try:
+            program, name, apart = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        result = run_program(program, class_named(name), rank, apart)
+        gc.collect()
+        try:
+            pipe.send(result)
+        except OSError:
+            os._exit(0)
+        if name == "torch" and result["end"] != "ok":
+            os._exit(0)  # its peers need not wait for the group's timeout
+
+
+def _fork_server() -> Any:
+    """The context whose processes are forks of one that has imported torch and found what this one finds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.preload"])
+    saved = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in saved.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+    return context
+
+
+class RankProcesses:
+    """``world`` ranks; :meth:`run` gives each rank's result of one program with one class."""
+
+    def __init__(self, world: int):
+        import torch.distributed as dist
+
+        self.world = world
+        self._context = _fork_server()
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=30))
+        self._generation = 0
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def _start(self) -> None:
+        self._generation += 1
+        for rank in range(self.world):
+            ours, theirs = self._context.Pipe()
+            arguments = (rank, self.world, self._store.port, f"generation{self._generation}", theirs)
+            process = self._context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def run(self, program: dict[str, Any], name: str, apart: bool = False) -> list[dict[str, Any]]:
+        """Each rank's result, as ``interpreter.run_program`` gives it; ``end`` may also be ``hung`` or ``died``."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            try:
+                pipe.send((program, name, apart))
+            except OSError:
+                pass  # it has died: reading says so
+        results: list[Any] = [None] * self.world
+        deadline = time.monotonic() + RUN_SECONDS
+        pending = dict(zip(self._pipes, range(self.world)))
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                rank = pending.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    results[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    results[rank] = {"end": "died", "at": -1, "error": "the process died", "observations": []}
+            if not ready:
+                for rank in pending.values():
+                    error = f"did not end in {RUN_SECONDS} s"
+                    results[rank] = {"end": "hung", "at": -1, "error": error, "observations": []}
+                break
+        if any(result["end"] != "ok" or result["left_over"] for result in results):
+            self.close()
+        return results
