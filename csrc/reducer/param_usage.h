@@ -14,8 +14,10 @@ namespace minddp {
 struct ParamUsage {
   using Flags = std::vector<char>;  // by parameter
   enum class Arrival { kEarly, kLast, kExtra };
+  static constexpr int kNone = -1;
   explicit ParamUsage(size_t count)
-      : arrivals(count, 0), expected(count, 1), local_used_map(count, 0), absent(count, 0), nested(count, 0), bypassed(count, 0) {}
+      : arrivals(count, 0), expected(count, 1), local_used_map(count, 0), absent(count, 0), nested(count, 0),
+        bypassed_in(count, kNone), arrived_in(count, kNone) {}
 
   std::vector<int32_t> arrivals;  // in this iteration
   std::vector<int32_t> expected;  // at which the gradient is whole
@@ -23,7 +25,9 @@ struct ParamUsage {
   std::vector<int32_t> local_used_map;
   Flags absent;    // in this iteration, marked ready at its beginning
   Flags nested;    // has arrived from a graph inside backward's own, which nobody knows when backward begins
-  Flags bypassed;  // has a gradient of a backward past the wrapper, not synchronized since
+  // Backwards, as autograd numbers its graph tasks: the last one past the wrapper that left a gradient which was not
+  // synchronized since, and the last one through a forward of the wrapper.
+  std::vector<int> bypassed_in, arrived_in;
 
   Arrival note_arrival(size_t index) {
     ++arrivals[index];
@@ -46,7 +50,7 @@ struct ParamUsage {
   }
   void end_iteration() {  // what has been accumulated is on all ranks now
     std::fill(local_used_map.begin(), local_used_map.end(), 0);
-    std::fill(bypassed.begin(), bypassed.end(), 0);
+    std::fill(bypassed_in.begin(), bypassed_in.end(), kNone);
   }
 };
 

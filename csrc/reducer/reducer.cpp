@@ -83,11 +83,12 @@ void Reducer::check_finished() const {
   fail(errors::unfinished_reduction(group_->getRank(), absent, cause));
 }
 
-std::vector<size_t> Reducer::bypassed() const {
-  std::vector<size_t> indices;
+std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
+  std::vector<std::pair<size_t, int>> found;
   for (size_t i = 0; i < parameters_.size(); ++i)
-    if (usage_.bypassed[i] && parameters_[i].grad().defined()) indices.push_back(i);
-  return indices;
+    if (usage_.bypassed_in[i] != ParamUsage::kNone && parameters_[i].grad().defined())
+      found.emplace_back(i, usage_.bypassed_in[i]);
+  return found;
 }
 
 void Reducer::begin_forward() {
@@ -174,10 +175,9 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   if (options_.keep_base && defined) buckets_[place_[index].first].after_growth(place_[index].second);
   enter_backward(std::nullopt);
   if (defined) usage_.local_used_map[index] = 1;
-  if (backward_.origin != Origin::kSynchronized) {
-    usage_.bypassed[index] |= defined && backward_.origin == Origin::kBypassed;
-    return;
-  }
+  const bool bypassed = backward_.origin == Origin::kBypassed;
+  if (defined) (bypassed ? usage_.bypassed_in : usage_.arrived_in)[index] = backward_.graph_task;
+  if (backward_.origin != Origin::kSynchronized) return;
   if (phase_ != Phase::kBackward) begin_iteration();
   if (used_map_.known_unused(index)) fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
   if (torch::autograd::get_current_graph_task_id() != backward_.graph_task) usage_.nested[index] = 1;

@@ -127,7 +127,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
   const std::string& last_error() const { return last_error_; }
   std::vector<size_t> missing() const;
-  std::vector<size_t> bypassed() const;  // have gradients of this rank alone, which no_sync did not ask for
+  // Parameters with a gradient of this rank alone, which no_sync did not ask for, and the backward that it came in.
+  // It may have come through another wrapper's forward: then that one's arrived_in is not smaller.
+  std::vector<std::pair<size_t, int>> bypassed() const;
+  int arrived_in(size_t index) const { return usage_.arrived_in[index]; }
   std::vector<int32_t> used_map() {  // by parameter: ranks that used it, as of the last synchronization
     return used_map_.sum(usage_.local_used_map, [&](Future& future) { wait(future, buckets_.size()); });
   }

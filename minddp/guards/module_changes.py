@@ -9,6 +9,7 @@ of each registration in any module, and a cast or a move shows in whichever para
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -29,6 +30,15 @@ def _note_registration(module: torch.nn.Module, name: str, value: object) -> Non
 
 register_module_parameter_registration_hook(_note_registration)
 register_module_module_registration_hook(_note_registration)
+
+
+def _inside_functional_call() -> bool:
+    """Asked only where something has changed."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
+            return True
+    return False
 
 
 class ModuleChanges:
@@ -63,6 +73,8 @@ class ModuleChanges:
             if self._seen == _registrations:
                 return
         if changes := self._changes():
+            if _inside_functional_call():
+                return  # other tensors for one call
             raise RuntimeError(
                 "DistributedDataParallel: the module has changed since it was wrapped:\n  "
                 + "\n  ".join(changes)

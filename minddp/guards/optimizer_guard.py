@@ -15,7 +15,7 @@ class Guarded(Protocol):
 
     def may_refuse_step(self) -> bool: ...
     def shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool: ...
-    def check_step(self) -> None: ...
+    def check_step(self, others: list[Any]) -> None: ...
 
 
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -35,9 +35,10 @@ def live() -> list[Any]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for wrapper in live():
+    wrappers = live()
+    for wrapper in wrappers:
         if wrapper.may_refuse_step() and wrapper.shares_parameters(optimizer):
-            wrapper.check_step()
+            wrapper.check_step([other for other in wrappers if other is not wrapper])
 
 
 register_optimizer_step_pre_hook(_before_step)

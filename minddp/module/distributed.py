@@ -481,9 +481,9 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, _TorchDD
         mine = {id(parameter) for parameter in self._wrapped.reduced}
         return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
-    def check_step(self) -> None:
+    def check_step(self, others: Sequence[DistributedDataParallel]) -> None:
         assert self._engine is not None
-        self._engine.check_step()
+        self._engine.check_step([other._engine for other in others if other._engine is not None])
 
     def step_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another wrapper has been made around some of ``parameters``: an iteration left unfinished here is over."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -260,16 +260,27 @@ class Engine:
         reducer = self.reducer
         return reducer.phase() != _C.Phase.IDLE or self.finite is not None or bool(reducer.bypassed())
 
-    def check_step(self) -> None:
-        """Raises where an optimizer must not use the gradients."""
-        if self.reducer.phase() == _C.Phase.INCOMPLETE:
-            self.report_failure(self.reducer.check_finished)
+    def check_step(self, others: Sequence[Engine]) -> None:
+        """Raises where an optimizer must not use the gradients. ``others``: that reduce the same parameters, perhaps."""
+        self.report_failure(self.reducer.check_finished)
         if self.finite is not None:
             self.finite.check()
         names, parameters = self.parameters.names, self.parameters.reduced
-        bypassed = [(names[i], parameters[i].grad) for i in self.reducer.bypassed()]
-        if bypassed:
-            self.report_failure(lambda: self._local_gradients.check([(n, g) for n, g in bypassed if g is not None]))
+        bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
+        for other in others if bypassed else ():
+            bypassed = other.without_its_own(bypassed)
+        named = [(names[i], parameters[i].grad) for i, _ in bypassed.values()]
+        if named:
+            self.report_failure(lambda: self._local_gradients.check([(n, g) for n, g in named if g is not None]))
+
+    def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """Of another wrapper's bypassed gradients, those that did not come through this one's forward."""
+        mine = {id(p): i for i, p in enumerate(self.parameters.reduced)}
+        return {
+            key: (index, backward)
+            for key, (index, backward) in bypassed.items()
+            if key not in mine or self.reducer.arrived_in(mine[key]) < backward
+        }
 
     def check_finished(self) -> None:
         """Raises where the last synchronized backward left something undone."""

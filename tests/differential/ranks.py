@@ -66,7 +66,7 @@ def _fork_server() -> Any:
         forkserver.ensure_running()
     finally:
         for name, value in saved.items():
-            os.environ.pop(name)
+            os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
     return context
