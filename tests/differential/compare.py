@@ -51,8 +51,10 @@ class Difference:
 
 
 def _tolerance(program: dict[str, Any]) -> tuple[float, float]:
-    if program["world"] == 2:
-        return 0.0, 0.0
+    return (0.0, 0.0) if program["world"] == 2 else _rounding(program)
+
+
+def _rounding(program: dict[str, Any]) -> tuple[float, float]:
     text = to_json(program)
     low = any(word in text for word in ('"half"', '"fp16"', '"bf16"'))
     return (3e-2, 3e-2) if low else (1e-4, 1e-5)
@@ -117,7 +119,9 @@ def _show(value: Any) -> str:
     return repr(value)
 
 
-def _is_mean_of_local(label: str, step: int, theirs: list[Any], ours: list[Any]) -> bool:
+def _is_mean_of_local(
+    label: str, step: int, theirs: list[Any], ours: list[Any], rounding: tuple[float, float]
+) -> bool:
     """Torch's ranks disagree on a gradient without a word, and ours agree on the mean of theirs."""
     if not label.endswith(".grad"):
         return False
@@ -131,7 +135,7 @@ def _is_mean_of_local(label: str, step: int, theirs: list[Any], ours: list[Any])
     local, mean = found
     disagree = any(not np.array_equal(local[0], other) for other in local[1:])
     agree = all(np.array_equal(mean[0], other) for other in mean[1:])
-    return disagree and agree and np.allclose(sum(local) / len(local), mean[0], 1e-4, 1e-5)
+    return disagree and agree and np.allclose(sum(local) / len(local), mean[0], *rounding)
 
 
 def _asks_for_local(program: dict[str, Any], step: int) -> bool:
@@ -234,7 +238,7 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
                 if label == other and _same(a, b, tolerance):
                     continue
                 if label == other and not _asks_for_local(program, step):
-                    if _is_mean_of_local(label, step, torch_steps, our_steps):
+                    if _is_mean_of_local(label, step, torch_steps, our_steps, _rounding(program)):
                         corrected = True
                         continue
                 if not hooks and bad < len(program["steps"]) and not _updates(program, step, bad):
