@@ -2,7 +2,7 @@
 
 What always holds: the constructor either returns a module that is ready on every rank, or raises on every
 rank. It subclasses torch's class so that ``isinstance`` checks and torch's distributed checkpoint take it
-for one, but runs none of its code: every method is defined here (a test makes torch's raise).
+for one, but runs none of its code: every method is defined here or in torch_base.py (a test makes torch's raise).
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from .reducer import MIB, Reducer, ReducerSettings, wire_dtype
 from .replicas import check_replicas
 from .rpc_context import refuse_rpc_context
 from .stall_inspector import StallInspector
+from .torch_base import TorchBase
 
 __all__ = ["DistributedDataParallel"]
 
@@ -100,7 +101,7 @@ def _cap_bytes(name: str, value: Any) -> int:
     return max(int(value * MIB), 1)
 
 
-class DistributedDataParallel(_TorchDDP):
+class DistributedDataParallel(TorchBase):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
     Takes torch's arguments in torch's order; replaces ``torch.nn.parallel.DistributedDataParallel``
@@ -1094,23 +1095,10 @@ class DistributedDataParallel(_TorchDDP):
         yield from m.parameters(recurse=recurse)
 
 
-def _left_out(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{name} is a step inside torch's own DDP; minddp has no such step")
-
-    method.__name__ = name
-    return method
-
-
 # Without their wrappers against torch.compile, which cost some five microseconds each.
 _unwrapped_pre_forward, _unwrapped_post_forward, _unwrapped_run = (
     getattr(DistributedDataParallel, name).__wrapped__
     for name in ("_pre_forward", "_post_forward", "_run_ddp_forward")
 )
-
-# Nothing of torch's class may run by inheritance; these have no counterpart here.
-for _name in vars(_TorchDDP):
-    if callable(getattr(_TorchDDP, _name)) and _name not in vars(DistributedDataParallel) and _name != "__class__":
-        setattr(DistributedDataParallel, _name, _left_out(_name))
 
 register_optimizer_step_pre_hook(_refuse_unfinished)

@@ -466,9 +466,11 @@ def _every_torch_method_is_ours(rank, world_size):
     from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
     from minddp import DistributedDataParallel
+    from minddp.torch_base import TorchBase
 
+    ours = {*vars(DistributedDataParallel), *vars(TorchBase)}
     skip = {"__dict__", "__weakref__", "__doc__", "__module__", "_active_ddp_module", "__annotations__"}
-    inherited = [name for name in vars(TorchDDP) if name not in skip and name not in vars(DistributedDataParallel)]
+    inherited = [name for name in vars(TorchDDP) if name not in skip and name not in ours]
     return sorted(inherited)
 
 
