@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
+import operator
 import statistics
 import time
 from bisect import bisect_left
@@ -24,6 +26,16 @@ __all__ = ["Cost", "LinearCost", "TableCost", "fit_cost", "fit_linear", "fit_sam
 Cost = Callable[[int], float]
 
 
+def plain_number(name: str, value: Any) -> int | float:
+    """``value`` as Python's int or float, if it is a number of whatever type (NumPy's); else TypeError."""
+    if isinstance(value, numbers.Real):
+        return float(value) if not isinstance(value, numbers.Integral) else operator.index(value)
+    try:
+        return operator.index(value)  # a tensor's element
+    except TypeError:
+        raise TypeError(f"{name} must be numbers, got {value!r}") from None
+
+
 @dataclass(frozen=True)
 class LinearCost:
     """``latency_seconds + nbytes * seconds_per_byte``; both at least 0 and finite, else ValueError."""
@@ -33,7 +45,8 @@ class LinearCost:
 
     def __post_init__(self) -> None:
         for name in ("latency_seconds", "seconds_per_byte"):
-            value = getattr(self, name)
+            value = float(plain_number(f"LinearCost: {name}", getattr(self, name)))
+            object.__setattr__(self, name, value)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"LinearCost: {name} must be finite and at least 0, got {value!r}")
 
@@ -58,7 +71,10 @@ class TableCost:
                 "TableCost: nbytes and seconds must have the same length, at least 2, "
                 f"got {len(nbytes)} and {len(seconds)}"
             )
-        points = sorted(zip(nbytes, seconds, strict=True))
+        points = sorted(
+            (plain_number("TableCost: nbytes", size), float(plain_number("TableCost: seconds", time)))
+            for size, time in zip(nbytes, seconds, strict=True)
+        )
         if any(left[0] == right[0] for left, right in itertools.pairwise(points)):
             raise ValueError("TableCost: nbytes holds a size twice; pass one (median) time a size")
         self.nbytes = [size for size, _ in points]
@@ -103,7 +119,8 @@ def fit_linear(
     Raises:
         ValueError: lengths differ, nothing was given, or a time is not above 0.
     """
-    given = sorted(zip(nbytes, counts or [1] * len(nbytes), seconds, strict=True))
+    counts = [1] * len(nbytes) if counts is None else counts
+    given = sorted((int(m), int(k), float(t)) for m, k, t in zip(nbytes, counts, seconds, strict=True))
     if not given or any(not (math.isfinite(t) and t > 0) for _, _, t in given):
         raise ValueError("fit_linear: seconds must hold at least one time, each finite and above 0")
     step = math.ceil(len(given) / 64)

@@ -26,14 +26,15 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 import os
 import tempfile
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from .collective_cost import Cost, LinearCost, TableCost, fit_cost, fit_linear
+from .collective_cost import Cost, LinearCost, TableCost, fit_cost, fit_linear, plain_number
 
 __all__ = [
     "BucketPlan",
@@ -53,6 +54,7 @@ _FORMAT = "minddp bucket plan"
 _VERSION = 1
 # Transitions that the program over several kinds may take: about two seconds of Python.
 _LATTICE_BUDGET = 2_000_000
+_SMALL_BUDGET = 200_000
 _LATTICE_KINDS = 6
 
 
@@ -87,6 +89,10 @@ class BucketPlan:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # Python's own numbers, whatever came (NumPy's): JSON knows no others.
+        object.__setattr__(self, "buckets", [[operator.index(p) for p in bucket] for bucket in self.buckets])
+        if self.finish_seconds is not None:
+            object.__setattr__(self, "finish_seconds", float(self.finish_seconds))
         positions = sorted(position for bucket in self.buckets for position in bucket)
         if positions != list(range(len(positions))) or not all(self.buckets):
             raise ValueError("BucketPlan: buckets must hold every position from 0 exactly once, none be empty")
@@ -216,11 +222,11 @@ def optimal_plan(
 ) -> BucketPlan:
     """The buckets that finish first under ``cost``, and among those the fewest.
 
-    The finish is exact: the dynamic program of this module's text. For a :class:`LinearCost` no plan
-    with the same finish has fewer buckets; for other costs the number is small, not proven least.
-    With several kinds the program runs over one position per kind; where that would take more than a
-    few seconds (several hundred parameters of each kind), small neighbours are first merged, and the
-    plan is optimal among those that keep them together. More than six kinds are each planned as if
+    The finish is exact: the dynamic program of this module's text. For a :class:`LinearCost` no plan that
+    finishes by then (or by ``slack_seconds`` later) has fewer buckets; for other costs the number is small,
+    not proven least. With several kinds the program runs over one position per kind; where that would take
+    more than a few seconds (several hundred parameters of each kind), small neighbours are first merged,
+    and the plan is optimal among those that keep them together. More than six kinds are each planned as if
     alone, which is no optimum, and launched as they become ready.
 
     Args:
@@ -231,17 +237,23 @@ def optimal_plan(
         kinds: what may not share a bucket, e.g. ``(dtype, device)`` of each gradient; one kind if None.
         slack_seconds: how much later than the optimum the plan may finish to have fewer buckets.
 
+    Numbers may be of any type that has such (NumPy's).
+
     Raises:
         ValueError: lengths differ, or a value is negative or not finite.
+        TypeError: a value is no number.
     """
     _check_gradients(ready_seconds, nbytes, kinds, slack_seconds)
-    ready = list(itertools.accumulate(ready_seconds, max))
-    lanes = _lanes(kinds if kinds is not None else [None] * len(nbytes))
-    if 1 < len(lanes) <= _LATTICE_KINDS:
-        buckets = _lattice_buckets(ready, nbytes, cost, lanes)
+    ready = [float(seconds) for seconds in itertools.accumulate(ready_seconds, max)]
+    sizes: list[Any] = [plain_number("nbytes", size) for size in nbytes]
+    slack = float(slack_seconds)
+    lanes = _lanes(kinds if kinds is not None else [None] * len(sizes))
+    small = len(lanes) == 1 and not isinstance(cost, LinearCost) and _lattice_transitions(lanes) <= _SMALL_BUDGET
+    if small or 1 < len(lanes) <= _LATTICE_KINDS:
+        buckets = _lattice_buckets(ready, sizes, cost, lanes, slack)
     else:
-        buckets = _buckets_lane_by_lane(ready, nbytes, cost, slack_seconds, lanes)
-    return BucketPlan(buckets, plan_finish(buckets, ready, nbytes, cost))
+        buckets = _buckets_lane_by_lane(ready, sizes, cost, slack, lanes)
+    return BucketPlan(buckets, plan_finish(buckets, ready, sizes, cost))
 
 
 def capped_buckets(
@@ -261,18 +273,20 @@ def capped_buckets(
         first_cap_nbytes: the cap of each kind's first bucket, if another.
         kinds: what may not share a bucket; one kind when None.
     """
-    if cap_nbytes <= 0 or (first_cap_nbytes is not None and first_cap_nbytes <= 0):
+    cap = plain_number("cap_nbytes", cap_nbytes)
+    first_cap = cap if first_cap_nbytes is None else plain_number("first_cap_nbytes", first_cap_nbytes)
+    if not (cap > 0 and first_cap > 0):
         raise ValueError(f"caps must be above 0 bytes, got {cap_nbytes} and {first_cap_nbytes}")
     filling: dict[Hashable, list[int]] = {}
-    room: dict[Hashable, int] = {}
+    room: dict[Hashable, float] = {}
     buckets = []
     for position, size in enumerate(nbytes):
         kind = kinds[position] if kinds is not None else None
         filling.setdefault(kind, []).append(position)
-        room[kind] = room.get(kind, first_cap_nbytes or cap_nbytes) - size
+        room[kind] = room.get(kind, first_cap) - plain_number("nbytes", size)
         if room[kind] <= 0:
             buckets.append(filling.pop(kind))
-            room[kind] = cap_nbytes
+            room[kind] = cap
     return sorted(buckets + list(filling.values()), key=lambda bucket: bucket[-1])
 
 
@@ -314,6 +328,7 @@ def _check_gradients(
         ("slack_seconds", [slack_seconds]),
     ):
         for position, value in enumerate(values):
+            plain_number(name, value)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and at least 0, got {value!r} at position {position}")
 
@@ -330,6 +345,18 @@ def _lanes(kinds: Sequence[Hashable]) -> list[list[int]]:
 
 
 def _buckets_lane_by_lane(
+    ready: Sequence[float], nbytes: Sequence[int], cost: Cost, slack: float, lanes: list[list[int]]
+) -> list[list[int]]:
+    """Each kind as if alone; with the slack where all of them together still keep it."""
+    loose = _sorted_lanes(ready, nbytes, cost, slack, lanes)
+    if slack == 0 or len(lanes) == 1:
+        return loose
+    tight = _sorted_lanes(ready, nbytes, cost, 0.0, lanes)
+    deadline = plan_finish(tight, ready, nbytes, cost) + slack
+    return loose if plan_finish(loose, ready, nbytes, cost) <= deadline else tight
+
+
+def _sorted_lanes(
     ready: Sequence[float], nbytes: Sequence[int], cost: Cost, slack: float, lanes: list[list[int]]
 ) -> list[list[int]]:
     buckets = []
@@ -411,67 +438,143 @@ def _fewest_buckets(
 
 # Several kinds --------------------------------------------------------------------------------------
 
-_State = tuple[int, ...]
-_Way = tuple[float, int, _State]  # finish, number of buckets, the state before the last bucket
-_Lattice = dict[_State, _Way]
+
+@dataclass(frozen=True)
+class _Lattice:
+    """The states of several kinds, numbered: how many atoms (gradients, or merged neighbours) of each are reduced.
+
+    A state's number is the sum of its counts times ``strides``, so that it comes after all that it depends on.
+    """
+
+    atoms: list[list[list[int]]]
+    ready: list[list[float]]  # of each kind's atoms
+    seconds: list[list[list[float]]]  # [kind][end][begin]: of the bucket of atoms begin..end-1
+    strides: list[int]
+
+    @classmethod
+    def of(cls, ready: Sequence[float], nbytes: Sequence[int], cost: Cost, atoms: list[list[list[int]]]) -> _Lattice:
+        seconds = []
+        for lane in atoms:
+            prefix = [0, *itertools.accumulate(sum(nbytes[p] for p in atom) for atom in lane)]
+            seconds.append([[cost(upto - prefix[j]) for j in range(end)] for end, upto in enumerate(prefix)])
+        sizes = [len(lane) + 1 for lane in atoms]
+        strides = [math.prod(sizes[lane + 1 :]) for lane in range(len(sizes))]
+        return cls(atoms, [[ready[atom[-1]] for atom in lane] for lane in atoms], seconds, strides)
+
+    def states(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Number and counts of each state, from none reduced to all."""
+        return enumerate(itertools.product(*(range(len(lane) + 1) for lane in self.atoms)))
+
+    def finish_times(self) -> list[float]:
+        """C of each state: the least over the kind and length of the last bucket."""
+        finish = [0.0]
+        for number, counts in self.states():
+            if number:
+                finish.append(
+                    min(
+                        done + seconds if done > ready else ready + seconds
+                        for lane, end in enumerate(counts)
+                        if end
+                        for ready in [self.ready[lane][end - 1]]
+                        for done, seconds in zip(self._before(finish, number, lane, end), self.seconds[lane][end])
+                    )
+                )
+        return finish
+
+    def _before(self, values: list[float], number: int, lane: int, end: int) -> list[float]:
+        """``values`` of the states with 0..end-1 atoms of ``lane`` in the place of ``end``."""
+        stride = self.strides[lane]
+        return values[number - end * stride : number : stride]
+
+
+class _Rest(NamedTuple):
+    """A way to reduce what a state has not: this many buckets, which begin by ``begin`` and end in time."""
+
+    buckets: int
+    begin: float
+    lane: int
+    end: int
+    rest: _Rest | None
 
 
 def _lattice_buckets(
-    ready: Sequence[float], nbytes: Sequence[int], cost: Cost, lanes: list[list[int]]
+    ready: Sequence[float], nbytes: Sequence[int], cost: Cost, lanes: list[list[int]], slack: float
 ) -> list[list[int]]:
-    """The optimum over buckets of one kind each, in any order of launching.
+    """The fewest buckets of one kind each, in any order of launching, that end ``slack`` after the optimum.
 
-    The program's state is how many atoms (gradients, or merged neighbours) of each kind are reduced;
-    C of a state is the least over the last bucket's kind and length. States in lexicographic order
-    come after all that they depend on.
+    Backward from the state in which all is reduced: a bucket that has to end by d begins at d - T, and can if its
+    last gradient is ready then and the state before it can be reached by then. That d - T is the deadline of that
+    state. Of two ways to reduce what a state has not, the one with fewer buckets and no earlier begin is as good
+    for all that comes before; the others are dropped. With a linear T one way is left of each state, since all of
+    as many buckets begin at the same time, and more buckets earlier. With another T there may be many: two are
+    kept, that with the fewest buckets and that with the latest begin, by which the first state is surely reached.
     """
-    atoms = _affordable([[[position] for position in lane] for lane in lanes], nbytes)
-    atom_ready = [[ready[atom[-1]] for atom in lane] for lane in atoms]
-    prefixes = [[0, *itertools.accumulate(sum(nbytes[p] for p in atom) for atom in lane)] for lane in atoms]
-    origin = (0,) * len(atoms)
-    best: _Lattice = {origin: (0.0, 0, origin)}
-    for state in itertools.product(*(range(len(lane) + 1) for lane in atoms)):
-        if state != origin:
-            best[state] = min(_last_buckets(state, best, atom_ready, prefixes, cost))
-    return _trace_back(best, atoms)
+    lattice = _Lattice.of(ready, nbytes, cost, _affordable([[[p] for p in lane] for lane in lanes], nbytes))
+    finish = lattice.finish_times()
+    deadline = finish[-1] + slack
+    rounding = 1e-12 * deadline
+    ways: list[list[_Rest]] = [[] for _ in finish]
+    ways[-1] = [_Rest(0, deadline, 0, 0, None)]
+    for number, counts in reversed(list(lattice.states())):
+        for rest in ways[number]:
+            for lane, end in enumerate(counts):
+                _add_bucket(rest, lane, end, number, lattice, finish, ways, rounding)
+    return _walk(min(ways[0], key=lambda way: way.buckets), lattice)
 
 
-def _last_buckets(
-    state: tuple[int, ...],
-    best: _Lattice,
-    atom_ready: list[list[float]],
-    prefixes: list[list[int]],
-    cost: Cost,
-) -> list[_Way]:
-    """Every way to reach ``state`` by one more bucket."""
-    ways: list[_Way] = []
-    for lane, end in enumerate(state):
-        for begin in range(end):
-            before = (*state[:lane], begin, *state[lane + 1 :])
-            done, count, _ = best[before]
-            seconds = cost(prefixes[lane][end] - prefixes[lane][begin])
-            ways.append((max(done, atom_ready[lane][end - 1]) + seconds, count + 1, before))
-    return ways
+def _add_bucket(
+    rest: _Rest,
+    lane: int,
+    end: int,
+    number: int,
+    lattice: _Lattice,
+    finish: list[float],
+    ways: list[list[_Rest]],
+    rounding: float,
+) -> None:
+    """Puts each bucket that ends with atom ``end`` of a kind before ``rest``, what state ``number`` lacks."""
+    stride = lattice.strides[lane]
+    latest, ready = rest.begin + rounding, lattice.ready[lane][end - 1] if end else 0.0
+    before = number - end * stride
+    for seconds in lattice.seconds[lane][end]:  # the longest bucket first, which leaves least to do
+        start = latest - seconds
+        if start >= ready and start >= finish[before]:
+            _keep(ways[before], _Rest(rest.buckets + 1, rest.begin - seconds, lane, end, rest), rounding)
+        before += stride
 
 
-def _trace_back(best: _Lattice, atoms: list[list[list[int]]]) -> list[list[int]]:
+def _keep(ways: list[_Rest], new: _Rest, rounding: float) -> None:
+    """Adds ``new`` unless it is no better than one that is there; what is no better than ``new`` goes."""
+    for way in ways:
+        if way.buckets <= new.buckets and way.begin + rounding >= new.begin:
+            return
+    ways[:] = [way for way in ways if way.buckets < new.buckets or way.begin > new.begin + rounding]
+    ways.append(new)
+    if len(ways) > 2:
+        ways[:] = [min(ways, key=lambda way: way.buckets), max(ways, key=lambda way: way.begin)]
+
+
+def _walk(way: _Rest | None, lattice: _Lattice) -> list[list[int]]:
+    """The buckets of a way that begins where nothing is reduced."""
     buckets = []
-    state = tuple(len(lane) for lane in atoms)
-    while any(state):
-        before = best[state][2]
-        for lane, begin, end in zip(atoms, before, state, strict=True):
-            if begin < end:
-                buckets.append([position for atom in lane[begin:end] for position in atom])
-        state = before
-    return buckets[::-1]
+    done = [0] * len(lattice.atoms)
+    while way is not None and way.rest is not None:
+        atoms = lattice.atoms[way.lane][done[way.lane] : way.end]
+        buckets.append([position for atom in atoms for position in atom])
+        done[way.lane], way = way.end, way.rest
+    return buckets
 
 
 def _affordable(atoms: list[list[list[int]]], nbytes: Sequence[int]) -> list[list[list[int]]]:
     """``atoms`` with neighbours merged, in the longest lane first, until the program is affordable."""
-    while math.prod(len(lane) + 1 for lane in atoms) * sum(map(len, atoms)) > 2 * _LATTICE_BUDGET:
+    while _lattice_transitions(atoms) > _LATTICE_BUDGET:
         longest = max(range(len(atoms)), key=lambda index: len(atoms[index]))
         atoms[longest] = _merge_small(atoms[longest], nbytes)
     return atoms
+
+
+def _lattice_transitions(lanes: Sequence[Sequence[Any]]) -> int:
+    return math.prod(len(lane) + 1 for lane in lanes) * sum(map(len, lanes)) // 2
 
 
 def _merge_small(lane: list[list[int]], nbytes: Sequence[int]) -> list[list[int]]:

@@ -37,6 +37,7 @@ from torch.nn.utils import parametrize
 from minddp import ordering
 from minddp.functional import all_reduce
 from minddp.functional.agreement import all_gather_ints
+from minddp.functional.transport import gather_rows
 
 __all__ = ["SyncBatchNorm", "batch_norm_reference", "convert_sync_batchnorm"]
 
@@ -87,8 +88,8 @@ def batch_norm_reference(
     """
     dtype = _statistics_dtype(x.dtype)
     wide, dims = x.to(dtype), _reduced_dims(x)
-    local_count = x.new_tensor(x.numel() // x.shape[1], dtype=dtype)
-    first = all_reduce(torch.cat([wide.sum(dims), local_count.view(1)]), "sum", group)
+    local_count = x.new_full((1,), x.numel() // x.shape[1], dtype=dtype)
+    first = all_reduce(torch.cat([wide.sum(dims), local_count]), "sum", group)
     count = first[-1].detach()
     mean = first[:-1] / count.clamp(min=1)
     centered = wide - _per_channel(mean, x.dim())
@@ -113,7 +114,7 @@ def _local_statistics(x: Tensor) -> Tensor:
     # The running statistics, left as they are by momentum 0, only set the result's dtype on CPU.
     unused = x.new_zeros(channels, dtype=dtype), x.new_zeros(channels, dtype=dtype)
     mean, var = torch.batch_norm_update_stats(x, *unused, 0.0)
-    return torch.cat([mean, var * count, mean.new_tensor([count])])
+    return torch.cat([mean, var * count, mean.new_full((1,), count)])
 
 
 def _merge(packed: Tensor) -> GroupStatistics:
@@ -137,8 +138,7 @@ def _gather_statistics(x: Tensor, group: Any) -> GroupStatistics:
     local = _local_statistics(x)
     packed = local.new_empty(dist.get_world_size(group), local.numel())
     ordering.record(group, f"SyncBatchNorm: statistics, {local.numel()} of {local.dtype}")
-    work = dist.all_gather(list(packed.unbind(0)), local, group=group, async_op=True)
-    ordering.wait(work, group)
+    gather_rows(packed, local, group)
     return _merge(packed)
 
 
@@ -153,8 +153,10 @@ def _local_gradient_sums(grad: Tensor, x: Tensor, stats: GroupStatistics, eps: f
     # Batch norm in eval mode takes its statistics as constants; the gradients of its scale and shift
     # are exactly these two sums, in one pass.
     ones, wanted = torch.ones_like(stats.mean), [False, True, True]
+    # CUDA's asserts that the saved mean and deviation are there, in eval mode too, and reads them before the others.
+    saved = stats.mean, torch.rsqrt(stats.var + eps)
     _, scaled, plain = torch.ops.aten.native_batch_norm_backward(
-        grad, x, ones, stats.mean, stats.var, None, None, False, eps, wanted
+        grad, x, ones, stats.mean, stats.var, *saved, False, eps, wanted
     )
     return plain, scaled
 

@@ -200,10 +200,13 @@ def _waits(step: _Stamps) -> Iterator[_Wait]:
 
 @dataclass
 class _ModuleRecord:
-    """What one wrapped module has shown so far; plain data."""
+    """What one wrapped module has shown so far, since its reducer was made: one made anew numbers steps and
+    parameters anew, and gets a record of its own."""
 
     name: str
     parameter_names: list[str]
+    reducer: Any  # kept, if another takes its place, until its last step is read
+    earlier: int = 0  # steps in the module's records before this one
     steps: list[dict[str, Any]] = field(default_factory=list)
     last_iteration: int = 0
     dropped: int = 0
@@ -213,10 +216,15 @@ class _ModuleRecord:
         if step["iteration"] <= self.last_iteration or _begin(step) < begin_ns or not _ended(step):
             return
         self.last_iteration = step["iteration"]
-        if len(self.steps) < limit:
+        if self.earlier + len(self.steps) < limit:
             self.steps.append(step)
         else:
             self.dropped += 1
+
+    def fits(self, ddp: Any) -> bool:
+        """Whether the module's steps still are this record's."""
+        same = self.reducer is ddp.reducer and self.parameter_names == list(ddp.parameter_names)
+        return same and ddp.reducer.last_step()["iteration"] >= self.last_iteration
 
     def to_json(self) -> dict[str, Any]:
         facts = {"name": self.name, "parameter_names": self.parameter_names, "dropped": self.dropped}
@@ -233,6 +241,8 @@ class Trace:
         folder = os.path.dirname(self._path) or "."
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"trace: the folder {folder!r} of {self._path!r} does not exist")
+        if os.path.isdir(self._path):
+            raise IsADirectoryError(f"trace: {self._path!r} is a folder; name a file in it")
         self._limit = steps
         self._timeout = timeout
         self._records: list[_ModuleRecord] = []
@@ -257,8 +267,10 @@ class Trace:
         if _open is not self:
             return
         _open, active = None, False
-        for ddp, record in list(self._by_module.items()):
-            record.add(ddp.reducer.last_step(), self._begin_ns, self._limit)
+        for ddp in list(self._by_module):
+            self._look(ddp)
+        for record in self._records:
+            record.reducer = None
         self._meet()
         part = {**_process(), "modules": [record.to_json() for record in self._records]}
         ranks = self._ranks or _Ranks(None, 0, 1)
@@ -271,17 +283,36 @@ class Trace:
         global _open, active
         if _open is self and not self._records:
             _open, active = None, False
-        self.close()
+        try:
+            self.close()
+        except OSError as error:
+            warnings.warn(f"MINDDP_TRACE: the trace could not be written: {error}", stacklevel=2)
 
     def add(self, ddp: Any) -> None:
         """Keeps ``ddp``'s last step, if it is new."""
         self._meet()
+        self._look(ddp)
+
+    def _look(self, ddp: Any) -> None:
         record = self._by_module.get(ddp)
-        if record is None:
-            record = _ModuleRecord(type(ddp.module).__name__, list(ddp.parameter_names))
-            self._by_module[ddp] = record
-            self._records.append(record)
-        record.add(ddp.reducer.last_step(), self._begin_ns, self._limit)
+        reducer = getattr(ddp, "reducer", None)
+        if record is not None and record.reducer is not reducer:
+            record.add(record.reducer.last_step(), self._begin_ns, self._limit)
+        if reducer is None:  # given up when the interpreter ends
+            return
+        if record is None or not record.fits(ddp):
+            record = self._new_record(ddp, record)
+        record.add(reducer.last_step(), self._begin_ns, self._limit)
+
+    def _new_record(self, ddp: Any, before: _ModuleRecord | None) -> _ModuleRecord:
+        record = _ModuleRecord(type(ddp.module).__name__, list(ddp.parameter_names), ddp.reducer)
+        if before is not None:
+            before.reducer = None
+            record.earlier = before.earlier + len(before.steps)
+            record.name += f" (remade after {record.earlier} steps)"
+        self._by_module[ddp] = record
+        self._records.append(record)
+        return record
 
     def _meet(self) -> None:
         """Takes the default group's store as soon as there is one: it may be gone when the trace closes."""
@@ -306,7 +337,7 @@ def trace(path: str | os.PathLike[str], *, steps: int = _DEFAULT_STEPS) -> Trace
         steps: keep at most the first ``steps`` steps of each module; the file says how many came after.
 
     Raises:
-        ValueError, FileNotFoundError: at once, when ``steps`` < 1 or the folder of ``path`` is missing.
+        ValueError, OSError: at once, when ``steps`` < 1, the folder of ``path`` is missing, or ``path`` is a folder.
         RuntimeError: on entering, when another trace is open in this process.
     """
     return Trace(path, steps)
@@ -518,10 +549,16 @@ def _bucket_events(buckets: Sequence[_Stamps], names: Sequence[str]) -> Iterator
 
 
 def _open_from_environment() -> None:
-    """``MINDDP_TRACE=path``: a trace of the whole process, closed at its exit."""
+    """``MINDDP_TRACE=path``: a trace of the whole process, closed at its exit; a warning where it cannot be."""
     path = os.environ.get("MINDDP_TRACE")
-    if path:
-        atexit.register(Trace(path, _DEFAULT_STEPS).__enter__().close_if_used)
+    if not path:
+        return
+    try:
+        opened = Trace(path, _DEFAULT_STEPS)
+    except OSError as error:
+        warnings.warn(f"MINDDP_TRACE: this process takes no trace. {error}", stacklevel=2)
+        return
+    atexit.register(opened.__enter__().close_if_used)
 
 
 _open_from_environment()

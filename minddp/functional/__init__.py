@@ -19,7 +19,7 @@ What always holds
     * Calls that do not fit together raise :class:`CollectiveError` on every rank; ``agreement.py`` says how,
       what it costs (one small exchange a call) and how to leave it out (``MINDDP_CHECK_COLLECTIVES=0``).
     * Under torch.compile a call is a graph break: it runs, eagerly; ``fullgraph=True`` refuses it.
-      ``torch.func`` transforms (vmap, jvp) are not supported.
+      ``torch.func`` transforms (grad, vmap, jvp) and forward-mode tangents raise, on every rank.
 
 Reading order: ``linear.py`` (the derivation), this file, ``agreement.py``, ``transport.py``. ``gradcheck.py``
 checks a program of your own by finite differences across ranks.
@@ -27,7 +27,9 @@ checks a program of your own by finite differences across ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -66,15 +68,30 @@ def _eager(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if "torch._dynamo" not in sys.modules:
-            return fn(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(fn, reason=reason))
-        return disabled[0](*args, **kwargs)
+        try:
+            if "torch._dynamo" not in sys.modules:
+                return fn(*args, **kwargs)
+            if not disabled:
+                disabled.append(torch.compiler.disable(fn, reason=reason))
+            return disabled[0](*args, **kwargs)
+        except TypeError as error:
+            _tell_misuse(fn, error, args, kwargs)
+            raise
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return call
+
+
+def _tell_misuse(fn: Callable[..., Any], error: TypeError, args: Any, kwargs: Any) -> None:
+    """Where ``error`` says that ``fn`` has no such arguments, which ran nothing: the other ranks wait to hear it."""
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError:
+        if dist.is_initialized() and agreement.checks_enabled():
+            groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
+            with contextlib.suppress(CollectiveError):
+                _settle(Call(fn.__name__, error=str(error)), arguments.member(groups[0] if groups else None))
 
 
 @_eager
@@ -312,6 +329,8 @@ def broadcast(
         root = arguments.root_rank(src, global_src, group, "src")
         if x is None and (dist.get_rank(group) == root or not agreement.checks_enabled()):
             raise ValueError("x is None on rank src; with MINDDP_CHECK_COLLECTIVES=0 no rank may pass None")
+        if x is not None and dist.get_rank(group) == root:
+            agreement.require_announceable(arguments.tensor(x, group))
         return _described(x, "broadcast", group, root=root, loss=arguments.loss_name(loss))
 
     call = arguments.checked("broadcast", build)
@@ -336,7 +355,7 @@ def scatter(
 
     Args:
         x: on ``src``: ``(rows, ...)``, or a list with one ``(rows_r, ...)`` for each rank. Elsewhere None, or
-            any tensor: its values do not matter and its gradient is zero.
+            any dense tensor: its values do not matter and its gradient is zero.
         src: a rank in the group; 0 by default.
         group: the process group.
         splits: on ``src``: rows for each rank; equal shares by default.
@@ -352,12 +371,17 @@ def scatter(
 
     def build() -> tuple[Call, tuple[Any, Any]]:
         root = arguments.root_rank(src, global_src, group, "src")
-        at_root = dist.get_rank(group) == root
-        rows, counts = arguments.joined(x, group, splits) if at_root else (None, None)
-        return _described(rows, "scatter", group, root=root), (rows, counts)
+        if dist.get_rank(group) == root:
+            rows, counts = arguments.joined(x, group, splits)
+            agreement.require_announceable(rows)
+            return _described(rows, "scatter", group, root=root), (rows, counts)
+        if isinstance(x, Tensor):
+            arguments.tensor(x, group)
+        return _described(None, "scatter", group, root=root), (None, None)
 
-    call, (rows, counts) = arguments.checked_with("scatter", build)
+    call, parsed = arguments.checked_with("scatter", build)
     needs_grad, headers = _settle(call, group, learns=True)
+    rows, counts = parsed
     if dist.get_rank(group) != call.root:
         rows = _no_rows(agreement.empty_like_header(headers[call.root]), x)
     counts = agreement.ints_from_root(counts, call.root, group)
@@ -392,15 +416,16 @@ def all_to_all(
     """
     group = arguments.member(group)
 
-    def build() -> tuple[Call, tuple[Any, Any]]:
+    def build() -> tuple[Call, tuple[Any, Any, Any]]:
         rows, counts = arguments.joined(x, group, input_splits, "input_splits")
-        arguments.output_counts(output_splits, group)
-        return _described(rows, "all_to_all", group, same_shape=False), (rows, counts)
+        wanted = arguments.output_counts(output_splits, group)
+        return _described(rows, "all_to_all", group, same_shape=False), (rows, counts, wanted)
 
-    call, (rows, send) = arguments.checked_with("all_to_all", build)
+    call, parsed = arguments.checked_with("all_to_all", build)
     uneven = input_splits is not None or not isinstance(x, Tensor)
     needs_grad, headers = _settle(call, group, learns=uneven and output_splits is None)
-    receive = _received(send, output_splits, group) if headers else tuple(output_splits or send)
+    rows, send, wanted = parsed
+    receive = _received(send, wanted, group) if headers else (wanted or send)
     result = linear.apply(linear.Exchange(group, send, receive), rows, needs_grad)
     return result if isinstance(x, Tensor) else list(result.split(receive))
 
@@ -438,8 +463,8 @@ def _reduction(x: Any, collective: str, op: Any, group: Any, loss: str = "per_ra
 
 def _gathering(x: Any, collective: str, group: Any, sizes: Sequence[int] | None = None, **options: Any) -> Call:
     rows = _as_rows(arguments.tensor(x, group)).shape[0]
-    known = tuple(int(count) for count in sizes or ())
-    if known and (len(known) != dist.get_world_size(group) or known[dist.get_rank(group)] != rows):
+    known = () if sizes is None else arguments.whole_numbers(sizes, "sizes")
+    if sizes is not None and (len(known) != dist.get_world_size(group) or known[dist.get_rank(group)] != rows):
         raise ValueError(f"sizes={list(known)} does not give this rank its {rows} rows")
     if "loss" in options:
         arguments.loss_name(options["loss"])

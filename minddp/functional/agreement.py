@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -146,7 +147,15 @@ def _code(name: str) -> int:
 _DTYPES = {_code(str(v)): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 
-_DEVICES = {_code(name): name for name in ("cpu", "cuda", "xpu", "hpu", "mps")}
+_DEVICES = {_code(name): name for name in (
+    "cpu", "cuda", "xpu", "hpu", "mps", "mtia", "xla", torch._C._get_privateuse1_backend_name(),
+)}  # fmt: skip
+
+
+def require_announceable(x: Tensor) -> None:
+    """Raises where :func:`empty_like_header` could make no such tensor on the other ranks."""
+    if _code(x.device.type) not in _DEVICES or _code(str(x.dtype)) not in _DTYPES or x.is_quantized:
+        raise TypeError(f"x, {x.dtype} on {x.device}, is of no kind that the other ranks can make a tensor of")
 
 
 def empty_like_header(header: Header) -> Tensor:
@@ -161,8 +170,6 @@ def agree(call: Call, group: Any) -> list[Header]:
         CollectiveError: on every rank, when a rank's arguments are bad or the calls do not fit together.
         ordering.CollectiveOrderError: in debug mode, when what the ranks issued before differs.
     """
-    if call.error and not checks_enabled():
-        raise CollectiveError(call.error)
     if ordering.enabled():
         ordering.record(group, call.uniform_text())
     headers = _exchange_headers(call, group)
@@ -261,9 +268,8 @@ def _raise_together(problem: str, call: Call, group: Any) -> None:
     if problem == "order":
         ordering.check(group)
     text = call.text().encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    ints = torch.frombuffer(bytearray(text), dtype=torch.int64).tolist()
-    rows = all_gather_ints(ints, group)
-    texts = [torch.tensor(row).numpy().tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]
+    rows = all_gather_ints(array("q", text).tolist(), group)
+    texts = [array("q", row).tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]
     raise CollectiveError(message(problem, texts))
 
 

@@ -7,6 +7,7 @@ What always holds
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minddp.functional import agreement
+from minddp.functional import agreement, linear
 from minddp.functional.agreement import Call, CollectiveError
 
 OPS = ("sum", "avg", "product", "min", "max")
 LOSSES = ("per_rank", "replicated")
+_MOST_ROWS = 2**62  # what travels in a header
 
 
 def member(group: Any) -> Any:
@@ -43,9 +45,9 @@ def checked_with(collective: str, build: Callable[[], tuple[Call, Any]]) -> tupl
     """The same for a ``build`` that also returns what it made of the arguments."""
     try:
         return build()
-    except (TypeError, ValueError) as error:
-        # No use is made of the pair: a call with an error raises before anything runs.
-        return Call(collective, error=f"{collective}: {error}"), (None, None)
+    except Exception as error:  # of whatever type: an argument may raise its own where it is looked at
+        # No use is made of the rest: a call with an error raises before anything runs.
+        return Call(collective, error=f"{collective}: {error}"), None
 
 
 def grad_mode(x: Tensor | None) -> int:
@@ -60,6 +62,8 @@ def tensor(x: Any, group: Any, name: str = "x") -> Tensor:
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
     if x.layout is not torch.strided:
         raise TypeError(f"{name} must be dense, not {x.layout}; use {name}.to_dense()")
+    if reason := linear.why_not_differentiated(x):
+        raise TypeError(f"{name} {reason}")
     if x.dim() > agreement.MAX_DIMS:
         raise ValueError(f"{name} has {x.dim()} dimensions; at most {agreement.MAX_DIMS} are supported")
     if not agreement.supports(group, x.device.type):
@@ -97,17 +101,28 @@ def row_splits(x: Tensor, splits: Sequence[int] | None, size: int, name: str = "
         if rows % size:
             raise ValueError(f"{rows} rows do not divide into {size} equal parts; pass {name}=")
         return (rows // size,) * size
-    given = tuple(int(count) for count in splits)
+    given = whole_numbers(splits, name)
     if len(given) != size or min(given) < 0 or sum(given) != rows:
         raise ValueError(f"{name}={list(given)} must be {size} counts that add up to the {rows} rows of x")
     return given
 
 
-def output_counts(splits: Sequence[int] | None, group: Any) -> None:
-    """Raises unless ``splits`` is None or one count for each rank."""
-    size = dist.get_world_size(group)
-    if splits is not None and (len(splits) != size or min(splits) < 0):
-        raise ValueError(f"output_splits={list(splits)} must be {size} counts")
+def whole_numbers(values: Any, name: str) -> tuple[int, ...]:
+    """``values`` as Python's ints, whatever integers they are (NumPy's, a tensor's)."""
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError as error:
+        raise TypeError(f"{name}={values!r} must hold one whole number for each rank") from error
+
+
+def output_counts(splits: Sequence[int] | None, group: Any) -> tuple[int, ...] | None:
+    """``splits`` as ints; raises unless it is None or one count for each rank."""
+    if splits is None:
+        return None
+    size, given = dist.get_world_size(group), whole_numbers(splits, "output_splits")
+    if len(given) != size or min(given) < 0 or max(given) > _MOST_ROWS:
+        raise ValueError(f"output_splits={list(given)} must be {size} counts")
+    return given
 
 
 def op_name(op: Any, dtype: torch.dtype) -> str:
@@ -122,7 +137,7 @@ def op_name(op: Any, dtype: torch.dtype) -> str:
 
 
 def _torch_op_name(op: Any) -> str:
-    for name in OPS:
+    for name in OPS if isinstance(op, (dist.ReduceOp, type(dist.ReduceOp.SUM))) else ():
         if op == getattr(dist.ReduceOp, name.upper()):
             return name
     return ""
@@ -141,7 +156,7 @@ def _why_not(op: str, dtype: torch.dtype) -> str:
 
 
 def loss_name(loss: Any) -> str:
-    if loss not in LOSSES:
+    if not isinstance(loss, str) or loss not in LOSSES:
         raise ValueError(f"loss={loss!r} is not one of {', '.join(map(repr, LOSSES))}")
     return str(loss)
 
@@ -156,7 +171,10 @@ def root_rank(rank: int | None, global_rank: int | None, group: Any, name: str) 
         if global_rank not in members:
             raise ValueError(f"global_{name}={global_rank} is outside the group, whose global ranks are {members}")
         return members.index(global_rank)
-    root = 0 if rank is None else rank
-    if not isinstance(root, int) or not 0 <= root < size:
-        raise ValueError(f"{name}={root!r} is outside the group, whose ranks are 0 to {size - 1}")
+    try:
+        root = operator.index(0 if rank is None else rank)
+    except TypeError:
+        root = -1
+    if not 0 <= root < size:
+        raise ValueError(f"{name}={rank!r} is outside the group, whose ranks are 0 to {size - 1}")
     return root

@@ -37,6 +37,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from minddp import ordering
 from minddp.functional import agreement, transport
@@ -96,7 +97,24 @@ class _Apply(torch.autograd.Function):
         return apply(ctx.linear.adjoint(), grad, torch.is_grad_enabled(), own_tie), None, None
 
 
+def why_not_differentiated(x: Tensor) -> str:
+    """What is wrong with an ``x`` whose derivatives would be lost here without a word; else an empty text."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return (
+            "is inside a torch.func transform (grad, jvp, vmap, jacrev, ...), which cannot see what other ranks "
+            "contribute; use backward() or torch.autograd.grad"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        return (
+            "carries a forward-mode tangent (torch.autograd.forward_ad), which collectives do not carry on; use "
+            "backward() or torch.autograd.grad"
+        )
+    return ""
+
+
 def _run(linear: LinearMap, x: Tensor) -> Tensor:
+    if reason := why_not_differentiated(x):  # in backward: forward has looked at its arguments
+        raise agreement.CollectiveError(f"minddp.functional: the gradient in {type(linear).__name__} {reason}")
     if ordering.enabled():
         shape = f" {tuple(x.shape)}" if linear.uniform else ""
         ordering.record(linear.group, f"{type(linear).__name__} of {x.dtype}{shape}")

@@ -82,10 +82,15 @@ def all_gather(flat: Tensor, counts: Sequence[int], group: Any) -> Tensor:
     if flat.numel() < longest:
         padded = torch.cat([flat, flat.new_zeros(longest - flat.numel())])
     out = flat.new_empty(longest * ranks)
-    ordering.wait(_all_gather_single(_bytes(out), _bytes(padded), group=group, async_op=True), group)
+    gather_rows(_bytes(out), _bytes(padded), group)
     if all(count == longest for count in counts):
         return out
     return torch.cat([out[r * longest : r * longest + count] for r, count in enumerate(counts)])
+
+
+def gather_rows(out: Tensor, row: Tensor, group: Any) -> None:
+    """Everybody's flat ``row``, one after the other, into the contiguous ``out``: without a copy for each rank."""
+    ordering.wait(_all_gather_single(out.view(-1), row, group=group, async_op=True), group)
 
 
 def broadcast(x: Tensor, src: int, group: Any) -> Tensor:

@@ -37,6 +37,7 @@ from .find_tensors import find_tensors
 from .groups import choose_group
 from .join import DDPJoinHook, agree_on_sync
 from .parameters import Parameters
+from .torch_base import TorchBase
 from .torch_names import TorchNames
 
 __all__ = ["DistributedDataParallel"]
@@ -52,7 +53,7 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
     return module(*inputs, **kwargs)
 
 
-class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, _TorchDDP):
+class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBase):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
     Takes torch's arguments in torch's order; replaces ``torch.nn.parallel.DistributedDataParallel``
@@ -533,18 +534,3 @@ _unwrapped_pre_forward, _unwrapped_post_forward, _unwrapped_run = (
     getattr(DistributedDataParallel, name).__wrapped__
     for name in ("_pre_forward", "_post_forward", "_run_ddp_forward")
 )
-
-
-def _left_out(name: str) -> Any:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{name} is a step inside torch's own DDP; minddp has no such step")
-
-    method.__name__ = name
-    return method
-
-
-# Nothing of torch's class may run by inheritance; these have no counterpart here.
-for _name in vars(_TorchDDP):
-    own = any(_name in vars(base) for base in (DistributedDataParallel, BufferSync, HookRegistration, TorchNames))
-    if callable(getattr(_TorchDDP, _name)) and not own and _name != "__class__":
-        setattr(DistributedDataParallel, _name, _left_out(_name))

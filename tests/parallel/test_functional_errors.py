@@ -3,6 +3,7 @@
 import re
 import time
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,6 +97,139 @@ def test_arguments_that_are_wrong_on_one_rank_or_all(world_size):
     for pattern, text in results[0].items():
         assert re.search(pattern, text), (pattern, text)
     assert all(result == results[0] for result in results)
+
+
+class _Breaks:
+    """An argument that raises where it is looked at."""
+
+    def __iter__(self):
+        raise RuntimeError("this sequence is broken")
+
+    def __eq__(self, other):
+        raise RuntimeError("this one has no equal")
+
+    __hash__ = None
+
+
+def _bad_arguments_of_one_rank(rank, size):
+    one = rank == size - 1  # and the others' calls are right
+    x, even = torch.ones(size + 1), torch.ones(size)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.ones(size + 1), torch.ones(size + 1))
+        texts = {
+            "x carries a forward-mode tangent": _error(lambda: F.all_reduce(dual if one else x)),
+            "forward-mode tangent": _error(lambda: F.all_gather(dual if one else x)),
+        }
+    wrong_root = 0 if one else size - 1
+    return texts | {
+        "op=.*_Breaks.* is not one of": _error(lambda: F.all_reduce(x, _Breaks() if one else "sum")),
+        "loss=tensor.* is not one of": _error(lambda: F.all_reduce(x, loss=x if one else "per_rank")),
+        "op=tensor.* is not one of": _error(lambda: F.all_reduce(x, x if one else "sum")),
+        "this sequence is broken": _error(lambda: F.reduce_scatter(even, splits=_Breaks() if one else [1] * size)),
+        "one whole number for each": _error(lambda: F.reduce_scatter(even, splits=[1.0] * size if one else None)),
+        "splits='.*' must hold": _error(lambda: F.scatter(even, size - 1, splits="1" * size if one else None)),
+        "input_splits=7 must": _error(lambda: F.all_to_all(even, 7 if one else [1] * size)),
+        "output_splits=.* counts": _error(lambda: F.all_to_all(even, None, [2**70] * size if one else None)),
+        "output_splits=.* whole": _error(lambda: F.all_to_all(even, None, [0.5] * size if one else None)),
+        "sizes=.* does not give": _error(lambda: F.all_gather(even, sizes=[] if one else [size] * size)),
+        "sizes=.* whole number": _error(lambda: F.all_gather(even, sizes=["1"] * size if one else [size] * size)),
+        "src=1.5 is outside": _error(lambda: F.broadcast(x, 1.5 if one else 0)),
+        "x must be dense": _error(lambda: F.scatter(even.to_sparse() if one else even, 0)),
+        "x must be dense ": _error(lambda: F.broadcast(x.to_sparse() if one else x, wrong_root * 0)),
+        "x must be a tensor": _error(lambda: F.scatter("rows" if one else None, size - 1)),
+    }
+
+
+@pytest.mark.parametrize("checks", ["1", "0"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_arguments_that_are_wrong_on_one_rank_raise_on_every_rank(world_size, checks):
+    """With the checks off still, where the ranks have to learn from each other."""
+    if checks == "0":
+        results = run_ranks(_learned_from_each_other, world_size, env={"MINDDP_CHECK_COLLECTIVES": checks})
+    else:
+        results = run_ranks(_bad_arguments_of_one_rank, world_size)
+    for pattern, text in results[0].items():
+        assert re.search(pattern.strip(), text), (pattern, text)
+        assert f"rank {world_size - 1}: " in text
+    assert all(result == results[0] for result in results)
+
+
+def _learned_from_each_other(rank, size):
+    one, even = rank == size - 1, torch.ones(size)
+    return {
+        "x must be dense": _error(lambda: F.all_gather(even.to_sparse() if one else even)),
+        "x must be a tensor": _error(lambda: F.gather(None if one else even)),
+        "this sequence is broken": _error(lambda: F.scatter(even, size - 1, splits=_Breaks() if one else None)),
+        "input_splits=7 must": _error(lambda: F.all_to_all(even, 7 if one else [1] * size)),
+    }
+
+
+def _no_such_argument(rank, size):
+    """A misspelt keyword on one rank is a TypeError there, and told to the others."""
+    group = dist.new_group()
+    if rank == 0:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'opp'"):
+            F.all_reduce(torch.ones(1), group=group, opp="sum")
+        with pytest.raises(TypeError, match="missing .* 'x'"):
+            F.all_reduce()
+        with pytest.raises(TypeError, match="Tensor"):  # not ours: nothing is told
+            F.all_reduce(torch.ones(1)) + object()
+    else:
+        assert "rank 0: got an unexpected" in _error_of(lambda: F.all_reduce(torch.ones(1), group=group)).replace(
+            "all_reduce() ", ""
+        )
+        _error_of(lambda: F.all_reduce(torch.ones(1)))
+        F.all_reduce(torch.ones(1))
+    assert F.all_reduce(torch.ones(1), group=group).item() == size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_argument_that_does_not_exist_is_told_to_the_other_ranks(world_size):
+    run_ranks(_no_such_argument, world_size)
+
+
+def _other_whole_numbers(rank, size):
+    """NumPy's integers are numbers like others."""
+    n = numpy.int64
+    x = torch.arange(float(size)) + rank
+    assert F.broadcast(x, n(1)).tolist() == (torch.arange(float(size)) + 1).tolist()
+    assert F.reduce_scatter(x, splits=numpy.ones(size, dtype=numpy.int32)).numel() == 1
+    assert F.all_gather(x, sizes=[n(size)] * size).numel() == size * size
+    assert F.all_to_all(x, [n(1)] * size, [n(1)] * size).numel() == size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_numpys_integers_are_counts_and_ranks(world_size):
+    run_ranks(_other_whole_numbers, world_size)
+
+
+def _forward_mode(rank, size):
+    """No transform may see a zero where there is a derivative."""
+    forward_ad = torch.autograd.forward_ad
+    x = torch.ones(2)
+    texts = []
+    for collective in (F.all_reduce, F.all_gather, F.broadcast, F.reduce, F.gather):
+        texts.append(_error(lambda: torch.func.jvp(collective, (x,), (x,))))
+        texts.append(_error(lambda: torch.func.jacfwd(collective)(x)))
+        texts.append(_error(lambda: torch.func.grad(lambda t: collective(t).sum())(x)))
+        texts.append(_error(lambda: torch.func.vmap(collective)(x)))
+        for requires_grad in (False, True):
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(x.clone().requires_grad_(requires_grad), x.clone())
+                texts.append(_error(lambda: collective(dual)))
+                collective(x)  # and one without a tangent goes on working
+    assert all("torch.func transform" in text or "forward-mode tangent" in text for text in texts), texts
+    with forward_ad.dual_level():  # a tangent that comes in only on the way back
+        leaf = x.clone().requires_grad_()
+        y = F.all_reduce(leaf)
+        weight = forward_ad.make_dual(x.clone(), x.clone())
+        text = _error(lambda: torch.autograd.grad((y * weight).sum(), leaf))
+    assert "the gradient in SumToAll carries a forward-mode tangent" in text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_forward_mode_and_transforms_raise_instead_of_losing_derivatives(world_size):
+    run_ranks(_forward_mode, world_size)
 
 
 def _outsider(rank, size):

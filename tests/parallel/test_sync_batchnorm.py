@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minddp.sync_batchnorm import SyncBatchNorm, batch_norm_reference, convert_sync_batchnorm
 from minddp.testing import run_ranks
@@ -330,6 +331,41 @@ def test_synchronizes_within_its_group_only():
     assert [mean for mean, _ in results] == pytest.approx([1.0, 2.5, 2.5])
     assert results[0][1] == ""
     assert all("is not in the layer's process_group" in message for _, message in results[1:])
+
+
+class Operators(TorchDispatchMode):
+    """What is called, with which arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func.name(), args))
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_a_step(rank, world_size, dtype):
+    layer = SyncBatchNorm(4)
+    x = torch.randn(3, 4, 2, 2, dtype=dtype, requires_grad=True)
+    layer(x).float().square().sum().backward()  # compares the ranks, once
+    with Operators() as operators:
+        layer(x).float().square().sum().backward()
+    names = [name for name, _ in operators.calls]
+    ((_, backward),) = [call for call in operators.calls if call[0] == "aten::native_batch_norm_backward"]
+    return names, [argument is None for argument in backward[3:7]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_step_asks_nothing_of_cuda_that_it_refuses(world_size, dtype):
+    """CUDA's backward asserts the saved statistics, and a graph captures no copy from or to the host."""
+    for names, missing in run_ranks(operators_of_a_step, world_size, dtype):
+        assert missing == [False] * 4  # running mean and variance, saved mean and deviation
+        copies = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::_local_scalar_dense", "aten::item"}
+        assert not copies.intersection(names)
+        collectives = [name for name in names if name.startswith("c10d::")]
+        assert collectives == ["c10d::_allgather_base_", "c10d::allreduce_"]
 
 
 class Block(nn.Module):

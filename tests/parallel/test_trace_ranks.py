@@ -136,6 +136,39 @@ def test_training_is_traced_from_within_the_module(tmp_path: Path):
     assert len(arrivals) == 2 * 3 * 4
 
 
+def _train_and_refresh(rank: int, world_size: int, path: str) -> None:
+    """Two traced steps, a model that loses a parameter and gets two, two more steps."""
+    import torch
+
+    import minddp
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    ddp = minddp.DistributedDataParallel(model)
+    with tracing.trace(path):
+        for turn in range(4):
+            if turn == 2:
+                model[0].bias.requires_grad_(False)
+                model.add_module("2", torch.nn.Linear(8, 2))
+                ddp.refresh()
+            ddp.zero_grad()
+            ddp(torch.randn(4, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_refresh_neither_loses_nor_breaks_an_open_trace(tmp_path: Path, world_size: int):
+    path = tmp_path / "t.json"
+    run_ranks(_train_and_refresh, world_size, str(path))
+    document = json.loads(path.read_text())
+    for part in document["minddp"]["ranks"]:
+        before, after = part["modules"]
+        assert [len(module["steps"]) for module in (before, after)] == [2, 2]
+        assert before["parameter_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert after["parameter_names"] == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
+    arrivals = [e["name"] for e in document["traceEvents"] if e["ph"] == "i"]
+    assert arrivals.count("0.bias") == arrivals.count("2.bias") == 2 * world_size
+
+
 def _check_order(step: dict[str, Any]) -> None:
     """Stamps of one step are in the order in which things happen."""
     assert step["forward_begin_ns"] < step["backward_begin_ns"] < step["backward_end_ns"] <= step["finalize_end_ns"]

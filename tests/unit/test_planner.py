@@ -5,6 +5,7 @@ import json
 import math
 import os
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,13 +40,16 @@ def merges(queues):
             yield [queue[0], *rest]
 
 
-def brute_force(ready, nbytes, cost, kinds):
-    """The least (finish, number of buckets) over all plans."""
+def brute_force(ready, nbytes, cost, kinds, slack=None):
+    """The least (finish, number of buckets) over all plans; the least number with a slack."""
     lanes = [[p for p, kind in enumerate(kinds) if kind == k] for k in dict.fromkeys(kinds)]
     plans = (
         launch for cut in itertools.product(*(list(partitions(lane)) for lane in lanes)) for launch in merges(cut)
     )
-    return min((plan_finish(plan, ready, nbytes, cost), len(plan)) for plan in plans)
+    found = [(plan_finish(plan, ready, nbytes, cost), len(plan)) for plan in plans]
+    if slack is None:
+        return min(found)
+    return min(count for finish, count in found if finish <= min(found)[0] + slack + 1e-9)
 
 
 SECONDS = st.integers(0, 40).map(lambda x: x / 8)
@@ -97,6 +101,77 @@ def test_kinds_never_share_a_bucket_and_the_plan_is_still_optimal(instance, cost
     plan = optimal_plan(ready, nbytes, cost, kinds=kinds)
     assert all(len({kinds[p] for p in bucket}) == 1 for bucket in plan.buckets)
     assert plan.finish_seconds == pytest.approx(brute_force(ready, nbytes, cost, kinds)[0], abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    gradients(5),
+    st.one_of(LINEAR, st.lists(SECONDS, min_size=64, max_size=64).map(lambda table: table.__getitem__)),
+    st.lists(st.sampled_from("xyz"), min_size=5, max_size=5),
+    st.one_of(st.just(0.0), SECONDS),
+)
+def test_several_kinds_get_the_fewest_buckets_that_keep_the_slack(instance, cost, letters, slack):
+    ready, nbytes = instance
+    kinds = letters[: len(ready)]
+    plan = optimal_plan(ready, nbytes, cost, kinds=kinds, slack_seconds=slack)
+    assert len(plan.buckets) == brute_force(ready, nbytes, cost, kinds, slack)
+    assert plan.finish_seconds <= optimal_plan(ready, nbytes, cost, kinds=kinds).finish_seconds + slack + 1e-9
+
+
+def test_slack_joins_the_buckets_of_each_kind():
+    arguments = [k / 10 for k in range(10)], [1 << 20] * 10, LinearCost(0.05, 1e-8)
+    kinds = [k % 2 for k in range(10)]
+    tight = optimal_plan(*arguments, kinds=kinds)
+    loose = optimal_plan(*arguments, kinds=kinds, slack_seconds=10.0)
+    assert len(tight.buckets) > 2 == len(loose.buckets)
+    assert loose.finish_seconds <= tight.finish_seconds + 10.0
+
+
+def test_slack_with_more_kinds_than_the_lattice_takes_is_kept():
+    for slack in (0.0, 0.003, 0.05, 1.0):
+        arguments = [0.1 * k for k in range(40)], [1] * 40, LinearCost(0.01, 1e-3)
+        tight = optimal_plan(*arguments, kinds=[k % 8 for k in range(40)])
+        loose = optimal_plan(*arguments, kinds=[k % 8 for k in range(40)], slack_seconds=slack)
+        assert loose.finish_seconds <= tight.finish_seconds + slack + 1e-9
+        assert len(loose.buckets) <= len(tight.buckets)
+
+
+def test_numpys_numbers_are_numbers(tmp_path):
+    ready, nbytes = [0.0, 0.5, 0.5], [1 << 30, 2 << 29, 3 << 29]
+    cost = LinearCost(0.1, 1e-9)
+    plan = optimal_plan(ready, nbytes, cost, kinds="xxy", slack_seconds=0.1)
+    same = optimal_plan(
+        numpy.array(ready, dtype=numpy.float32), numpy.array(nbytes, dtype=numpy.int64),
+        LinearCost(numpy.float64(0.1), numpy.float64(1e-9)), kinds=numpy.array(list("xxy")),
+        slack_seconds=numpy.float64(0.1),
+    )  # fmt: skip
+    assert same == plan
+    assert optimal_plan(ready, numpy.array(nbytes, dtype=numpy.int32), cost) == optimal_plan(ready, nbytes, cost)
+    small = numpy.array([1, 9, 1, 1], dtype=numpy.int8)
+    assert capped_buckets(small, numpy.int64(4), numpy.int32(1)) == [[0], [1], [2, 3]]
+    path = tmp_path / "plan.json"
+    mine = BucketPlan(numpy.array([[0, 1], [2, 3]]), numpy.float32(0.5))
+    mine.save(path)
+    assert BucketPlan.load(path) == mine == BucketPlan([[0, 1], [2, 3]], 0.5)
+    table = TableCost(numpy.array([1, 2]), numpy.array([1.0, 2.0]))
+    assert repr(table) == "TableCost([1, 2], [1.0, 2.0])"
+    assert repr(LinearCost(numpy.float64(1), numpy.int64(2))) == repr(LinearCost(1.0, 2.0))
+    line = planner.fit_linear(numpy.array([1, 2]), numpy.array([2.0, 3.0]), numpy.array([1, 1]))
+    assert line == LinearCost(1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: capped_buckets([1], "4"),
+        lambda: capped_buckets(["1"], 4),
+        lambda: optimal_plan([0.0], [None], LinearCost(1, 1)),
+        lambda: LinearCost("1", 1),
+    ],
+)
+def test_what_is_no_number_is_named(call):
+    with pytest.raises(TypeError, match=r"(cap_nbytes|nbytes|latency_seconds) must be numbers, got"):
+        call()
 
 
 def test_many_parameters_of_two_kinds_are_planned_close_to_the_optimum_of_one_kind():

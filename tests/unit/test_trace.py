@@ -192,6 +192,60 @@ def test_the_environment_opens_a_trace_that_unused_processes_do_not_write(tmp_pa
     assert not path.exists()
 
 
+@pytest.mark.parametrize("place", ["nowhere/t.json", ""])
+def test_a_bad_path_in_the_environment_is_a_warning_and_no_trace(tmp_path, place):
+    done = subprocess.run(
+        [sys.executable, "-c", "import minddp; print(minddp.tracing.active)"],
+        env={**tracing.os.environ, "MINDDP_TRACE": str(tmp_path / place)},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == "False\n"
+    assert "MINDDP_TRACE: this process takes no trace" in done.stderr
+    with pytest.raises(OSError, match=r"does not exist|is a folder"):
+        tracing.trace(tmp_path / place)
+
+
+def test_a_folder_that_goes_before_the_environments_trace_is_written_is_a_warning(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    opened = Trace(folder / "t.json", 3)
+    opened.__enter__()
+    after_step(FakeModule())
+    folder.rmdir()
+    with pytest.warns(UserWarning, match="could not be written"):
+        opened.close_if_used()
+    assert not tracing.active
+
+
+def test_a_reducer_made_anew_keeps_the_steps_before_and_numbers_its_own(tmp_path):
+    """What refresh() does: other parameters, iterations from 1; the steps of both are in the file."""
+    ddp = FakeModule()
+    path = tmp_path / "t.json"
+    with tracing.trace(path, steps=4):
+        begin = tracing.time.monotonic_ns()
+        after_step(ddp)
+        for iteration in (1, 2):
+            ddp.stamps = step(iteration, begin + iteration * 50 * MS)
+            if iteration == 1:
+                after_step(ddp)
+        old = ddp.stamps
+        ddp.reducer.last_step = lambda: old
+        ddp.reducer = SimpleNamespace(last_step=lambda: ddp.stamps)
+        ddp.parameter_names = ["a.weight", "b.weight", "new"]
+        ddp.stamps = step(0)
+        for iteration in (1, 2, 3):
+            after_step(ddp)
+            ddp.stamps = step(iteration, begin + (2 + iteration) * 50 * MS)
+    (part,) = json.loads(path.read_text())["minddp"]["ranks"]
+    before, after = part["modules"]
+    assert [s["iteration"] for s in before["steps"]] == [1, 2]
+    assert [s["iteration"] for s in after["steps"]] == [1, 2]
+    assert (before["dropped"], after["dropped"]) == (0, 1)  # four steps of the module, as asked for
+    assert before["parameter_names"][-1] == "c.weight"
+    assert after["parameter_names"][-1] == "new"
+    assert after["name"] == "Identity (remade after 2 steps)"
+
+
 def test_clock_bounds_are_stated():
     parts = [
         {"rank": 0, "offset_ns": 0, "error_ns": 0},

@@ -1,0 +1,83 @@
+"""Code that runs in every step makes no tensor from host values on a device, and reads none back.
+
+Both wait for the device, or copy from pageable memory, and neither may be captured in a CUDA graph. What is meant
+stands in ``ALLOWED``, by file and function, with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "minddp"
+
+# File -> the functions that run in every step; None for all of them.
+PER_STEP: dict[str, set[str] | None] = {
+    "sync_batchnorm.py": None,
+    "functional/__init__.py": None,
+    "functional/agreement.py": None,
+    "functional/linear.py": None,
+    "functional/transport.py": None,
+    "init_sync.py": {"broadcast_coalesced", "_receive", "_once", "_messages", "_cuts"},
+}
+ALLOWED = {
+    ("sync_batchnorm.py", "_require_two_values", "item"): "read only where a rank has at most one value per channel",
+    ("functional/agreement.py", "all_gather_ints", "tolist"): "of a tensor on the CPU, as it travels",
+    ("functional/agreement.py", "ints_from_root", "tolist"): "of a tensor on the CPU, as it travels",
+    ("functional/agreement.py", "_raise_together", "tolist"): "of an array.array, on the way to an error",
+    ("functional/agreement.py", "require_replicated", "tolist"): "a check that can be turned off; it says so",
+    ("functional/agreement.py", "require_replicated", "cpu"): "as above",
+}
+READS = {"item", "tolist", "cpu", "numpy"}
+MAKES = {"new_tensor"}
+
+
+def found(source: str) -> Iterator[tuple[str, str, int]]:
+    """(function, what, line) of each call that is looked for."""
+
+    def walk(node: ast.AST, function: str) -> Iterator[tuple[str, str, int]]:
+        for child in ast.iter_child_nodes(node):
+            inside = child.name if isinstance(child, ast.FunctionDef) else function
+            if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
+                name = child.func.attr
+                on_device = any(keyword.arg == "device" for keyword in child.keywords)
+                if name in READS | MAKES or (name in ("tensor", "as_tensor") and on_device):
+                    yield inside, name, child.lineno
+            yield from walk(child, inside)
+
+    yield from walk(ast.parse(source), "")
+
+
+@pytest.mark.parametrize("file", PER_STEP)
+def test_no_copies_between_host_and_device_in_a_step(file):
+    functions = PER_STEP[file]
+    wrong = [
+        f"minddp/{file}:{line}: {what} in {function}"
+        for function, what, line in found((PACKAGE / file).read_text())
+        if (functions is None or function in functions) and (file, function, what) not in ALLOWED
+    ]
+    assert not wrong, "use new_full, keep values on the device, or give a reason in ALLOWED:\n" + "\n".join(wrong)
+
+
+def test_the_exceptions_are_needed_and_the_functions_exist():
+    for file, functions in PER_STEP.items():
+        source = (PACKAGE / file).read_text()
+        seen = {(file, function, what) for function, what, _ in found(source)}
+        assert {key for key in ALLOWED if key[0] == file} <= seen
+        names = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+        assert (functions or set()) <= names
+
+
+def test_it_sees_what_it_looks_for():
+    source = """
+def f(x):
+    x.new_tensor([1])
+    torch.tensor([1], device=x.device)
+    torch.tensor([1])
+    return x.item()
+"""
+    assert [what for _, what, _ in found(source)] == ["new_tensor", "tensor", "item"]
+    assert {function for function, _, _ in found(source)} == {"f"}
