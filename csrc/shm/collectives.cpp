@@ -20,10 +20,12 @@ constexpr size_t kFlatBytes = size_t{16} << 10;
 // The piece of an allreduce that one rank reduces between two waits.
 constexpr size_t kShareBytes = size_t{64} << 10;
 constexpr size_t kMinimumShare = size_t{16} << 10;
-// The same where the tensors themselves are read: more, since there are no slots to stay within.
-constexpr size_t kDirectShareBytes = size_t{128} << 10;
 // So that a rank can work on one while its peers do on another.
 constexpr size_t kChunksAtLeast = 4;
+
+// The same where the tensors themselves are read: as much as the caches keep until it is fetched, since
+// every wait may cost a thread switch.
+constexpr size_t kDirectShareBytes = size_t{2} << 20;
 
 // What is reduced before the result is copied on: stays in the first-level cache.
 constexpr size_t kBlockBytes = size_t{8} << 10;
@@ -179,8 +181,10 @@ void Collectives::reduce_awaited(
 // 2M (n-1)/n into slots and as much out of them: for two ranks twice what the bound of the direct version
 // is, since memory that is not shared must be copied by its owner, out and in.
 void Collectives::allreduce_sharded(Span data, const Reduction& reduction) {
-  const Chunks chunks(data, static_cast<size_t>(size()),
-      std::min(Exchange::kSlotBytes / static_cast<size_t>(size() - 1), kShareBytes));
+  const size_t ranks = static_cast<size_t>(size());
+  const size_t fine = std::max(round_up(ceil_div(data.bytes, kChunksAtLeast * ranks), kCacheLine), kMinimumShare);
+  const size_t room = Exchange::kSlotBytes / (ranks - 1) / kCacheLine * kCacheLine;
+  const Chunks chunks(data, ranks, std::min({fine, room, kShareBytes}));
   for (size_t step = 0; step < chunks.count + 2; ++step) {
     if (step < chunks.count) hand_in(chunks, step);
     if (step >= 1 && step <= chunks.count) reduce_own_share(chunks, step - 1, reduction);
@@ -188,11 +192,8 @@ void Collectives::allreduce_sharded(Span data, const Reduction& reduction) {
   }
 }
 
-Collectives::Chunks::Chunks(Span data, size_t ranks, size_t largest_share)
-    : data(data), ranks(ranks),
-      share_bytes(std::min(largest_share / kCacheLine * kCacheLine,
-          std::max(round_up(ceil_div(data.bytes, kChunksAtLeast * ranks), kCacheLine), kMinimumShare))),
-      count(ceil_div(data.bytes, share_bytes * ranks)) {}
+Collectives::Chunks::Chunks(Span data, size_t ranks, size_t share_bytes)
+    : data(data), ranks(ranks), share_bytes(share_bytes), count(ceil_div(data.bytes, share_bytes * ranks)) {}
 
 Span Collectives::Chunks::share(size_t chunk, int owner) const {
   const size_t begin = chunk * share_bytes * ranks;
@@ -249,14 +250,18 @@ bool Collectives::all_shared(Span data, Tensors& tensors) {
 }
 
 // In each chunk a rank reduces its share straight out of all ranks' tensors, into its own tensor, and
-// then fetches the others' shares of the chunk before, which their owners' caches still hold: so what
-// moves through memory is what the tensors' own reading and writing takes.
+// then fetches the others' shares of the chunk before, which the caches still hold. Fetching costs a rank
+// M (n-1)/n more than if it wrote its share into all tensors itself; but then one that comes late would
+// write into the tensor of another that has given up.
 //
 // The bound: with n ranks and M bytes, a rank reads M/n from each of n tensors and writes M to its own,
 // 2M bytes in all; both at the bandwidth that all ranks reach at once, no allreduce on shared buffers can
 // be faster than a copy of M bytes that all ranks make at once.
 void Collectives::allreduce_direct(Span data, const Tensors& tensors, const Reduction& reduction) {
-  const Chunks chunks(data, static_cast<size_t>(size()), kDirectShareBytes);
+  const size_t ranks = static_cast<size_t>(size());
+  const size_t whole = round_up(ceil_div(data.bytes, ranks), kCacheLine);
+  const Chunks chunks(data, ranks, std::min(whole, kDirectShareBytes));
+  const auto fetch = chunks.count > 1 ? stream_copy : copy;
   for (size_t step = 0; step <= chunks.count; ++step) {
     if (step < chunks.count) {
       exchange_.acquire();
@@ -270,7 +275,7 @@ void Collectives::allreduce_direct(Span data, const Tensors& tensors, const Redu
       if (owner == rank()) continue;
       const Span share = chunks.share(step - 1, owner);
       exchange_.await(owner);
-      copy(share.data, tensors[static_cast<size_t>(owner)] + (share.data - data.data), share.bytes);
+      fetch(share.data, tensors[static_cast<size_t>(owner)] + (share.data - data.data), share.bytes);
     }
     exchange_.take();
   }

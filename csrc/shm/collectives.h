@@ -78,9 +78,9 @@ class Collectives {
 
   void allreduce_flat(Span data, const Reduction& reduction);
 
-  // How an allreduce cuts its data: chunks, of which each rank owns a share of at most so many bytes.
+  // How an allreduce cuts its data: chunks, of which each rank owns a share of so many bytes.
   struct Chunks {
-    Chunks(Span data, size_t ranks, size_t largest_share);
+    Chunks(Span data, size_t ranks, size_t share_bytes);
     Span share(size_t chunk, int owner) const;  // shorter, or empty, in the last chunk
 
     Span data;
