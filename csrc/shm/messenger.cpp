@@ -88,7 +88,11 @@ void Messenger::progress(Requests& requests) {
     }
     requests.size = requests.list.size();
   }
-  for (Outcome& outcome : outcomes) outcome.done(outcome.peer, outcome.error);
+  callbacks_ += outcomes.size();
+  for (Outcome& outcome : outcomes) {
+    outcome.done(outcome.peer, outcome.error);
+    --callbacks_;
+  }
 }
 
 // Whether the request has ended, and how.
@@ -158,7 +162,7 @@ void Messenger::stop(std::chrono::milliseconds patience) {
   }
   changed_.notify_all();
   bell.ring();
-  end_thread(thread);
+  end_thread(thread, callbacks_ > 0);
   progress();
 }
 

@@ -73,6 +73,7 @@ class Messenger : public std::enable_shared_from_this<Messenger> {
   Mailbox mailbox_;
   Requests sends_;
   Requests receives_;
+  std::atomic<size_t> callbacks_{0};  // being run, or about to be
   std::atomic<bool> stopping_{false};
   std::mutex mutex_;
   std::condition_variable changed_;  // with mutex_: waiting() or stopping_ has become true

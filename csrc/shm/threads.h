@@ -5,11 +5,11 @@
 
 namespace minddp::shm {
 
-// Waits for the thread to return; lets it go when it is the calling one.
-// REQUIRES: the thread holds a reference to all that it still touches
-inline void end_thread(std::thread& thread) {
+// Waits for the thread to return, or lets it go where a callback runs, on it or beside it: that may wait
+// for the caller. REQUIRES: the thread holds a reference to all that it still touches
+inline void end_thread(std::thread& thread, bool callback_runs) {
   if (!thread.joinable()) return;
-  thread.get_id() == std::this_thread::get_id() ? thread.detach() : thread.join();
+  callback_runs ? thread.detach() : thread.join();
 }
 
 }  // namespace minddp::shm

@@ -216,11 +216,15 @@ bool WorkQueue::idle(Lock& lock) {
 void WorkQueue::stop(std::chrono::milliseconds patience, const std::function<void()>& abort) {
   Works abandoned;
   std::vector<std::thread> workers;
+  bool callback_runs = false;
   {
     Lock lock(mutex_);
-    const int own = callbacks_on_this_thread();
-    work_done_.wait_for(lock, patience,
-        [&] { return stopping_ || (queue_.empty() && nested_.empty() && !running_ && callbacks_ == own); });
+    const bool from_callback = calls_back_on_this_thread();
+    work_done_.wait_for(lock, patience, [&] {
+      const bool drained = queue_.empty() && nested_.empty() && !running_;
+      return stopping_ || (drained && (from_callback || callbacks_ == 0));
+    });
+    callback_runs = callbacks_ > 0;
     abort();
     stopping_ = true;
     abandoned.swap(queue_);
@@ -231,14 +235,13 @@ void WorkQueue::stop(std::chrono::milliseconds patience, const std::function<voi
   work_ready_.notify_all();
   work_done_.notify_all();
   for (const auto& work : abandoned) work->complete_with(stopped_error());
-  for (std::thread& worker : workers) end_thread(worker);
+  for (std::thread& worker : workers) end_thread(worker, callback_runs);
 }
 
-int WorkQueue::callbacks_on_this_thread() const {
-  int count = 0;
-  for (const Callbacks* callbacks = callbacks_here; callbacks != nullptr; callbacks = callbacks->outer)
-    count += callbacks->queue == this;
-  return count;
+bool WorkQueue::calls_back_on_this_thread() const {
+  const Callbacks* callbacks = callbacks_here;
+  while (callbacks != nullptr && callbacks->queue != this) callbacks = callbacks->outer;
+  return callbacks != nullptr;
 }
 
 }  // namespace minddp::shm

@@ -8,8 +8,8 @@
 //   submit themselves (PowerSGD's do, and wait for it) runs at once, ahead of the queue: so the order of
 //   collectives is the same on all ranks, however far each rank's main thread has come meanwhile. That is
 //   why another worker is started when the others are busy with callbacks.
-//   A callback may end the group: the queue lives until the last thread that is inside it has left, and a
-//   thread that ends the queue is not waited for.
+//   A callback may end the group, and another wait for that one: the queue lives until the last thread
+//   that is inside it has left, and is not waited for where it runs a callback.
 //   In a forked child no work ends: wait() raises there.
 // Lock order: WorkQueue::mutex_ before nothing; a Work's own mutex is never held with it.
 #pragma once
@@ -71,7 +71,7 @@ class WorkQueue : public std::enable_shared_from_this<WorkQueue> {
   void submit(const c10::intrusive_ptr<ShmWork>& work, bool now);
 
   // Lets the works end within `patience`, then calls `abort`, which makes the running one fail, and
-  // fails the others. Does not wait for the callbacks from which it is called. REQUIRES: called before
+  // fails the others. From a callback it waits for no callback. REQUIRES: called before
   // the last reference goes
   void stop(std::chrono::milliseconds patience, const std::function<void()>& abort);
 
@@ -87,7 +87,7 @@ class WorkQueue : public std::enable_shared_from_this<WorkQueue> {
   void call_worker();
   void loop();
   bool idle(Lock& lock);
-  int callbacks_on_this_thread() const;
+  bool calls_back_on_this_thread() const;
 
   std::mutex mutex_;
   std::condition_variable work_ready_;  // for workers

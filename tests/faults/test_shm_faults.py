@@ -163,14 +163,20 @@ def test_a_late_rank_leaves_the_survivors_tensor_alone(world_size: int) -> None:
 
 
 def peers_memory(rank: int, world_size: int) -> None:
+    def mapped() -> set[tuple[bool, str, str]]:
+        found = set()
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "memfd:minddp-shm" in line:
+                addresses, protection, _, _, inode = line.split()[:5]
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                found.add((end - begin > 1 << 20, protection, inode))
+        return found
+
+    before = mapped()
     group = shm_group()
     dist.barrier(group)
-    heaps = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:minddp-shm" in line:
-            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
-            heaps.append((end - begin > 1 << 20, line.split()[1]))
-    assert sorted(protection for large, protection in heaps if large) == ["r--s"] * (world_size - 1) + ["rw-s"]
+    heaps = [protection for large, protection, _ in mapped() - before if large]
+    assert sorted(heaps) == ["r--s"] * (world_size - 1) + ["rw-s"]
 
 
 def test_the_peers_heaps_cannot_be_written_to() -> None:

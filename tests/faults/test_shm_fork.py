@@ -153,7 +153,7 @@ class Gradients(torch.utils.data.Dataset):
         if torch.utils.data.get_worker_info() is not None:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    assert parameter.grad.isfinite().all()
+                    assert parameter.grad.square().sum() != 0.0  # it can be read
                     parameter.grad.fill_(float("nan"))
         return torch.full((20,), float(index))
 
