@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import minddp.shm
-from minddp.testing import RankError, run_ranks
+from minddp.testing import RankError, run_ranks, shutdown
 
 # How long a survivor may take to hear of a peer's end, on a machine with more to do than cores.
 SOON = 20.0
@@ -507,3 +507,62 @@ def test_nothing_is_left_behind() -> None:
     run_ranks(leaves_nothing, 2)
     survivors(killed_rank, False, 10, world_size=2)
     assert {name for name in os.listdir("/dev/shm") if "minddp" in name} <= before
+
+
+def security(rank: int, world_size: int) -> None:
+    """A segment is open to its user alone, cannot be resized, and cards are text that is checked."""
+    group = shm_group()
+    (descriptor,) = segments_open_in("self")
+    status = os.fstat(descriptor)
+    assert status.st_mode & 0o7777 == 0o600
+    assert status.st_uid == os.geteuid()
+    for size in (4096, status.st_size * 2):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    if os.geteuid() == 0:
+        pid = os.fork()
+        if pid == 0:  # another user
+            path = f"/proc/{os.getppid()}/fd/{descriptor}"
+            os.setuid(65534)
+            try:
+                os.open(path, os.O_RDONLY)
+            except PermissionError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+    dist.destroy_process_group(group)
+
+
+def test_another_user_cannot_map_a_segment() -> None:
+    shutdown()  # ranks of their own: one group each
+    run_ranks(security, 2)
+
+
+def forged_card(rank: int, world_size: int, kind: str) -> str:
+    """Rank 1's place is taken by who can write to the store, but is no rank."""
+    store = dist.PrefixStore(kind, dist.distributed_c10d._get_default_store())
+    if rank == 1:
+        store.wait(["minddp-shm/card/0"], timedelta(seconds=10))
+        card = store.get("minddp-shm/card/0").decode()
+        head, numbers = card.rsplit("\n", 1)
+        _, _, size, token = numbers.split()
+        with Path("/proc/self/status").open() as file:  # any file that this process has open
+            forged = {"text": "cos\nsystem", "file": f"{head}\n{os.getpid()} {file.fileno()} {size} {token}"}[kind]
+            store.set("minddp-shm/card/1", forged)
+            store.add("minddp-shm/events", 1)
+            cards = [card, forged]
+            value = 0xCBF29CE484222325
+            for byte in b"".join(text.encode() + b"\0" for text in cards):
+                value = (value ^ byte) * 0x100000001B3 % 2**64
+            for what in ("agreed", "attached"):
+                store.set(f"minddp-shm/{value:x}/{what}/1", "yes" if what == "agreed" else "")
+            dist.barrier()
+        return ""
+    text = expect_failure(lambda: minddp.shm._create(store, 0, 2, timedelta(seconds=5)))
+    dist.barrier()
+    return text
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("text", "is not a card"), ("file", "is not a segment of shared")])
+def test_what_the_store_holds_is_checked(kind: str, reason: str) -> None:
+    assert reason in run_ranks(forged_card, 2, kind)[0]

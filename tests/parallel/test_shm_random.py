@@ -27,6 +27,11 @@ MOST_IN_FLIGHT = 5
 Call = tuple[Any, list[torch.Tensor]]  # the work, and the tensors that it writes to
 
 
+def for_group(tensor: torch.Tensor, ours: bool) -> torch.Tensor:
+    """Gloo's scatter passes over strides without a word."""
+    return tensor if ours else tensor.contiguous()
+
+
 class Operations:
     """Draws the same operations on every rank; each rank fills in its own data."""
 
@@ -93,7 +98,7 @@ class Operations:
 
         def call(group, ours):
             outputs = [torch.zeros_like(mine) for _ in range(self.world_size)] if self.rank == root else []
-            return dist.gather(mine, outputs or None, root, group=group, async_op=True), outputs
+            return dist.gather(for_group(mine, ours), outputs or None, root, group=group, async_op=True), outputs
 
         return call
 
@@ -102,7 +107,7 @@ class Operations:
 
         def call(group, ours):
             output = torch.zeros(numel, dtype=dtype)
-            source = inputs if self.rank == root else None
+            source = [for_group(value, ours) for value in inputs] if self.rank == root else None
             return dist.scatter(output, source, root, group=group, async_op=True), [output]
 
         return call
@@ -112,7 +117,7 @@ class Operations:
 
         def call(group, ours):
             outputs = [torch.zeros(numel, dtype=dtype) for _ in range(self.world_size)]
-            return dist.all_gather(outputs, mine, group=group, async_op=True), outputs
+            return dist.all_gather(outputs, for_group(mine, ours), group=group, async_op=True), outputs
 
         return call
 
@@ -173,6 +178,7 @@ class Operations:
 
 def check_random(rank: int, world_size: int, count: int, seed: int) -> int:
     operations = Operations(rank, world_size, seed)
+    names: list[str] = []
     in_flight: list[tuple[int, Any, list[torch.Tensor], list[torch.Tensor]]] = []
 
     def check(entry: tuple[int, Any, list[torch.Tensor], list[torch.Tensor]]) -> None:
@@ -180,10 +186,14 @@ def check_random(rank: int, world_size: int, count: int, seed: int) -> int:
         if work is not None:
             work.wait()
         for output, right in zip(outputs, expected, strict=True):
-            assert torch.equal(output, right), f"operation {number} of seed {seed}"
+            assert torch.equal(output, right), (
+                f"{names[number]}, operation {number} of seed {seed}, {output.dtype}, {output.shape}: "
+                f"{output.flatten()[:9]} is not {right.flatten()[:9]}"
+            )
 
     for number in range(count):
         call = operations.next()
+        names.append(call.__qualname__)
         work, expected = call(dist.group.WORLD, False)
         if work is not None:
             work.wait()
