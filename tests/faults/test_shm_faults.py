@@ -117,7 +117,7 @@ def calls_that_do_not_fit(rank: int, world_size: int, pairs: list[tuple[str, str
     for names in pairs:
         group = shm_group()
         name = names[rank == world_size - 1]
-        text = expect_failure(lambda: CALLS[name](torch.ones(100), group, rank, world_size))  # noqa: B023
+        text = expect_failure(lambda: CALLS[name](torch.ones(100), group, rank, world_size))
         assert all(name + " as number 1" in text for name in names), (names, text)
         dist.barrier()
         dist.destroy_process_group(group)
@@ -320,9 +320,9 @@ def destroys_in_callback(rank: int, world_size: int) -> None:
             dist.destroy_process_group(group)
             return "destroyed"
 
-        def destroy_in_nested(done: torch.futures.Future, group: dist.ProcessGroup = group) -> str:
+        def destroy_in_nested(done: torch.futures.Future, group: dist.ProcessGroup = group, end=destroy) -> str:
             work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
-            return work.get_future().then(destroy).wait()  # noqa: B023
+            return work.get_future().then(end).wait()
 
         begin = time.monotonic()
         if case == "of a receive":

@@ -144,7 +144,8 @@ class Operations:
         return call
 
     def all_to_all_single(self, numel, dtype, layout, root, op):
-        rows = [[self.draw.randint(0, 1 + numel // 4) for _ in range(self.world_size)] for _ in range(self.world_size)]
+        ranks = range(self.world_size)
+        rows = [[self.draw.randint(0, 1 + numel // 4) for _ in ranks] for _ in ranks]
         to, from_all = rows[self.rank], [row[self.rank] for row in rows]
         mine = self.tensor(sum(to), dtype)
 
