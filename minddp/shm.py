@@ -10,12 +10,20 @@ Importing this module registers the backend ``"shm"``::
 Collectives and point-to-point messages on CPU tensors pass through memory that the ranks share, where
 Gloo sends them through a socket. All ranks must run on one machine, in one PID namespace, as one user;
 otherwise every rank raises when the group is made. Nothing appears in ``/dev/shm``, whose size does not
-matter, and nothing is left behind, however the processes end.
+matter, and nothing is left behind, however the processes end. No other user can map the memory.
 
 What always holds
     A reduction gives the same bits on every rank; for two ranks those of Gloo. A rank that dies, leaves,
     calls another collective or does not come within the group's timeout makes the others raise
-    :class:`torch.distributed.DistBackendError`, which names it; the group is broken then.
+    :class:`torch.distributed.DistBackendError`, which names it; the group is broken then, and what the
+    tensors of that call hold is undefined, but no rank changes another's any more.
+    MIN and MAX are IEEE 754's minimum and maximum: a NaN on any rank gives a NaN, and -0 is less than +0.
+
+After a fork
+    A forked child (a DataLoader's worker, say) is no rank: calls on the group raise there, and
+    ``destroy_process_group()`` ends the child's copy only. It may read the tensors of :func:`empty`, and
+    a parameter's gradient that lies there, and sees what the parent has there at that moment; what it
+    writes is its own.
 
 The native half is ``csrc/shm/``; its ``shm_backend.h`` gives the reading order.
 """
@@ -37,8 +45,23 @@ BACKEND = "shm"
 """The name under which the backend is registered."""
 
 
+_MOST_ELEMENTS = 2**63 - 1
+
+
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    return load().shm_backend(store, rank, size, timeout)
+    try:
+        extension = load()
+    except Exception as error:
+        _tell_others(store, rank, error)
+        raise
+    return extension.shm_backend(store, rank, size, timeout)
+
+
+def _tell_others(store: Any, rank: int, error: Exception) -> None:
+    """The note of ``csrc/shm/meeting.cpp``, for a rank on which that cannot be called."""
+    attempt = store.add(f"minddp-shm/attempt/{rank}", 1)
+    store.set("minddp-shm/failed", f"{attempt} {rank} {type(error).__name__}: {error}")
+    store.add("minddp-shm/events", 1)
 
 
 def _backend_of(group: dist.ProcessGroup | None) -> Any:
@@ -62,11 +85,16 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup
         group: a group with this backend; default: the default group.
 
     Raises:
-        ValueError: the group has another backend.
-        MemoryError: the group's shared memory (together the machine's) is used up.
+        ValueError: the group has another backend, or a size is negative.
+        MemoryError: the group's shared memory (together the machine's) cannot hold that much.
     """
     shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-    tensor: torch.Tensor = load().shm_empty(_backend_of(group), prod(shape), dtype or torch.get_default_dtype())
+    if any(length < 0 for length in shape):
+        raise ValueError(f"minddp.shm.empty: a size must not be negative, got {tuple(shape)}")
+    numel = prod(shape)
+    if numel > _MOST_ELEMENTS:
+        raise MemoryError(f"minddp.shm.empty: shape {tuple(shape)} has {numel} elements, more than can be addressed")
+    tensor: torch.Tensor = load().shm_empty(_backend_of(group), numel, dtype or torch.get_default_dtype())
     return tensor.view(shape)
 
 

@@ -23,6 +23,10 @@ constexpr size_t kMinimumShare = size_t{16} << 10;
 // So that a rank can work on one while its peers do on another.
 constexpr size_t kChunksAtLeast = 4;
 
+// The same where the tensors themselves are read: as much as the caches keep until it is fetched, since
+// every wait may cost a thread switch.
+constexpr size_t kDirectShareBytes = size_t{2} << 20;
+
 // What is reduced before the result is copied on: stays in the first-level cache.
 constexpr size_t kBlockBytes = size_t{8} << 10;
 
@@ -98,18 +102,36 @@ void Collectives::barrier(const Call& call) {
   });
 }
 
+// A tick of a collective with a root, for a rank without data: in the first one it is there, too.
+void Collectives::show_call(size_t begin) {
+  if (begin == 0) {
+    exchange_.acquire();
+    exchange_.post();
+  } else {
+    exchange_.skip();
+  }
+}
+
+// What the root has in this tick; in a collective's first one, everyone's call is looked at.
+const char* Collectives::await_root(int root, size_t begin) {
+  if (begin == 0) exchange_.await_all();
+  return rank() == root ? nullptr : exchange_.await(root);
+}
+
 void Collectives::broadcast(Span data, int root, const Call& call) {
+  if (size() == 1) return;
   const size_t piece = piece_bytes(data.bytes, Exchange::kSlotBytes);
   run(signature(Kind::kBroadcast, call, data.bytes, root), call, [&] {
-    for (size_t begin = 0; begin < data.bytes && size() > 1; begin += piece) {
+    for (size_t begin = 0; begin == 0 || begin < data.bytes; begin += piece) {
       const Span part = clip(data, begin, piece);
       if (rank() == root) {
         copy_to_peer(exchange_.acquire(), part.data, part.bytes);
         exchange_.post();
       } else {
-        exchange_.skip();
-        copy(part.data, exchange_.await(root), part.bytes);
+        show_call(begin);
       }
+      const char* sent = await_root(root, begin);
+      if (rank() != root) copy(part.data, sent, part.bytes);
       exchange_.take();
     }
   });
@@ -118,13 +140,13 @@ void Collectives::broadcast(Span data, int root, const Call& call) {
 // --- allreduce ---
 
 void Collectives::allreduce(Span data, const Reduction& reduction, const Call& call) {
-  if (size() == 1 || data.bytes == 0) return;
+  if (size() == 1) return;
   run(signature(Kind::kAllreduce, call, data.bytes, reduction), call, [&] {
-    std::vector<char*> buffers;
+    Tensors tensors;
     if (data.bytes <= kFlatBytes)
       allreduce_flat(data, reduction);
-    else if (all_shared(data, buffers))
-      allreduce_direct(data, buffers, reduction);
+    else if (all_shared(data, tensors))
+      allreduce_direct(data, tensors, reduction);
     else
       allreduce_sharded(data, reduction);
   });
@@ -159,7 +181,10 @@ void Collectives::reduce_awaited(
 // 2M (n-1)/n into slots and as much out of them: for two ranks twice what the bound of the direct version
 // is, since memory that is not shared must be copied by its owner, out and in.
 void Collectives::allreduce_sharded(Span data, const Reduction& reduction) {
-  const Chunks chunks(data, static_cast<size_t>(size()));
+  const size_t ranks = static_cast<size_t>(size());
+  const size_t fine = std::max(round_up(ceil_div(data.bytes, kChunksAtLeast * ranks), kCacheLine), kMinimumShare);
+  const size_t room = Exchange::kSlotBytes / (ranks - 1) / kCacheLine * kCacheLine;
+  const Chunks chunks(data, ranks, std::min({fine, room, kShareBytes}));
   for (size_t step = 0; step < chunks.count + 2; ++step) {
     if (step < chunks.count) hand_in(chunks, step);
     if (step >= 1 && step <= chunks.count) reduce_own_share(chunks, step - 1, reduction);
@@ -167,11 +192,8 @@ void Collectives::allreduce_sharded(Span data, const Reduction& reduction) {
   }
 }
 
-Collectives::Chunks::Chunks(Span data, size_t ranks)
-    : data(data), ranks(ranks),
-      share_bytes(std::min({Exchange::kSlotBytes / (ranks - 1) / kCacheLine * kCacheLine, kShareBytes,
-          std::max(round_up(ceil_div(data.bytes, kChunksAtLeast * ranks), kCacheLine), kMinimumShare)})),
-      count(ceil_div(data.bytes, share_bytes * ranks)) {}
+Collectives::Chunks::Chunks(Span data, size_t ranks, size_t share_bytes)
+    : data(data), ranks(ranks), share_bytes(share_bytes), count(ceil_div(data.bytes, share_bytes * ranks)) {}
 
 Span Collectives::Chunks::share(size_t chunk, int owner) const {
   const size_t begin = chunk * share_bytes * ranks;
@@ -212,57 +234,83 @@ void Collectives::fetch_results(const Chunks& chunks, size_t chunk) {
   exchange_.take();
 }
 
-// Exchanges where the ranks' tensors lie; the tensors' buffers by rank when all are in shared memory.
-// Everyone has arrived when this returns.
-bool Collectives::all_shared(Span data, std::vector<char*>& buffers) {
-  const int64_t own = group_.offset_of(data.data, data.bytes);
+// Exchanges where the ranks' tensors lie; the tensors by rank when all are in shared memory. Everyone
+// has arrived when this returns.
+bool Collectives::all_shared(Span data, Tensors& tensors) {
+  const int64_t own = group_->offset_of(data.data, data.bytes);
   synchronize(own);
   bool shared = true;
   for (int peer = 0; peer < size(); ++peer) {
     const int64_t offset = peer == rank() ? own : exchange_.note(peer);
     shared = shared && offset >= 0;
-    buffers.push_back(shared ? group_.at(peer, offset) : nullptr);
+    tensors.push_back(shared ? group_->at(peer, offset, data.bytes) : nullptr);
   }
   exchange_.take();
   return shared;
 }
 
-// Each rank reduces one share of the elements straight out of all ranks' tensors and into them.
+// In each chunk a rank reduces its share straight out of all ranks' tensors, into its own tensor, and
+// then fetches the others' shares of the chunk before, which the caches still hold. Fetching costs a rank
+// M (n-1)/n more than if it wrote its share into all tensors itself; but then one that comes late would
+// write into the tensor of another that has given up.
 //
-// The bound: with n ranks and M bytes, a rank reads M/n from each of n tensors and writes M/n to each,
+// The bound: with n ranks and M bytes, a rank reads M/n from each of n tensors and writes M to its own,
 // 2M bytes in all; both at the bandwidth that all ranks reach at once, no allreduce on shared buffers can
-// be faster than a copy of M bytes that all ranks make at once. What is written was just read, so the
-// caches hold it and the stores fetch nothing.
-void Collectives::allreduce_direct(Span data, const std::vector<char*>& buffers, const Reduction& reduction) {
+// be faster than a copy of M bytes that all ranks make at once.
+void Collectives::allreduce_direct(Span data, const Tensors& tensors, const Reduction& reduction) {
   const size_t ranks = static_cast<size_t>(size());
-  const size_t share = round_up(ceil_div(data.bytes, ranks), kCacheLine);
-  const size_t first = std::min(share * static_cast<size_t>(rank()), data.bytes);
-  const size_t last = std::min(first + share, data.bytes);
-  for (size_t begin = first; begin < last; begin += kBlockBytes) {
-    const Span block{data.data + begin, std::min(kBlockBytes, last - begin)};
-    for (size_t peer = 0; peer < ranks; ++peer) sources_[peer] = buffers[peer] + begin;
-    reduction.function(
-        block.data, sources_.data(), size(), static_cast<int64_t>(block.bytes / reduction.element_bytes));
-    for (char* buffer : buffers) copy(buffer + begin, block.data, block.bytes);
+  const size_t whole = round_up(ceil_div(data.bytes, ranks), kCacheLine);
+  const Chunks chunks(data, ranks, std::min(whole, kDirectShareBytes));
+  const auto fetch = chunks.count > 1 ? stream_copy : copy;
+  for (size_t step = 0; step <= chunks.count; ++step) {
+    if (step < chunks.count) {
+      exchange_.acquire();
+      const Span own = chunks.share(step, rank());
+      reduce_own_share_of(own, static_cast<size_t>(own.data - data.data), tensors, reduction);
+      group_->check_all_active();
+      exchange_.post();
+    }
+    if (step == 0) continue;
+    for (int owner = 0; owner < size(); ++owner) {
+      if (owner == rank()) continue;
+      const Span share = chunks.share(step - 1, owner);
+      exchange_.await(owner);
+      fetch(share.data, tensors[static_cast<size_t>(owner)] + (share.data - data.data), share.bytes);
+    }
+    exchange_.take();
   }
+  // Nobody returns, and changes its tensor, before all have read it.
+  group_->check_all_active();
   synchronize();
   exchange_.take();
+}
+
+// Reduces in place what lies `begin` bytes into the tensors.
+void Collectives::reduce_own_share_of(Span share, size_t begin, const Tensors& tensors, const Reduction& reduction) {
+  for (size_t done = 0; done < share.bytes; done += kBlockBytes) {
+    const Span block = clip(share, done, kBlockBytes);
+    for (size_t peer = 0; peer < tensors.size(); ++peer) sources_[peer] = tensors[peer] + begin + done;
+    reduction.function(
+        block.data, sources_.data(), size(), static_cast<int64_t>(block.bytes / reduction.element_bytes));
+  }
 }
 
 // --- one root, many receivers, and the reverse ---
 
 void Collectives::reduce(Span data, int root, const Reduction& reduction, const Call& call) {
+  if (size() == 1) return;
   const size_t piece = piece_bytes(data.bytes, Exchange::kSlotBytes);
   run(signature(Kind::kReduce, call, data.bytes, reduction, root), call, [&] {
-    for (size_t begin = 0; begin < data.bytes && size() > 1; begin += piece) {
+    for (size_t begin = 0; begin == 0 || begin < data.bytes; begin += piece) {
       const Span part = clip(data, begin, piece);
       if (rank() == root) {
-        exchange_.skip();
+        show_call(begin);
         exchange_.await_all();
         reduce_awaited(part, part.data, 0, 0, reduction);
       } else {
         copy_to_peer(exchange_.acquire(), part.data, part.bytes);
         exchange_.post();
+        if (begin == 0) exchange_.await_all();
       }
       exchange_.take();
     }
@@ -275,7 +323,7 @@ void Collectives::allgather(Span input, const std::vector<Span>& outputs, const 
   const size_t piece = piece_bytes(largest(outputs), Exchange::kSlotBytes);
   run(signature(Kind::kAllgather, call, total_bytes(outputs)), call, [&] {
     pipeline(
-        ceil_div(largest(outputs), piece),
+        std::max(ceil_div(largest(outputs), piece), size_t{1}),
         [&](size_t tick) {
           const Span part = clip(input, tick * piece, piece);
           copy_to_peer(exchange_.acquire(), part.data, part.bytes);
@@ -302,16 +350,18 @@ void Collectives::receive_gathered(const std::vector<Span>& outputs, size_t begi
 
 void Collectives::gather(Span input, const std::vector<Span>& outputs, int root, const Call& call) {
   if (rank() == root) copy(outputs[static_cast<size_t>(root)].data, input.data, input.bytes);
+  if (size() == 1) return;
   const size_t piece = piece_bytes(input.bytes, Exchange::kSlotBytes);
   run(signature(Kind::kGather, call, input.bytes, root), call, [&] {
-    for (size_t begin = 0; begin < input.bytes && size() > 1; begin += piece) {
+    for (size_t begin = 0; begin == 0 || begin < input.bytes; begin += piece) {
       if (rank() == root) {
-        exchange_.skip();
+        show_call(begin);
         receive_gathered(outputs, begin, piece);
       } else {
         const Span part = clip(input, begin, piece);
         copy_to_peer(exchange_.acquire(), part.data, part.bytes);
         exchange_.post(static_cast<int64_t>(input.bytes));
+        if (begin == 0) exchange_.await_all();
         exchange_.take();
       }
     }
@@ -341,15 +391,16 @@ void Collectives::write_lanes(const std::vector<Span>& inputs, size_t begin) {
 
 void Collectives::scatter(Span output, const std::vector<Span>& inputs, int root, const Call& call) {
   if (rank() == root) copy(output.data, inputs[static_cast<size_t>(root)].data, output.bytes);
+  if (size() == 1) return;
   run(signature(Kind::kScatter, call, output.bytes, root), call, [&] {
-    for (size_t begin = 0; begin < output.bytes && size() > 1; begin += lane_bytes()) {
-      if (rank() == root) {
+    for (size_t begin = 0; begin == 0 || begin < output.bytes; begin += lane_bytes()) {
+      if (rank() == root)
         write_lanes(inputs, begin);
-      } else {
-        exchange_.skip();
-        const Span part = clip(output, begin, lane_bytes());
-        copy(part.data, exchange_.await(root) + lane_index(root, rank()) * lane_bytes(), part.bytes);
-      }
+      else
+        show_call(begin);
+      const char* sent = await_root(root, begin);
+      const Span part = clip(output, begin, lane_bytes());
+      if (rank() != root) copy(part.data, sent + lane_index(root, rank()) * lane_bytes(), part.bytes);
       exchange_.take();
     }
   });
@@ -364,7 +415,8 @@ void Collectives::reduce_scatter(
   }
   run(signature(Kind::kReduceScatter, call, output.bytes, reduction), call, [&] {
     pipeline(
-        ceil_div(output.bytes, lane_bytes()), [&](size_t tick) { write_lanes(inputs, tick * lane_bytes()); },
+        std::max(ceil_div(output.bytes, lane_bytes()), size_t{1}),
+        [&](size_t tick) { write_lanes(inputs, tick * lane_bytes()); },
         [&](size_t tick) {
           const size_t begin = tick * lane_bytes();
           exchange_.await_all();

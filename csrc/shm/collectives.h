@@ -7,6 +7,9 @@
 // What always holds
 //   - All ranks get the same bits from a reduction: each element is combined once, or by everyone
 //     in the order of ranks.
+//   - A rank writes its own tensors only. One that gives up in the middle has its memory to itself from
+//     the moment it raises: no peer changes it, and a peer that may have read what was written there
+//     afterwards raises as well.
 //   - Whatever throws inside a collective breaks the group, on this rank and on all others.
 // Threads: as exchange.h.
 #pragma once
@@ -15,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "exchange.h"
@@ -42,7 +46,8 @@ struct Reduction {
 
 class Collectives {
  public:
-  explicit Collectives(Group& group) : exchange_(group), group_(group), sources_(static_cast<size_t>(group.size())) {}
+  explicit Collectives(std::shared_ptr<Group> group)
+      : group_(std::move(group)), exchange_(*group_), sources_(static_cast<size_t>(group_->size())) {}
 
   void barrier(const Call& call);
   void broadcast(Span data, int root, const Call& call);
@@ -63,17 +68,19 @@ class Collectives {
   uint64_t sequence() const { return exchange_.sequence(); }
 
  private:
-  int rank() const { return group_.rank(); }
-  int size() const { return group_.size(); }
+  int rank() const { return group_->rank(); }
+  int size() const { return group_->size(); }
 
   void run(const Signature& signature, const Call& call, const std::function<void()>& program);
   void synchronize(int64_t note = 0);
+  void show_call(size_t begin);
+  const char* await_root(int root, size_t begin);
 
   void allreduce_flat(Span data, const Reduction& reduction);
 
-  // How allreduce_sharded() cuts its data.
+  // How an allreduce cuts its data: chunks, of which each rank owns a share of so many bytes.
   struct Chunks {
-    Chunks(Span data, size_t ranks);
+    Chunks(Span data, size_t ranks, size_t share_bytes);
     Span share(size_t chunk, int owner) const;  // shorter, or empty, in the last chunk
 
     Span data;
@@ -86,8 +93,10 @@ class Collectives {
   void reduce_own_share(const Chunks& chunks, size_t chunk, const Reduction& reduction);
   void fetch_results(const Chunks& chunks, size_t chunk);
 
-  bool all_shared(Span data, std::vector<char*>& buffers);
-  void allreduce_direct(Span data, const std::vector<char*>& buffers, const Reduction& reduction);
+  using Tensors = std::vector<const char*>;  // by rank
+  bool all_shared(Span data, Tensors& tensors);
+  void allreduce_direct(Span data, const Tensors& tensors, const Reduction& reduction);
+  void reduce_own_share_of(Span share, size_t begin, const Tensors& tensors, const Reduction& reduction);
 
   void receive_gathered(const std::vector<Span>& outputs, size_t begin, size_t piece);
 
@@ -99,8 +108,8 @@ class Collectives {
   void write_measured_lanes(const std::vector<Span>& inputs, size_t begin);
   void read_measured_lanes(const std::vector<Span>& outputs, size_t begin);
 
+  const std::shared_ptr<Group> group_;
   Exchange exchange_;
-  Group& group_;
   std::vector<const void*> sources_;  // of the reduction under way, by rank
 };
 

@@ -34,11 +34,13 @@ std::string Signature::describe() const {
   return std::string(kKindNames[static_cast<size_t>(kind)]) + "(" + arguments + ")";
 }
 
-Exchange::Header& Exchange::header(int rank, uint32_t tick) {
-  return *reinterpret_cast<Header*>(group_.slots(rank) + (tick % kSlots) * kStride);
+const Exchange::Header& Exchange::header(int rank, uint32_t tick) {
+  return *reinterpret_cast<const Header*>(group_.slots(rank) + (tick % kSlots) * kStride);
 }
 
-char* Exchange::slot(int rank, uint32_t tick) { return reinterpret_cast<char*>(&header(rank, tick) + 1); }
+Exchange::Header& Exchange::own_header(uint32_t tick) {
+  return *reinterpret_cast<Header*>(group_.own_slots() + (tick % kSlots) * kStride);
+}
 
 void Exchange::begin(const Signature& signature, std::chrono::milliseconds timeout) {
   if (!broken_.empty()) {
@@ -55,11 +57,11 @@ char* Exchange::acquire() {
   const uint32_t last_use_taken = write_tick_ - kSlots + 1;
   for (int peer = 0; peer < size(); ++peer)
     if (peer != rank()) group_.await(group_.control(peer).taken, last_use_taken, peer, deadline_);
-  return slot(rank(), write_tick_);
+  return reinterpret_cast<char*>(&own_header(write_tick_) + 1);
 }
 
 void Exchange::post(int64_t note) {
-  header(rank(), write_tick_) = Header{write_tick_, sequence_, signature_, note};
+  own_header(write_tick_) = Header{write_tick_, sequence_, signature_, note};
   skip();
 }
 
@@ -71,7 +73,7 @@ const char* Exchange::await(int peer) {
   return data(peer);
 }
 
-const char* Exchange::data(int peer) { return slot(peer, read_tick_); }
+const char* Exchange::data(int peer) { return reinterpret_cast<const char*>(&header(peer, read_tick_) + 1); }
 
 int64_t Exchange::note(int peer) { return header(peer, read_tick_).note; }
 

@@ -8,8 +8,10 @@
 //
 // What always holds
 //   - The writing and the reading cursor visit ticks 0, 1, 2, … in order, and each tick once.
-//   - Every slot carries the signature of the collective that filled it. A reader compares it with
-//     its own, so ranks that call different collectives raise instead of mixing their data.
+//   - Every slot carries the call that filled it: its number in this group, what it is and on what. A
+//     reader compares it with its own.
+//   - In the first tick of a collective every rank posts, with data or without, and awaits all others:
+//     so ranks that make different calls all raise, at once, with both calls named.
 //   - After a failure the ring is broken for good: each later collective raises the first reason.
 // Threads: one collective at a time, on whichever thread; the caller serializes (work.h).
 #pragma once
@@ -99,8 +101,8 @@ class Exchange {
   };
   static constexpr size_t kStride = sizeof(Header) + kSlotBytes;
 
-  Header& header(int rank, uint32_t tick);
-  char* slot(int rank, uint32_t tick);
+  const Header& header(int rank, uint32_t tick);
+  Header& own_header(uint32_t tick);
   void check(int peer, const Header& theirs) const;
   std::string describe() const;
 

@@ -10,12 +10,15 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <cstdint>
 #include <fstream>
 #include <map>
 #include <random>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
+
+#include "meeting.h"
 
 namespace minddp::shm {
 namespace {
@@ -38,12 +41,14 @@ struct Card {
     return out.str();
   }
 
-  static Card parse(const std::string& text) {
+  static Card parse(int rank, const std::string& text) {
     std::istringstream in(text);
     Card card;
     std::getline(in, card.host);
     std::getline(in, card.name);
     in >> card.pid >> card.descriptor >> card.bytes >> card.token;
+    if (!in || card.pid <= 0 || card.pid > INT32_MAX || card.descriptor < 0)
+      throw std::runtime_error(c10::str("what the store holds for rank ", rank, " is not a card of minddp's shm"));
     return card;
   }
 };
@@ -86,31 +91,10 @@ bool has_exited(int pidfd) {
   return ::poll(&entry, 1, 0) == 1;
 }
 
-std::string key(const char* what, int rank) { return std::string("minddp-shm/") + what + "/" + std::to_string(rank); }
-
-// Everyone's `mine`, by rank.
-std::vector<std::string> all_gather(
-    c10d::Store& store, const char* what, const std::string& mine, int rank, int size, const Deadline& deadline) {
-  store.set(key(what, rank), std::vector<uint8_t>(mine.begin(), mine.end()));
-  std::vector<std::string> all;
-  for (int peer = 0; peer < size; ++peer) {
-    try {
-      store.wait({key(what, peer)}, std::max(deadline.left(), std::chrono::milliseconds(1)));
-    } catch (const std::exception& error) {
-      C10_THROW_ERROR(DistBackendError,
-          c10::str("shm: rank ", peer, " did not come to join the group within ", deadline.timeout.count(),
-              " ms, rank ", rank, " waited for it (", error.what(), ")"));
-    }
-    const std::vector<uint8_t> value = store.get(key(what, peer));
-    all.emplace_back(value.begin(), value.end());
-  }
-  return all;
-}
-
 void check_hosts(const std::vector<std::string>& cards) {
   std::map<std::string, std::string> ranks_of;  // host -> "name: ranks 0 1"
   for (size_t rank = 0; rank < cards.size(); ++rank) {
-    const Card card = Card::parse(cards[rank]);
+    const Card card = Card::parse(static_cast<int>(rank), cards[rank]);
     std::string& text = ranks_of.try_emplace(card.host, card.name + " has ranks").first->second;
     text += " " + std::to_string(rank);
   }
@@ -137,37 +121,43 @@ void check_everyone_attached(const std::vector<std::string>& failures) {
 
 }  // namespace
 
-std::chrono::milliseconds Deadline::left() const {
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(at - std::chrono::steady_clock::now());
-  return std::max(left, std::chrono::milliseconds(0));
-}
-
 Group::Group(int rank, int size, size_t table_bytes, size_t slot_bytes)
-    : rank_(rank), size_(size), table_bytes_(table_bytes), heap_begin_(kControlBytes + table_bytes + slot_bytes),
-      peers_(static_cast<size_t>(size)), owner_(::getpid()) {
+    : rank_(rank), size_(size), slots_begin_((kControlBytes + table_bytes + kPage - 1) / kPage * kPage),
+      heap_begin_(slots_begin_ + slot_bytes), peers_(static_cast<size_t>(size)) {
   const std::shared_ptr<Segment> segment = Segment::create(segment_bytes(size) + heap_begin_);
   peers_[static_cast<size_t>(rank)].segment = segment;
-  heap_ = std::make_shared<SharedHeap>(segment, heap_begin_);
+  heap_ = make_owned<SharedHeap>(segment, heap_begin_);
 }
 
-std::unique_ptr<Group> Group::join(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
+std::shared_ptr<Group> Group::join(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
     size_t table_bytes, size_t slot_bytes) {
-  const Deadline deadline(timeout);
-  std::unique_ptr<Group> group(new Group(rank, size, table_bytes, slot_bytes));
-  Segment& own = *group->peers_[static_cast<size_t>(rank)].segment;
+  Meeting meeting(store, rank, size, timeout);
+  try {
+    const auto group = make_owned<Group>(rank, size, table_bytes, slot_bytes);
+    group->meet(meeting);
+    return group;
+  } catch (const c10::Error& error) {
+    meeting.fail(error.what_without_backtrace());
+    throw;
+  } catch (const std::exception& error) {
+    meeting.fail(error.what());
+    C10_THROW_ERROR(DistBackendError, c10::str("shm: rank ", rank, " could not join the group: ", error.what()));
+  }
+}
+
+void Group::meet(Meeting& meeting) {
+  Segment& own = *peers_[static_cast<size_t>(rank_)].segment;
   const Card card{host_id(), host_name(), ::getpid(), own.descriptor(), own.bytes(), random_token()};
-  group->control(rank).token.store(card.token);
-  const auto cards = all_gather(store, "card", card.serialize(), rank, size, deadline);
+  control(rank_).token.store(card.token);
+  const auto cards = meeting.agree(card.serialize());
   check_hosts(cards);
   std::string failure;
   try {
-    group->attach_all(cards);
+    attach_all(cards);
   } catch (const std::exception& error) {
     failure = error.what();
   }
-  check_everyone_attached(all_gather(store, "attached", failure, rank, size, deadline));
-  own.close_descriptor();
-  return group;
+  check_everyone_attached(meeting.gather("attached", failure));
 }
 
 void Group::attach_all(const std::vector<std::string>& cards) {
@@ -176,21 +166,22 @@ void Group::attach_all(const std::vector<std::string>& cards) {
 }
 
 void Group::attach(int rank, const std::string& text) {
-  const Card card = Card::parse(text);
+  const Card card = Card::parse(rank, text);
   Peer& peer = peers_[static_cast<size_t>(rank)];
   peer.pid = card.pid;
   // Before the memory: a process id may be taken again, the token below shows that it was not.
   peer.pidfd = open_pidfd(card.pid);
   if (peer.pidfd < 0)
     throw std::system_error(errno, std::generic_category(), "pidfd_open of process " + std::to_string(card.pid));
-  peer.segment = Segment::attach(static_cast<pid_t>(card.pid), card.descriptor, card.bytes);
+  if (card.bytes != peers_[static_cast<size_t>(rank_)].segment->bytes())
+    throw std::runtime_error(c10::str("rank ", rank, " has a segment of another size, ", card.bytes, " bytes"));
+  peer.segment = Segment::attach(static_cast<pid_t>(card.pid), card.descriptor, card.bytes, slots_begin_);
   if (control(rank).token.load() != card.token)
     throw std::runtime_error("the memory of rank " + std::to_string(rank) + " holds another token than it should");
 }
 
 Group::~Group() {
-  // A forked child has a copy of this object, but it is not the rank.
-  if (::getpid() == owner_) leave();
+  leave();
   for (const Peer& peer : peers_)
     if (peer.pidfd >= 0) ::close(peer.pidfd);
 }
@@ -198,6 +189,14 @@ Group::~Group() {
 int64_t Group::offset_of(const void* address, size_t bytes) const {
   const Segment& own = *peers_[static_cast<size_t>(rank_)].segment;
   return own.contains(address, bytes) ? static_cast<const char*>(address) - own.base() : -1;
+}
+
+const char* Group::at(int rank, int64_t offset, size_t bytes) const {
+  const size_t first = static_cast<size_t>(offset);
+  const size_t end = peers_[static_cast<size_t>(rank)].segment->bytes();
+  if (first < heap_begin_ || first > end || bytes > end - first)
+    throw std::runtime_error(c10::str("rank ", rank, " names memory outside its segment"));
+  return base(rank) + first;
 }
 
 std::string Group::why_gone(int peer) {
@@ -211,6 +210,14 @@ std::string Group::why_gone(int peer) {
   if (entry.pidfd >= 0 && has_exited(entry.pidfd))
     return c10::str("rank ", peer, " (process ", entry.pid, ") has died");
   return "";
+}
+
+void Group::check_all_active() {
+  // What was read may have been written by what a peer does next only if this sees why.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_ && control(peer).state.load(std::memory_order_acquire) != RankState::kActive)
+      throw std::runtime_error(why_gone(peer));
 }
 
 void Group::await(Counter& counter, uint32_t target, int peer, const Deadline& deadline) {

@@ -3,12 +3,15 @@
 // Life cycle
 //   join() meets the other ranks in the store: each publishes its host, process and segment, each
 //   maps the segments of all, and all learn whether everyone succeeded. If one did not, every rank
-//   raises. Afterwards nobody can attach, and the store is not used again.
+//   raises. Afterwards the store is not used again; a later group may use it.
 //
 // What always holds
 //   - A segment is a Control block, the mailboxes' tables, the slots of exchange.h, then a heap.
 //   - A rank that gives up says so in its Control block, with the reason, before it raises; whoever
 //     waits for it raises too. A rank that dies says nothing; the kernel does (pidfd).
+//   - A rank writes to a peer's Control block and tables, never to its slots or heap.
+// Trust: a peer is a process of the same user that holds a segment with the token of its card. What it
+// writes where others read is checked as far as memory goes: no offset of its reaches past its segment.
 // Threads: after join() everything here is constant or atomic.
 #pragma once
 
@@ -22,9 +25,12 @@
 #include <vector>
 
 #include "counter.h"
+#include "deadline.h"
 #include "segment.h"
 
 namespace minddp::shm {
+
+class Meeting;
 
 enum class RankState : uint32_t { kActive, kLeft, kFailed };
 
@@ -38,23 +44,12 @@ struct Control {
   Counter bell;        // rung by a peer when a mailbox of this rank changes (mailbox.h)
 };
 
-// Until when an operation may wait, and how long that was.
-struct Deadline {
-  explicit Deadline(std::chrono::milliseconds timeout)
-      : timeout(timeout), at(std::chrono::steady_clock::now() + timeout) {}
-
-  std::chrono::milliseconds left() const;
-
-  std::chrono::milliseconds timeout;
-  std::chrono::steady_clock::time_point at;
-};
-
 class Group {
  public:
   // Collective over the store's ranks. `table_bytes` and `slot_bytes` are the sizes of the areas
   // between the Control block and the heap. Throws c10::DistBackendError on every rank when one of
   // them is on another machine, cannot map another's memory, or does not arrive in time.
-  static std::unique_ptr<Group> join(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
+  static std::shared_ptr<Group> join(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
       size_t table_bytes, size_t slot_bytes);
 
   ~Group();
@@ -68,10 +63,13 @@ class Group {
 
   Control& control(int rank) { return *reinterpret_cast<Control*>(base(rank)); }
   char* tables(int rank) { return base(rank) + kControlBytes; }
-  char* slots(int rank) { return tables(rank) + table_bytes_; }
+  const char* slots(int rank) { return base(rank) + slots_begin_; }
+  char* own_slots() { return base(rank_) + slots_begin_; }
 
-  // Where `rank` has what lies `offset` bytes into its segment.
-  char* at(int rank, int64_t offset) { return base(rank) + offset; }
+  // Where `rank` has what lies `offset` bytes into its segment. Throws std::runtime_error when that is
+  // not within its heap.
+  const char* at(int rank, int64_t offset, size_t bytes) const;
+  char* own_at(int64_t offset) { return base(rank_) + offset; }
   // The offset of memory within the own segment's heap; -1 when it does not lie there.
   int64_t offset_of(const void* address, size_t bytes) const;
 
@@ -81,6 +79,10 @@ class Group {
 
   // Why nothing more is to be expected from `peer`; empty while it is active.
   std::string why_gone(int peer);
+
+  // Throws std::runtime_error when a peer has failed or left. Otherwise what this thread has read from
+  // the peers' heaps before is what they held while they took part.
+  void check_all_active();
 
   // Tells the others. The first reason stays.
   void fail(const std::string& reason);
@@ -97,11 +99,16 @@ class Group {
     std::shared_ptr<Segment> segment;
   };
 
-  static constexpr size_t kControlBytes = 4096;
+  template <class T, class... Arguments>
+  friend std::shared_ptr<T> make_owned(Arguments&&... arguments);
+
+  static constexpr size_t kPage = 4096;
+  static constexpr size_t kControlBytes = kPage;
   static_assert(sizeof(Control) <= kControlBytes);
 
   Group(int rank, int size, size_t table_bytes, size_t slot_bytes);
 
+  void meet(Meeting& meeting);
   char* base(int rank) const { return peers_[static_cast<size_t>(rank)].segment->base(); }
   void attach_all(const std::vector<std::string>& cards);
   void attach(int rank, const std::string& card);
@@ -109,12 +116,11 @@ class Group {
 
   const int rank_;
   const int size_;
-  const size_t table_bytes_;
+  const size_t slots_begin_;  // all before it may be written to by peers
   const size_t heap_begin_;
   std::vector<Peer> peers_;  // by rank; includes the own one
   std::shared_ptr<SharedHeap> heap_;
   std::atomic<bool> aborted_{false};
-  pid_t owner_;
 };
 
 }  // namespace minddp::shm

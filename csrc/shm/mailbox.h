@@ -1,23 +1,17 @@
 // Point-to-point messages: buffered sends, receives matched by sender and tag.
 //
 // A send copies its message into the sender's shared heap and writes an entry into the table that it
-// keeps for that receiver; it waits for nobody unless the table is full. A receive takes the oldest
-// entry with its tag, so tags may be received in another order than they were sent.
+// keeps for that receiver. A receive takes the oldest entry with its tag, so tags may be received in
+// another order than they were sent. The sender waits for nobody: while the table is full, its messages
+// wait in its own memory (messenger.h).
 //
 // What always holds
-//   - Messages of one tag from one sender are received in the order in which they were sent, by the
-//     receives in the order in which they were posted.
+//   - Messages of one tag from one sender are received in the order in which they were sent.
 //   - An entry belongs to the sender while free or taken, to the receiver while full.
-// Threads: any; both classes lock themselves.
+// Threads: any for either half; each half locks itself or is called under a lock (messenger.h).
 #pragma once
 
-#include <condition_variable>
-#include <exception>
-#include <functional>
-#include <list>
-#include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "collectives.h"
@@ -31,16 +25,19 @@ class Mailbox {
  public:
   static constexpr int kAnySource = -1;
 
+  // Messages from one rank to another that may lie unreceived in the table.
+  static constexpr int kEntries = 64;
+
   explicit Mailbox(Group& group);
 
   // The area that Group::join() reserves for the tables.
   static size_t table_bytes(int size);
 
-  // Throws c10::DistBackendError when the table stays full until the timeout, or the receiver is gone.
-  void send(Span message, int to, int tag, std::chrono::milliseconds timeout);
+  // Whether there was room for the message. Throws OutOfSharedMemory. REQUIRES: one thread at a time
+  bool try_send(Span message, int to, int tag);
 
   // Copies the oldest fitting message into `buffer` and returns its sender; -1 when there is none.
-  // Throws std::runtime_error when the message has another size.
+  // Throws std::runtime_error when the message has another size. REQUIRES: one thread at a time
   int try_receive(Span buffer, int from, int tag);
 
  private:
@@ -51,52 +48,7 @@ class Mailbox {
   int receive_from(Span buffer, int from, int tag);
 
   Group& group_;
-  std::mutex send_mutex_;
-  std::vector<uint64_t> sent_;  // by receiver; GUARDED_BY(send_mutex_)
-};
-
-// The receives that wait for their message.
-class Receiver {
- public:
-  // Called once, from any thread: the sender's rank, or why there is no message.
-  using Done = std::function<void(int from, std::exception_ptr)>;
-
-  Receiver(Group& group, Mailbox& mailbox) : group_(group), mailbox_(mailbox) {}
-  ~Receiver() { stop(); }
-
-  void submit(Span buffer, int from, int tag, std::chrono::milliseconds timeout, Done done);
-
-  // Completes what can be completed now.
-  void progress();
-
-  // Fails what still waits.
-  void stop();
-
- private:
-  struct Request {
-    Span buffer;
-    int from;
-    int tag;
-    Deadline deadline;
-    Done done;
-  };
-  struct Outcome {
-    Done done;
-    int from;
-    std::exception_ptr error;
-  };
-
-  bool attempt(Request& request, Outcome& outcome);
-  std::string why_hopeless(const Request& request);
-  void loop();
-
-  Group& group_;
-  Mailbox& mailbox_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::list<Request> pending_;  // GUARDED_BY(mutex_)
-  bool stopping_ = false;       // GUARDED_BY(mutex_)
-  std::thread thread_;          // GUARDED_BY(mutex_)
+  std::vector<uint64_t> sent_;  // by receiver
 };
 
 }  // namespace minddp::shm

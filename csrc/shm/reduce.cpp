@@ -6,6 +6,7 @@
 #include <c10/util/complex.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <type_traits>
 
@@ -40,17 +41,28 @@ struct Product {
     return static_cast<T>(a * b);
   }
 };
-// If either is a NaN the comparison fails for a NaN on the right, and `a != a` holds for one on the left.
+template <class T>
+MINDDP_INLINE bool is_negative(T value) {
+  if constexpr (std::is_floating_point_v<T>) {
+    using Bits = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+    return std::bit_cast<Bits>(value) < 0;
+  } else {
+    return false;  // equal integers are the same
+  }
+}
+
+// If either is a NaN the comparisons fail for a NaN on the right, and `a != a` holds for one on the left.
+// Numbers that are equal are the same but for zeros, of which the sign decides.
 struct Min {
   template <class T>
   static MINDDP_INLINE T combine(T a, T b) {
-    return ((a < b) | (a != a)) ? a : b;
+    return ((a < b) | (a != a) | ((a == b) & is_negative(a))) ? a : b;
   }
 };
 struct Max {
   template <class T>
   static MINDDP_INLINE T combine(T a, T b) {
-    return ((a > b) | (a != a)) ? a : b;
+    return ((a > b) | (a != a) | ((a == b) & !is_negative(a))) ? a : b;
   }
 };
 struct BitAnd {

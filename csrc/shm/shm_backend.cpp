@@ -18,8 +18,8 @@ using Tensors = ShmBackend::Tensors;
 // How long the end of a group waits for works that nobody waited for.
 constexpr auto kDrainTime = std::chrono::seconds(5);
 
-// How long a blocking receive looks for its message before it sleeps.
-constexpr auto kReceiveSpin = std::chrono::microseconds(20);
+// How long who waits for a message looks for it before sleeping.
+constexpr auto kMessageSpin = std::chrono::microseconds(20);
 
 void check_tensor(const char* what, const char* argument, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.defined(), "shm ", what, ": ", argument, " is an undefined tensor");
@@ -117,6 +117,8 @@ std::vector<Span> cut_rows(const char* argument, const FlatTensor& flat, const a
   return result;
 }
 
+Call call(const at::Tensor& tensor, std::chrono::milliseconds timeout) { return {tensor.scalar_type(), timeout}; }
+
 Reduction reduction(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(op.op_ != c10d::ReduceOp::PREMUL_SUM, "shm ", what,
       ": PREMUL_SUM is not supported; scale the tensor and use SUM");
@@ -149,7 +151,8 @@ ShmBackend::ShmBackend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)
     : Backend(rank, size), timeout_(timeout),
       group_(Group::join(*store, rank, size, timeout, Mailbox::table_bytes(size), Exchange::ring_bytes())),
-      collectives_(*group_), mailbox_(*group_), receiver_(*group_, mailbox_) {}
+      collectives_(make_owned<Collectives>(group_)), messenger_(make_owned<Messenger>(group_)),
+      queue_(make_owned<WorkQueue>()) {}
 
 ShmBackend::~ShmBackend() { stop(kDrainTime); }
 
@@ -158,10 +161,18 @@ void ShmBackend::shutdown() { stop(kDrainTime); }
 void ShmBackend::abort() { stop(std::chrono::milliseconds(0)); }
 
 void ShmBackend::stop(std::chrono::milliseconds patience) {
+  if (!owner_.here()) return;
   const GilRelease release;
-  queue_.stop(patience, [this] { group_->abort(); });
-  receiver_.stop();
+  queue_->stop(patience, [this] { group_->abort(); });
+  messenger_->stop(patience);
   group_->leave();
+}
+
+void ShmBackend::check_owner(const char* what) const {
+  if (owner_.here()) return;
+  C10_THROW_ERROR(DistBackendError,
+      c10::str("shm ", what, ": this process group is that of process ", owner_.pid(),
+          ", from which this one was forked; a forked process is no rank of it and needs a group of its own"));
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> ShmBackend::getBackendOptions() {
@@ -171,7 +182,11 @@ c10::intrusive_ptr<c10d::Backend::Options> ShmBackend::getBackendOptions() {
 at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(options.device().is_cpu(), "shm allocateTensor: device must be cpu, got ", options.device());
   TORCH_CHECK_VALUE(size >= 0, "shm allocateTensor: size must not be negative, got ", size);
-  const size_t bytes = static_cast<size_t>(size) * options.dtype().itemsize();
+  check_owner("allocateTensor");
+  size_t bytes = 0;
+  if (__builtin_mul_overflow(static_cast<size_t>(size), options.dtype().itemsize(), &bytes))
+    throw OutOfSharedMemory(c10::str("shm: a tensor of ", size, " elements of ", options.dtype().itemsize(),
+        " bytes has more bytes than can be addressed"));
   if (bytes == 0) return at::empty({size}, options);
   const std::shared_ptr<SharedHeap> heap = group_->shared_heap();
   char* data = heap->allocate(bytes);
@@ -179,7 +194,7 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
 }
 
 bool ShmBackend::is_shared(const at::Tensor& tensor) const {
-  return tensor.is_contiguous() && group_->offset_of(tensor.data_ptr(), tensor.nbytes()) >= 0;
+  return owner_.here() && tensor.is_contiguous() && group_->offset_of(tensor.data_ptr(), tensor.nbytes()) >= 0;
 }
 
 void ShmBackend::check_rank(const char* what, int rank) const {
@@ -198,19 +213,21 @@ void ShmBackend::check_count(const char* what, const char* argument, size_t coun
 }
 
 template <class CallOptions>
-ShmBackend::WorkPointer ShmBackend::submit(const Kind& kind, const CallOptions& options, const Tensors& inputs,
-    Tensors outputs, std::function<void(std::chrono::milliseconds)> program) {
+ShmBackend::WorkPointer ShmBackend::submit(
+    const Kind& kind, const CallOptions& options, const Tensors& inputs, Tensors outputs, Program program) {
+  check_owner(kind.title + std::strlen("shm:"));
   const auto timeout = options.timeout == c10d::kUnsetTimeout ? timeout_.load() : options.timeout;
   ++submitted_;
   auto work = c10::make_intrusive<ShmWork>(rank_, kind.type, kind.title, inputs, std::move(outputs),
-      [program = std::move(program), timeout] { program(timeout); });
-  queue_.submit(work, !options.asyncOp);
+      [collectives = collectives_, program = std::move(program), timeout] { program(*collectives, timeout); });
+  const std::shared_ptr<WorkQueue> queue = queue_;  // a callback may end the group meanwhile
+  queue->submit(work, !options.asyncOp);
   return work;
 }
 
 ShmBackend::WorkPointer ShmBackend::barrier(const c10d::BarrierOptions& options) {
   return submit({OpType::BARRIER, "shm:barrier"}, options, {}, {},
-      [this](auto timeout) { collectives_.barrier({at::ScalarType::Undefined, timeout}); });
+      [](Collectives& collectives, auto timeout) { collectives.barrier({at::ScalarType::Undefined, timeout}); });
 }
 
 ShmBackend::WorkPointer ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
@@ -218,9 +235,9 @@ ShmBackend::WorkPointer ShmBackend::broadcast(Tensors& tensors, const c10d::Broa
   check_root("broadcast", options.rootRank);
   check_tensor("broadcast", "tensor", tensors[0]);
   return submit({OpType::BROADCAST, "shm:broadcast"}, options, tensors, tensors,
-      [this, tensor = tensors[0], flat = FlatTensor(tensors[0]), root = static_cast<int>(options.rootRank)](
-          auto timeout) {
-        collectives_.broadcast(flat.span(), root, call(tensor, timeout));
+      [tensor = tensors[0], flat = FlatTensor(tensors[0]), root = static_cast<int>(options.rootRank)](
+          Collectives& collectives, auto timeout) {
+        collectives.broadcast(flat.span(), root, call(tensor, timeout));
         flat.write_back();
       });
 }
@@ -229,9 +246,9 @@ ShmBackend::WorkPointer ShmBackend::allreduce(Tensors& tensors, const c10d::Allr
   check_count("allreduce", "tensors", tensors.size(), 1);
   check_tensor("allreduce", "tensor", tensors[0]);
   return submit({OpType::ALLREDUCE, "shm:all_reduce"}, options, tensors, tensors,
-      [this, tensor = tensors[0], flat = FlatTensor(tensors[0]),
-          how = reduction("allreduce", options.reduceOp, tensors[0])](auto timeout) {
-        collectives_.allreduce(flat.span(), how, call(tensor, timeout));
+      [tensor = tensors[0], flat = FlatTensor(tensors[0]),
+          how = reduction("allreduce", options.reduceOp, tensors[0])](Collectives& collectives, auto timeout) {
+        collectives.allreduce(flat.span(), how, call(tensor, timeout));
         flat.write_back();
       });
 }
@@ -242,9 +259,9 @@ ShmBackend::WorkPointer ShmBackend::allreduce_coalesced(
   std::vector<Reduction> how;
   for (const at::Tensor& tensor : tensors) how.push_back(reduction("allreduce_coalesced", options.reduceOp, tensor));
   return submit({OpType::ALLREDUCE_COALESCED, "shm:all_reduce_coalesced"}, options, tensors, tensors,
-      [this, tensors, flat, how](auto timeout) {
+      [tensors, flat, how](Collectives& collectives, auto timeout) {
         for (size_t i = 0; i < tensors.size(); ++i) {
-          collectives_.allreduce(flat[i].span(), how[i], call(tensors[i], timeout));
+          collectives.allreduce(flat[i].span(), how[i], call(tensors[i], timeout));
           flat[i].write_back();
         }
       });
@@ -255,9 +272,9 @@ ShmBackend::WorkPointer ShmBackend::reduce(Tensors& tensors, const c10d::ReduceO
   check_root("reduce", options.rootRank);
   check_tensor("reduce", "tensor", tensors[0]);
   return submit({OpType::REDUCE, "shm:reduce"}, options, tensors, tensors,
-      [this, tensor = tensors[0], flat = FlatTensor(tensors[0]), root = static_cast<int>(options.rootRank),
-          how = reduction("reduce", options.reduceOp, tensors[0])](auto timeout) {
-        collectives_.reduce(flat.span(), root, how, call(tensor, timeout));
+      [tensor = tensors[0], flat = FlatTensor(tensors[0]), root = static_cast<int>(options.rootRank),
+          how = reduction("reduce", options.reduceOp, tensors[0])](Collectives& collectives, auto timeout) {
+        collectives.reduce(flat.span(), root, how, call(tensor, timeout));
         flat.write_back();
       });
 }
@@ -272,8 +289,8 @@ ShmBackend::WorkPointer ShmBackend::allgather(
   for (const at::Tensor& output : outputs[0]) check_same_dtype("allgather", inputs[0], output);
   check_same_size("allgather", inputs[0], outputs[0][static_cast<size_t>(rank_)]);
   return submit({OpType::ALLGATHER, "shm:all_gather"}, options, inputs, outputs[0],
-      [this, tensor = inputs[0], flat_inputs, flat_outputs](auto timeout) {
-        collectives_.allgather(flat_inputs[0].span(), spans(flat_outputs), call(tensor, timeout));
+      [tensor = inputs[0], flat_inputs, flat_outputs](Collectives& collectives, auto timeout) {
+        collectives.allgather(flat_inputs[0].span(), spans(flat_outputs), call(tensor, timeout));
         for (const FlatTensor& output : flat_outputs) output.write_back();
       });
 }
@@ -297,10 +314,11 @@ ShmBackend::WorkPointer ShmBackend::allgather_into_tensor_coalesced(
         " times the input's ", inputs[i].numel(), " elements, got ", outputs[i].numel());
   }
   return submit({OpType::_ALLGATHER_BASE, "shm:all_gather_into_tensor"}, options, inputs, outputs,
-      [this, inputs, flat_inputs, flat_outputs](auto timeout) {
+      [ranks = static_cast<size_t>(size_), inputs, flat_inputs, flat_outputs](
+          Collectives& collectives, auto timeout) {
         for (size_t i = 0; i < inputs.size(); ++i) {
-          const auto pieces = parts(flat_outputs[i], static_cast<size_t>(size_));
-          collectives_.allgather(flat_inputs[i].span(), pieces, call(inputs[i], timeout));
+          const auto pieces = parts(flat_outputs[i], ranks);
+          collectives.allgather(flat_inputs[i].span(), pieces, call(inputs[i], timeout));
           flat_outputs[i].write_back();
         }
       });
@@ -321,11 +339,11 @@ ShmBackend::WorkPointer ShmBackend::allgather_coalesced(
     for (size_t i = 0; i < inputs.size(); ++i) check_same_size(what, inputs[i], list[i]);
   }
   return submit({OpType::ALLGATHER_COALESCED, "shm:all_gather_coalesced"}, options, inputs, all_outputs,
-      [this, inputs, flat_inputs, flat_outputs](auto timeout) {
+      [inputs, flat_inputs, flat_outputs](Collectives& collectives, auto timeout) {
         for (size_t i = 0; i < inputs.size(); ++i) {
           std::vector<Span> pieces;
           for (const auto& list : flat_outputs) pieces.push_back(list[i].span());
-          collectives_.allgather(flat_inputs[i].span(), pieces, call(inputs[i], timeout));
+          collectives.allgather(flat_inputs[i].span(), pieces, call(inputs[i], timeout));
           for (const auto& list : flat_outputs) list[i].write_back();
         }
       });
@@ -343,8 +361,9 @@ ShmBackend::WorkPointer ShmBackend::gather(
   const auto flat_outputs = flatten("gather", "output", list);
   for (const at::Tensor& output : list) check_same_size("gather", inputs[0], output);
   return submit({OpType::GATHER, "shm:gather"}, options, inputs, list,
-      [this, tensor = inputs[0], flat_inputs, flat_outputs, root = static_cast<int>(options.rootRank)](auto timeout) {
-        collectives_.gather(flat_inputs[0].span(), spans(flat_outputs), root, call(tensor, timeout));
+      [tensor = inputs[0], flat_inputs, flat_outputs, root = static_cast<int>(options.rootRank)](
+          Collectives& collectives, auto timeout) {
+        collectives.gather(flat_inputs[0].span(), spans(flat_outputs), root, call(tensor, timeout));
         for (const FlatTensor& output : flat_outputs) output.write_back();
       });
 }
@@ -361,9 +380,9 @@ ShmBackend::WorkPointer ShmBackend::scatter(
   const auto flat_outputs = flatten("scatter", "output", outputs);
   for (const at::Tensor& input : list) check_same_size("scatter", input, outputs[0]);
   return submit({OpType::SCATTER, "shm:scatter"}, options, list, outputs,
-      [this, tensor = outputs[0], flat_inputs, flat_outputs, root = static_cast<int>(options.rootRank)](
-          auto timeout) {
-        collectives_.scatter(flat_outputs[0].span(), spans(flat_inputs), root, call(tensor, timeout));
+      [tensor = outputs[0], flat_inputs, flat_outputs, root = static_cast<int>(options.rootRank)](
+          Collectives& collectives, auto timeout) {
+        collectives.scatter(flat_outputs[0].span(), spans(flat_inputs), root, call(tensor, timeout));
         flat_outputs[0].write_back();
       });
 }
@@ -377,9 +396,9 @@ ShmBackend::WorkPointer ShmBackend::reduce_scatter(
   const auto flat_outputs = flatten("reduce_scatter", "output", outputs);
   for (const at::Tensor& input : inputs[0]) check_same_size("reduce_scatter", input, outputs[0]);
   return submit({OpType::REDUCE_SCATTER, "shm:reduce_scatter"}, options, inputs[0], outputs,
-      [this, tensor = outputs[0], flat_inputs, flat_outputs,
-          how = reduction("reduce_scatter", options.reduceOp, outputs[0])](auto timeout) {
-        collectives_.reduce_scatter(flat_outputs[0].span(), spans(flat_inputs), how, call(tensor, timeout));
+      [tensor = outputs[0], flat_inputs, flat_outputs,
+          how = reduction("reduce_scatter", options.reduceOp, outputs[0])](Collectives& collectives, auto timeout) {
+        collectives.reduce_scatter(flat_outputs[0].span(), spans(flat_inputs), how, call(tensor, timeout));
         flat_outputs[0].write_back();
       });
 }
@@ -405,10 +424,11 @@ ShmBackend::WorkPointer ShmBackend::reduce_scatter_tensor_coalesced(
     how.push_back(reduction(what, options.reduceOp, outputs[i]));
   }
   return submit({OpType::_REDUCE_SCATTER_BASE, "shm:reduce_scatter_tensor"}, options, inputs, outputs,
-      [this, outputs, flat_inputs, flat_outputs, how](auto timeout) {
+      [ranks = static_cast<size_t>(size_), outputs, flat_inputs, flat_outputs, how](
+          Collectives& collectives, auto timeout) {
         for (size_t i = 0; i < outputs.size(); ++i) {
-          const auto pieces = parts(flat_inputs[i], static_cast<size_t>(size_));
-          collectives_.reduce_scatter(flat_outputs[i].span(), pieces, how[i], call(outputs[i], timeout));
+          const auto pieces = parts(flat_inputs[i], ranks);
+          collectives.reduce_scatter(flat_outputs[i].span(), pieces, how[i], call(outputs[i], timeout));
           flat_outputs[i].write_back();
         }
       });
@@ -423,9 +443,10 @@ ShmBackend::WorkPointer ShmBackend::alltoall_base(at::Tensor& output, at::Tensor
   const FlatTensor flat_output(output);
   const size_t ranks = static_cast<size_t>(size_);
   return submit({OpType::ALLTOALL_BASE, "shm:all_to_all"}, options, {input}, {output},
-      [this, input, flat_input, flat_output, pieces_in = cut_rows("input", flat_input, input, input_splits, ranks),
-          pieces_out = cut_rows("output", flat_output, output, output_splits, ranks)](auto timeout) {
-        collectives_.alltoall(pieces_out, pieces_in, call(input, timeout));
+      [input, flat_input, flat_output, pieces_in = cut_rows("input", flat_input, input, input_splits, ranks),
+          pieces_out = cut_rows("output", flat_output, output, output_splits, ranks)](
+          Collectives& collectives, auto timeout) {
+        collectives.alltoall(pieces_out, pieces_in, call(input, timeout));
         flat_output.write_back();
       });
 }
@@ -441,50 +462,49 @@ ShmBackend::WorkPointer ShmBackend::alltoall(
     check_same_dtype("alltoall", inputs[0], outputs[i]);
   }
   return submit({OpType::ALLTOALL, "shm:all_to_all"}, options, inputs, outputs,
-      [this, tensor = inputs[0], flat_inputs, flat_outputs](auto timeout) {
-        collectives_.alltoall(spans(flat_outputs), spans(flat_inputs), call(tensor, timeout));
+      [tensor = inputs[0], flat_inputs, flat_outputs](Collectives& collectives, auto timeout) {
+        collectives.alltoall(spans(flat_outputs), spans(flat_inputs), call(tensor, timeout));
         for (const FlatTensor& output : flat_outputs) output.write_back();
       });
 }
 
-// A send copies its message away and is done, so it needs no thread.
 ShmBackend::WorkPointer ShmBackend::send(Tensors& tensors, int to, int tag) {
-  check_count("send", "tensors", tensors.size(), 1);
   check_rank("send", to);
-  check_tensor("send", "tensor", tensors[0]);
-  auto work = c10::make_intrusive<ShmWork>(rank_, OpType::SEND, "shm:send", tensors, tensors, nullptr);
-  std::exception_ptr error;
-  try {
-    mailbox_.send(FlatTensor(tensors[0]).span(), to, tag, timeout_.load());
-  } catch (...) {
-    error = std::current_exception();
-  }
-  work->complete_with(error);
-  return work;
+  return message(tensors, to, tag, OpType::SEND);
 }
 
 ShmBackend::WorkPointer ShmBackend::recv(Tensors& tensors, int from, int tag) {
   check_rank("recv", from);
-  return receive(tensors, from, tag, OpType::RECV);
+  return message(tensors, from, tag, OpType::RECV);
 }
 
 ShmBackend::WorkPointer ShmBackend::recvAnysource(Tensors& tensors, int tag) {
-  return receive(tensors, Mailbox::kAnySource, tag, OpType::RECVANYSOURCE);
+  return message(tensors, Mailbox::kAnySource, tag, OpType::RECVANYSOURCE);
 }
 
-ShmBackend::WorkPointer ShmBackend::receive(Tensors& tensors, int from, int tag, OpType type) {
-  check_count("recv", "tensors", tensors.size(), 1);
-  check_tensor("recv", "tensor", tensors[0]);
-  auto work = c10::make_intrusive<ShmWork>(rank_, type, "shm:recv", tensors, tensors, nullptr);
-  work->set_helper([this](ShmWork& waited) {
-    const auto end = std::chrono::steady_clock::now() + kReceiveSpin;
-    while (!waited.isCompleted() && std::chrono::steady_clock::now() < end) receiver_.progress();
+// A send is done once its message is copied away: here, as a rule, so it needs no thread.
+ShmBackend::WorkPointer ShmBackend::message(Tensors& tensors, int peer, int tag, OpType type) {
+  const bool sends = type == OpType::SEND;
+  const char* title = sends ? "shm:send" : "shm:recv";
+  const char* what = title + std::strlen("shm:");
+  check_owner(what);
+  check_count(what, "tensors", tensors.size(), 1);
+  check_tensor(what, "tensor", tensors[0]);
+  auto work = c10::make_intrusive<ShmWork>(rank_, type, title, tensors, tensors, nullptr);
+  const std::shared_ptr<Messenger> messenger = messenger_;  // a callback may end the group meanwhile
+  work->set_helper([messenger](ShmWork& waited) {
+    const auto end = std::chrono::steady_clock::now() + kMessageSpin;
+    while (!waited.isCompleted() && std::chrono::steady_clock::now() < end) messenger->progress();
   });
   const FlatTensor flat(tensors[0]);
-  receiver_.submit(flat.span(), from, tag, timeout_.load(), [work, flat](int source, std::exception_ptr error) {
-    if (!error) flat.write_back();
-    work->complete_with(error, source);
-  });
+  const auto done = [work, flat, sends](int from, std::exception_ptr error) {
+    if (!error && !sends) flat.write_back();
+    work->complete_with(error, from);
+  };
+  if (sends)
+    messenger->send(flat.span(), peer, tag, timeout_.load(), done);
+  else
+    messenger->receive(flat.span(), peer, tag, timeout_.load(), done);
   return work;
 }
 

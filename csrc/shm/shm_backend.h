@@ -1,13 +1,19 @@
 // The shared-memory process group: a c10d Backend for the ranks of one machine.
 //
-// Reading order: segment (memory) -> counter (waiting) -> group (who, alive?) -> exchange (ticks) ->
-// collectives, reduce, mailbox -> work (threads) -> this file, which checks arguments and makes works.
+// Reading order: owner (fork) -> segment (memory) -> counter (waiting) -> meeting (the store) -> group (who,
+// alive?) -> exchange (ticks) -> collectives, reduce -> mailbox, messenger (messages) -> work (threads) ->
+// this file, which checks arguments and makes works.
 //
 // What always holds
 //   - Collectives run in the order of their calls, one at a time per group.
 //   - Nothing hangs: a peer that dies, leaves, fails or does not come within the timeout makes the call
 //     raise c10::DistBackendError with that rank's number, and breaks the group.
+//   - Ranks whose calls do not fit together raise, all of them, in that call.
 //   - Nothing is left behind in /dev/shm or elsewhere, however the processes end.
+//   - A forked child is no rank: every call raises there, and nothing that it does or that ends with it
+//     reaches the parent or its peers (owner.h).
+// Security: no socket, no name in any file system, no pickle. What is trusted: the processes of the same
+// user (segment.h), and the store for whom it names, not for what lies there (meeting.h, group.h).
 // Threads: any thread may call; the order of calls is the order of collectives.
 #pragma once
 
@@ -21,7 +27,8 @@
 
 #include "collectives.h"
 #include "group.h"
-#include "mailbox.h"
+#include "messenger.h"
+#include "owner.h"
 #include "work.h"
 
 namespace minddp::shm {
@@ -78,26 +85,26 @@ class ShmBackend : public c10d::Backend {
 
  private:
   struct Kind;
+  // Refers to nothing of the backend, which may be gone before the work is.
+  using Program = std::function<void(Collectives&, std::chrono::milliseconds timeout)>;
 
   template <class CallOptions>
-  WorkPointer submit(const Kind& kind, const CallOptions& options, const Tensors& inputs, Tensors outputs,
-      std::function<void(std::chrono::milliseconds)> program);
-  Call call(const at::Tensor& tensor, std::chrono::milliseconds timeout) const {
-    return {tensor.scalar_type(), timeout};
-  }
+  WorkPointer submit(
+      const Kind& kind, const CallOptions& options, const Tensors& inputs, Tensors outputs, Program program);
+  void check_owner(const char* what) const;
   void check_root(const char* what, int64_t root) const;
   void check_rank(const char* what, int rank) const;
   void check_count(const char* what, const char* argument, size_t count, size_t expected) const;
-  WorkPointer receive(Tensors& tensors, int from, int tag, c10d::OpType type);
+  WorkPointer message(Tensors& tensors, int peer, int tag, c10d::OpType type);
   void stop(std::chrono::milliseconds patience);
 
+  const Owner owner_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<uint64_t> submitted_{0};
-  std::unique_ptr<Group> group_;
-  Collectives collectives_;
-  Mailbox mailbox_;
-  Receiver receiver_;
-  WorkQueue queue_;
+  const std::shared_ptr<Group> group_;
+  const std::shared_ptr<Collectives> collectives_;
+  const std::shared_ptr<Messenger> messenger_;
+  const std::shared_ptr<WorkQueue> queue_;
 };
 
 }  // namespace minddp::shm

@@ -6,6 +6,8 @@
 
 #include <utility>
 
+#include "threads.h"
+
 namespace minddp::shm {
 namespace {
 
@@ -13,8 +15,14 @@ namespace {
 // the queue goes on without it.
 constexpr auto kCallbackPatience = std::chrono::seconds(30);
 
-// The queue whose callbacks this thread runs, if any.
-thread_local const WorkQueue* callback_of = nullptr;
+// The queues whose callbacks this thread runs, the innermost first.
+struct Callbacks {
+  const WorkQueue* queue;
+  const Callbacks* outer;
+};
+thread_local const Callbacks* callbacks_here = nullptr;
+
+bool in_callback_of(const WorkQueue* queue) { return callbacks_here != nullptr && callbacks_here->queue == queue; }
 
 std::exception_ptr stopped_error() {
   try {
@@ -36,6 +44,11 @@ int ShmWork::sourceRank() const {
 }
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
+  if (!owner_.here()) {
+    C10_THROW_ERROR(DistBackendError,
+        c10::str("shm: this ", c10d::opTypeToString(opType_), " was begun by process ", owner_.pid(),
+            ", from which this one was forked; it can be waited for there only"));
+  }
   // With a limit of its own the caller must not get stuck in a collective: then it only looks on.
   if (timeout <= kNoTimeout) {
     if (helper_ && !isCompleted()) helper_(*this);
@@ -105,15 +118,15 @@ void ShmWork::complete_with(std::exception_ptr error, int source_rank) {
 }
 
 void WorkQueue::submit(const c10::intrusive_ptr<ShmWork>& work, bool now) {
-  work->set_helper([this](ShmWork& waited) { help(waited); });
+  work->set_helper([self = shared_from_this()](ShmWork& waited) { self->help(waited); });
   Lock lock(mutex_);
   if (stopping_) {
     lock.unlock();
     work->complete_with(stopped_error());
     return;
   }
-  const bool is_next = nested_.empty() && (callback_of == this || queue_.empty());
-  (callback_of == this ? nested_ : queue_).push_back(work);
+  const bool is_next = nested_.empty() && (in_callback_of(this) || queue_.empty());
+  (in_callback_of(this) ? nested_ : queue_).push_back(work);
   if (now && is_next && runnable()) run_next(lock);
   rouse_worker();
 }
@@ -128,17 +141,18 @@ void WorkQueue::rouse_worker() {
 
 // REQUIRES: mutex_ held
 void WorkQueue::call_worker() {
+  if (stopping_) return;
   if (idle_ > 0)
     work_ready_.notify_one();
   else
-    workers_.emplace_back([this] { loop(); });
+    workers_.emplace_back([self = shared_from_this()] { self->loop(); });
 }
 
 void WorkQueue::help(ShmWork& work) {
   Lock lock(mutex_);
   while (!work.isCompleted() && !stopping_) {
     // A callback that waits for a work of the queue lets the queue pass.
-    const bool lets_pass = callback_of == this && !running_ && !queue_.empty();
+    const bool lets_pass = in_callback_of(this) && !running_ && !queue_.empty();
     if (runnable() || lets_pass)
       run_next(lock);
     else
@@ -171,11 +185,12 @@ void WorkQueue::run_next(Lock& lock) {
 void WorkQueue::run_callbacks(ShmWork& work, Lock& lock) {
   work_done_.notify_all();
   call_worker();  // stands by for what the callbacks submit, and lest they take too long
-  const WorkQueue* outer = std::exchange(callback_of, this);
+  const Callbacks here{this, callbacks_here};
+  callbacks_here = &here;
   lock.unlock();
   work.mark_future();
   lock.lock();
-  callback_of = outer;
+  callbacks_here = here.outer;
 }
 
 void WorkQueue::loop() {
@@ -201,10 +216,15 @@ bool WorkQueue::idle(Lock& lock) {
 void WorkQueue::stop(std::chrono::milliseconds patience, const std::function<void()>& abort) {
   Works abandoned;
   std::vector<std::thread> workers;
+  bool callback_runs = false;
   {
     Lock lock(mutex_);
-    work_done_.wait_for(
-        lock, patience, [this] { return queue_.empty() && nested_.empty() && !running_ && callbacks_ == 0; });
+    const bool from_callback = calls_back_on_this_thread();
+    work_done_.wait_for(lock, patience, [&] {
+      const bool drained = queue_.empty() && nested_.empty() && !running_;
+      return stopping_ || (drained && (from_callback || callbacks_ == 0));
+    });
+    callback_runs = callbacks_ > 0;
     abort();
     stopping_ = true;
     abandoned.swap(queue_);
@@ -215,7 +235,13 @@ void WorkQueue::stop(std::chrono::milliseconds patience, const std::function<voi
   work_ready_.notify_all();
   work_done_.notify_all();
   for (const auto& work : abandoned) work->complete_with(stopped_error());
-  for (std::thread& worker : workers) worker.join();
+  for (std::thread& worker : workers) end_thread(worker, callback_runs);
+}
+
+bool WorkQueue::calls_back_on_this_thread() const {
+  const Callbacks* callbacks = callbacks_here;
+  while (callbacks != nullptr && callbacks->queue != this) callbacks = callbacks->outer;
+  return callbacks != nullptr;
 }
 
 }  // namespace minddp::shm

@@ -8,6 +8,9 @@
 //   submit themselves (PowerSGD's do, and wait for it) runs at once, ahead of the queue: so the order of
 //   collectives is the same on all ranks, however far each rank's main thread has come meanwhile. That is
 //   why another worker is started when the others are busy with callbacks.
+//   A callback may end the group, and another wait for that one: the queue lives until the last thread
+//   that is inside it has left, and is not waited for where it runs a callback.
+//   In a forked child no work ends: wait() raises there.
 // Lock order: WorkQueue::mutex_ before nothing; a Work's own mutex is never held with it.
 #pragma once
 
@@ -16,9 +19,12 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "owner.h"
 
 namespace minddp::shm {
 
@@ -49,6 +55,7 @@ class ShmWork : public c10d::Work {
   void complete_with(std::exception_ptr error, int source_rank = -1);
 
  private:
+  const Owner owner_;
   std::vector<at::Tensor> outputs_;
   std::function<void()> program_;
   std::function<void(ShmWork&)> helper_;
@@ -57,18 +64,15 @@ class ShmWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // GUARDED_BY(mutex_); made when first asked for
 };
 
-class WorkQueue {
+class WorkQueue : public std::enable_shared_from_this<WorkQueue> {
  public:
-  ~WorkQueue() {
-    stop(std::chrono::milliseconds(0), [] {});
-  }
-
   // Runs the work soon, on another thread or on the one that waits for it; at once, on this thread,
   // when `now` is set, unless others are ahead of it.
   void submit(const c10::intrusive_ptr<ShmWork>& work, bool now);
 
   // Lets the works end within `patience`, then calls `abort`, which makes the running one fail, and
-  // fails the others.
+  // fails the others. From a callback it waits for no callback. REQUIRES: called before
+  // the last reference goes
   void stop(std::chrono::milliseconds patience, const std::function<void()>& abort);
 
  private:
@@ -83,6 +87,7 @@ class WorkQueue {
   void call_worker();
   void loop();
   bool idle(Lock& lock);
+  bool calls_back_on_this_thread() const;
 
   std::mutex mutex_;
   std::condition_variable work_ready_;  // for workers

@@ -129,6 +129,46 @@ def test_nan_wins() -> None:
     run_ranks(check_special_values, 2)
 
 
+def check_signed_zeros_and_nans(rank: int, world_size: int) -> None:
+    """A NaN wins, -0 is less than +0: wherever they are, on any path (flat, in pieces, in place, rooted)."""
+    group = shm_group()
+    nan, inf = float("nan"), float("inf")
+    choices = torch.tensor([-0.0, 0.0, nan, -inf, inf, 1.0, -1.0], dtype=torch.float64)
+    places = torch.cartesian_prod(*[torch.arange(len(choices))] * world_size)  # every mixture
+    for dtype in FLOATS:
+        for repeat in (1, 40_000 // len(places) + 1):
+            columns = choices[places].to(dtype).repeat(repeat, 1)
+            zeros_there, negative_there = columns == 0, torch.signbit(columns)
+            for op, extreme, negative in (
+                (dist.ReduceOp.MIN, columns.amin(1), (negative_there & zeros_there).any(1)),
+                (dist.ReduceOp.MAX, columns.amax(1), (negative_there | ~zeros_there).all(1)),
+            ):
+                for result in check_paths(columns[:, rank].contiguous(), op, group):
+                    assert torch.equal(result.isnan(), columns.isnan().any(1)), (dtype, op)
+                    numbers = ~result.isnan()
+                    assert torch.equal(result[numbers], extreme[numbers]), (dtype, op)
+                    zeros = result == 0
+                    assert torch.equal(torch.signbit(result)[zeros], negative[zeros]), (dtype, op)
+
+
+def check_paths(mine: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    private, shared = mine.clone(), minddp.shm.empty(mine.numel(), dtype=mine.dtype, group=group).copy_(mine)
+    dist.all_reduce(private, op, group=group)
+    dist.all_reduce(shared, op, group=group)
+    world_size = dist.get_world_size(group)
+    scattered = torch.empty_like(mine)
+    dist.reduce_scatter_tensor(scattered, mine.repeat(world_size), op, group=group)
+    bits = [torch.empty_like(private.view(torch.uint8)) for _ in range(world_size)]
+    dist.all_gather(bits, private.view(torch.uint8), group=group)
+    assert all(torch.equal(bits[0], other) for other in bits)  # a NaN's, too
+    return [private, shared, scattered]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_minimum_and_maximum_of_signed_zeros_and_nans(world_size: int) -> None:
+    run_ranks(check_signed_zeros_and_nans, world_size)
+
+
 def both(call, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """``call(group, *copies)`` on Gloo and on shm; the copies afterwards."""
     results = []
@@ -465,8 +505,12 @@ def check_arguments(rank: int, world_size: int) -> None:
         dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], [2, 2], group=group)
     with pytest.raises(ValueError, match="does not use the 'shm' backend, but 'gloo'"):
         minddp.shm.empty(3)
-    with pytest.raises(ValueError, match="size must not be negative"):
-        minddp.shm.empty(-3, group=group)
+    for sizes in ((-3,), (-3, -3), (2, -1)):
+        with pytest.raises(ValueError, match="a size must not be negative"):
+            minddp.shm.empty(*sizes, group=group)
+    for sizes in ((2**62 + 1,), (2**61,), (2**40,), (2**40, 2**40), (2**63 - 1,)):
+        with pytest.raises(MemoryError, match="can be addressed|no room for"):
+            minddp.shm.empty(*sizes, group=group)
     # None of these has touched the group.
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)

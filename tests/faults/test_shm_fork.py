@@ -1,0 +1,182 @@
+"""What a forked child can do to the shared-memory backend of its parent: nothing."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import minddp
+import minddp.shm
+from minddp.testing import run_ranks
+
+CHILD_TIME = 20.0
+LARGE = 20_000_000  # float32: more than from where on a freed block gives its pages back
+
+
+def in_child(task: Callable[[], None]) -> None:
+    """Runs ``task`` in a forked child; raises with its traceback when it does not return."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = ""
+        try:
+            task()
+        except BaseException:
+            text = traceback.format_exc()
+        os.write(writer, text.encode()[-4000:])
+        os._exit(1 if text else 0)
+    os.close(writer)
+    end = time.monotonic() + CHILD_TIME
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    while not ended and time.monotonic() < end:
+        time.sleep(0.005)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    text = os.read(reader, 4000).decode()
+    os.close(reader)
+    assert ended, f"the child did not end: {text}"
+    assert status == 0, f"status {status}: {text}"
+
+
+def still_works(world_size: int) -> None:
+    tensor = minddp.shm.empty(100_000).fill_(1.0)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((100_000,), float(world_size)))
+
+
+def child_frees(rank: int, world_size: int) -> None:
+    blocks = [minddp.shm.empty(LARGE).fill_(3.0), minddp.shm.empty(10).fill_(4.0)]
+
+    def free_all() -> None:
+        blocks.clear()
+        gc.collect()
+
+    in_child(free_all)
+    assert bool((blocks[0] == 3.0).all())
+    assert bool((blocks[1] == 4.0).all())
+    still_works(world_size)
+
+
+def test_a_child_that_frees_memory_leaves_the_parents() -> None:
+    run_ranks(child_frees, 2, backend="shm")
+
+
+def child_destroys(rank: int, world_size: int) -> None:
+    works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(20)]  # and a worker thread
+    in_child(dist.destroy_process_group)
+    for work in works:
+        work.wait()
+    still_works(world_size)
+    dist.barrier()
+    in_child(dist.destroy_process_group)  # the worker sleeps
+    still_works(world_size)
+
+
+def test_a_child_that_destroys_the_group_evicts_nobody() -> None:
+    run_ranks(child_destroys, 3, backend="shm")
+
+
+def child_writes(rank: int, world_size: int) -> None:
+    tensor = minddp.shm.empty(100_000).fill_(3.0)
+
+    def write() -> None:
+        assert float(tensor.sum()) == 300_000.0
+        tensor.zero_()
+        in_child(lambda: pytest.fail("a grandchild sees something else") if tensor.any() else None)
+        assert not tensor.any()
+        shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:minddp-shm" in line]
+        assert [line.split()[1] for line in shared] == ["rw-p"], shared  # its own, private; no peer's
+
+    in_child(write)
+    assert bool((tensor == 3.0).all())
+    dist.barrier()
+    assert bool((tensor == 3.0).all())
+    still_works(world_size)
+
+
+def test_what_a_child_writes_is_its_own() -> None:
+    run_ranks(child_writes, 2, backend="shm")
+
+
+def child_calls(rank: int, world_size: int) -> None:
+    tensor = torch.ones(3)
+    pending = dist.irecv(torch.ones(1), (rank + 1) % world_size)
+
+    def call() -> None:
+        for attempt in (
+            lambda: dist.all_reduce(tensor),
+            lambda: dist.barrier(),
+            lambda: dist.send(tensor, (rank + 1) % world_size),
+            lambda: dist.recv(tensor, (rank + 1) % world_size),
+            lambda: minddp.shm.empty(5),
+        ):
+            with pytest.raises(dist.DistBackendError, match=f"of process {os.getppid()}, from which this one"):
+                attempt()
+        with pytest.raises(dist.DistBackendError, match="it can be waited for there only"):
+            pending.wait()
+        own = minddp.shm._create(dist.HashStore(), 0, 1, timedelta(seconds=5))  # a group of the child's own
+        own.allreduce([tensor]).wait()
+
+    in_child(call)
+    dist.send(tensor[:1], (rank + 1) % world_size)
+    pending.wait()
+    still_works(world_size)
+
+
+def test_calls_in_a_child_raise() -> None:
+    run_ranks(child_calls, 2, backend="shm")
+
+
+class Gradients(torch.utils.data.Dataset):
+    """Samples; looks at the gradients where it runs, and writes to them there."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if torch.utils.data.get_worker_info() is not None:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    assert parameter.grad.square().sum() != 0.0  # it can be read
+                    parameter.grad.fill_(float("nan"))
+        return torch.full((20,), float(index))
+
+
+def train(workers: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.Linear(300, 2))
+    ddp = minddp.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
+    context = {"multiprocessing_context": "fork"} if workers else {}
+    for _ in range(3):
+        for batch in torch.utils.data.DataLoader(Gradients(model), 4, num_workers=workers, timeout=0, **context):
+            ddp(batch).square().mean().backward()
+            assert minddp.shm.is_shared(model[0].weight.grad)
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def loaders(rank: int, world_size: int) -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # which may have no children
+    expected = train(0)
+    assert all(torch.equal(a, b) for a, b in zip(expected, train(2), strict=True))
+
+
+def test_dataloader_workers_forked_in_training() -> None:
+    run_ranks(loaders, 2, backend="shm", timeout=120)
