@@ -15,7 +15,7 @@ class Guarded(Protocol):
 
     def may_refuse_step(self) -> bool: ...
     def shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool: ...
-    def check_step(self, others: list[Any]) -> None: ...
+    def check_step(self, optimizer: torch.optim.Optimizer, others: list[Any]) -> None: ...
 
 
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -38,7 +38,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     wrappers = live()
     for wrapper in wrappers:
         if wrapper.may_refuse_step() and wrapper.shares_parameters(optimizer):
-            wrapper.check_step([other for other in wrappers if other is not wrapper])
+            wrapper.check_step(optimizer, [other for other in wrappers if other is not wrapper])
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -53,6 +53,10 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
     return module(*inputs, **kwargs)
 
 
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBase):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
@@ -237,8 +241,10 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
             self._setup_in_backward_optimizers()
             self._lazy_init_ran = True
         grad = torch.is_grad_enabled()
-        if grad and engine.reducer.sync_enabled:
-            engine.begin_iteration(self._join_config.enable)
+        if grad:
+            engine.check_finished()
+            if engine.reducer.sync_enabled:
+                engine.begin_iteration(self._join_config.enable)
         self._note_not_joined()
         if grad and not engine.reducer.has_rebuilt:
             engine.rebuild_buckets()
@@ -480,11 +486,12 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
 
     def shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
         mine = {id(parameter) for parameter in self._wrapped.reduced}
-        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+        return not mine.isdisjoint(_parameter_ids(optimizer))
 
-    def check_step(self, others: Sequence[DistributedDataParallel]) -> None:
+    def check_step(self, optimizer: torch.optim.Optimizer, others: Sequence[DistributedDataParallel]) -> None:
         assert self._engine is not None
-        self._engine.check_step([other._engine for other in others if other._engine is not None])
+        engines = [other._engine for other in others if other._engine is not None]
+        self._engine.check_step(_parameter_ids(optimizer), engines)
 
     def step_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another wrapper has been made around some of ``parameters``: an iteration left unfinished here is over."""

@@ -214,9 +214,8 @@ class Engine:
     # --- iterations ---
 
     def begin_iteration(self, joining: bool) -> None:
-        """Before each forward whose backward will be synchronized. ``joining``: ranks may have run out of data."""
+        """Before each forward whose backward will be synchronized, checked already. ``joining``: ranks may have run out of data."""
         refuse_rpc_context()
-        self.check_finished()
         if self.mixed is None:  # which casts parameters itself
             self.report_failure(self.changes.check)
         if self.inspector is not None:
@@ -260,13 +259,19 @@ class Engine:
         reducer = self.reducer
         return reducer.phase() != _C.Phase.IDLE or self.finite is not None or bool(reducer.bypassed())
 
-    def check_step(self, others: Sequence[Engine]) -> None:
-        """Raises where an optimizer must not use the gradients. ``others``: that reduce the same parameters, perhaps."""
+    def check_step(self, stepped: set[int], others: Sequence[Engine]) -> None:
+        """Raises where an optimizer must not use the gradients.
+
+        Args:
+            stepped: ``id`` of each of the optimizer's parameters.
+            others: engines that reduce the same parameters, perhaps.
+        """
         self.report_failure(self.reducer.check_finished)
         if self.finite is not None:
             self.finite.check()
         names, parameters = self.parameters.names, self.parameters.reduced
         bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
+        bypassed = {key: value for key, value in bypassed.items() if key in stepped}
         for other in others if bypassed else ():
             bypassed = other.without_its_own(bypassed)
         named = [(names[i], parameters[i].grad) for i, _ in bypassed.values()]
