@@ -125,6 +125,8 @@ void set_callbacks(Reducer& reducer, std::function<void()> after_last_launch, st
 }
 
 // Collectives on a process group of any kind, one that is written in Python included. Each is over when it returns.
+void wait_for(const c10::intrusive_ptr<c10d::Work>& work) { work->wait(); }
+
 void group_allgather(
     const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::vector<at::Tensor>& outputs, at::Tensor input) {
   std::vector<std::vector<at::Tensor>> all = {outputs};
@@ -137,14 +139,6 @@ void group_broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Te
   c10d::BroadcastOptions options;
   options.rootRank = src;
   group->broadcast(tensors, options)->wait();
-}
-
-void group_allreduce(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor tensor, const c10d::ReduceOp::RedOpType& op) {
-  std::vector<at::Tensor> tensors = {std::move(tensor)};
-  c10d::AllreduceOptions options;
-  options.reduceOp = op;
-  group->allreduce(tensors, options)->wait();
 }
 
 void bind_enums(py::module_& module) {
@@ -177,6 +171,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("gradient_as_bucket_view", &ReducerOptions::gradient_as_bucket_view)
       .def_readwrite("skip_all_reduce_unused", &ReducerOptions::skip_all_reduce_unused)
       .def_readwrite("keep_base", &ReducerOptions::keep_base)
+      .def_readwrite("any_grad_dtype", &ReducerOptions::any_grad_dtype)
       .def_readwrite("always_reduce", &ReducerOptions::always_reduce);
 }
 
@@ -253,13 +248,9 @@ PYBIND11_MODULE(_C, module) {
   bind_grad_bucket(module);
   bind_options(module);
   bind_reducer(module);
-  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+  module.def("wait_for", &wait_for, Release(), py::arg("work"));
   module.def("group_allgather", &group_allgather, Release(), py::arg("group"), py::arg("outputs"), py::arg("input"));
   module.def("group_broadcast", &group_broadcast, Release(), py::arg("group"), py::arg("tensor"), py::arg("src"));
-  module.def(
-      "group_allreduce_max",
-      [](const Group& group, at::Tensor tensor) { group_allreduce(group, std::move(tensor), c10d::ReduceOp::MAX); },
-      Release(), py::arg("group"), py::arg("tensor"));
   module.def("scaled_copy", &scaled_copy_tensors, py::arg("src"), py::arg("dst"), py::arg("scale"),
       py::arg("reference") = false);
 #ifdef MINDDP_WITH_CUDA

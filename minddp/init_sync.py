@@ -8,12 +8,15 @@ anything is sent, and all of them raise the same error when it does not match.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from . import _C
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
@@ -31,9 +34,23 @@ def signature(named: Iterable[tuple[str, torch.Tensor]]) -> Signature:
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """``value`` of every rank of ``group``, in rank order. Collective."""
+    if group.size() == 1:
+        return [value]
+    if type(group) is not dist.ProcessGroup:  # written in Python: torch.distributed does not know it
+        return [pickle.loads(data) for data in _gather_bytes(pickle.dumps(value), group)]
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    _C.group_allgather(group, sizes, torch.tensor([len(mine)]))
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+    everyone = [torch.empty_like(padded) for _ in sizes]
+    _C.group_allgather(group, everyone, padded)
+    return [bytes(data[: int(size)].tolist()) for data, size in zip(everyone, sizes)]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -145,7 +162,7 @@ class _Message(NamedTuple):
 
 
 def _receive(work: Any, received: torch.Tensor, message: _Message, receives: bool) -> None:
-    work.wait()
+    _C.wait_for(work)
     if not receives:
         return
     pieces = received.split(message.sizes)

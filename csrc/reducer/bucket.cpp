@@ -31,11 +31,14 @@ void Bucket::allocate() {
 }
 
 void Bucket::check(const Slot& slot, const at::Tensor& grad) const {
-  if (grad.is_sparse() == options_.sparse && grad.device() == device_) return;
-  auto kind = [](bool sparse, at::Device device) { return (sparse ? "sparse on " : "dense on ") + device.str(); };
+  bool right_dtype = options_.any_grad_dtype || grad.scalar_type() == grad_dtype_;
+  if (grad.is_sparse() == options_.sparse && grad.device() == device_ && right_dtype) return;
+  auto kind = [](bool sparse, at::ScalarType dtype, at::Device device) {
+    return c10::str(sparse ? "sparse " : "dense ", dtype, " on ", device);
+  };
   TORCH_CHECK(false,
-      errors::wrong_gradient(
-          options_.rank, slot.name, kind(grad.is_sparse(), grad.device()), kind(options_.sparse, device_)));
+      errors::wrong_gradient(options_.rank, slot.name, kind(grad.is_sparse(), grad.scalar_type(), grad.device()),
+          kind(options_.sparse, grad_dtype_, device_)));
 }
 
 // The gradient's memory is one piece in the slot's order, of the expected dtype.

@@ -54,6 +54,7 @@ class Bucket {
     // A result that is in .grad already, on all ranks alike, is not sent again, but added to. (A mean needs no such
     // care: the mean of equal numbers is that number.)
     bool keep_base = false;
+    bool any_grad_dtype = false;  // gradients need not have their parameter's dtype
     int rank = 0;                   // for messages
     Allocate allocate = nullptr;    // makes the buffer; empty: at::empty
   };

@@ -40,6 +40,7 @@ void Reducer::set_buckets(const Buckets& buckets) {
     Bucket::Options options{cast ? *options_.reduce_dtype : first.scalar_type(), sparse};
     options.gradient_as_view = options_.gradient_as_bucket_view && options.buffer_dtype == first.scalar_type();
     options.keep_base = options_.keep_base;
+    options.any_grad_dtype = options_.any_grad_dtype;
     options.rank = group_->getRank();
     options.allocate = transport_memory(group_, first.device());
     for (size_t slot = 0; slot < indices.size(); ++slot) place_[indices[slot]] = {buckets_.size(), slot};
@@ -138,10 +139,11 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   if (known && !(synchronized && graph_task == backward_.graph_task && backward_.origin != Origin::kSynchronized))
     return;
   backward_.origin = synchronized ? Origin::kSynchronized : forwards_.origin();
-  if (backward_.origin == Origin::kLocal && sync_enabled)
+  if (backward_.origin == Origin::kLocal && sync_enabled) {
     TORCH_WARN_ONCE("DistributedDataParallel: backward() runs outside of the no_sync() that its forward ran in. As in "
                     "torch, where forward ran decides: these gradients stay local until the next synchronized backward. "
                     "Put both inside of no_sync(), or both outside.");
+  }
   backward_.takes_part.clear();
   const bool outermost = through_synchronized_forward.has_value();
   if (outermost && backward_.origin == Origin::kSynchronized && used_map_.mode() == GraphMode::kFindUnused && recorded_)
@@ -258,7 +260,7 @@ void Reducer::finish_backward(int graph_task) {
 void Reducer::finalize_backward() {
   std::vector<int32_t> used =
       used_map_.globally_used(usage_.local_used_map, [&](Future& future) { wait(future, buckets_.size()); });
-  double scale = callbacks_.post_scale ? callbacks_.post_scale() : options_.post_scale;
+  const double scale = post_scale();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     Bucket& bucket = buckets_[i];
     if (bucket.state() != Bucket::State::kLaunched) continue;  // skipped as unused
@@ -266,6 +268,8 @@ void Reducer::finalize_backward() {
     wait(*flight.future, i);
     if (flight.work && !bucket.device().is_cpu()) flight.work->synchronize();
     at::Tensor result = hook_ ? hook_->result(flight.future->value()) : bucket.buffer();
+    if (at::isComplexType(bucket.options().buffer_dtype) && !result.is_complex())
+      result = at::view_as_complex(result.reshape({-1, 2}));  // as a process group's own future holds it
     if (result.numel() != bucket.numel())
       fail(errors::wrong_hook_result(group_->getRank(), i, result.numel(), bucket.numel()));
     trace_->note(i, BucketEvent::kUnpackBegin);
@@ -274,6 +278,18 @@ void Reducer::finalize_backward() {
   }
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets_.size());
   end_iteration();
+}
+
+double Reducer::post_scale() {
+  if (!callbacks_.post_scale) return options_.post_scale;
+  try {
+    return callbacks_.post_scale();
+  } catch (...) {  // on all ranks alike: the next iteration finds nothing of this one
+    for (size_t i = 0; i < buckets_.size(); ++i)
+      if (buckets_[i].state() == Bucket::State::kLaunched) wait(*buckets_[i].flight().future, i);
+    abort_iteration();
+    throw;
+  }
 }
 
 void Reducer::end_iteration() {

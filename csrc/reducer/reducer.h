@@ -61,6 +61,7 @@ struct ReducerOptions {
   bool gradient_as_bucket_view = false;
   bool skip_all_reduce_unused = false;  // the same parameters are unused on every rank
   bool keep_base = false;               // the reduction is no mean; see bucket.h
+  bool any_grad_dtype = false;          // parameters change their dtype during backward
   bool always_reduce = false;           // go through the process group where it has one rank, too
   double pre_scale = 1.0;
   double post_scale = 1.0;
@@ -149,6 +150,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void finalize_backward();
   void send_used_map() { used_map_.send(*group_, usage_.local_used_map, parameters_[0].device()); }
   void wait(Future& future, size_t bucket);
+  double post_scale();
   void end_iteration();
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   [[noreturn]] void fail(const std::string& message) const;

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import _C
 from ..init_sync import gather_objects, indented, ranks_text
 
 
@@ -50,7 +51,9 @@ class FiniteCheck:
         """Asks all ranks whether anybody has found something. Collective, once an iteration, after its last bucket."""
         flags = [flags.any().to(self._device) for _, flags in self._found]
         self._any = torch.stack(flags).any().to(torch.int32) if flags else torch.zeros((), dtype=torch.int32, device=self._device)
-        self._work = dist.all_reduce(self._any, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._work = self._group.allreduce([self._any], options)
 
     def forget(self) -> None:
         """The iteration was given up."""
@@ -64,7 +67,7 @@ class FiniteCheck:
         """
         if self._work is None:
             return
-        self._work.wait()
+        _C.wait_for(self._work)
         self._work = None
         found, self._found = self._found, []
         assert self._any is not None

@@ -84,6 +84,8 @@ class Engine:
         self.config = config or self.config
         self.group = group or self.group
         self.has_rebuilt_buckets = False
+        plan = self.config.bucket_plan
+        planned = None if plan is None else plan.parameter_buckets(*self.parameters.facts())  # or raises
         self.reducer = Reducer(
             self.parameters.reduced,
             self.parameters.names,
@@ -102,12 +104,13 @@ class Engine:
         if self.mixed is None:  # it keeps the parameters' two precisions, and asks for the reducer of the moment
             self.mixed = MixedPrecision.make(
                 self.config.mixed_precision,
+                self.module,
                 self.parameters.module_parameters,
                 self.parameters.buffers().values(),
                 weakly(self._move_hooks),
             )
-        if self.config.bucket_plan is not None:
-            self.reducer.set_buckets(self.config.bucket_plan.parameter_buckets(*self.parameters.facts()))
+        if planned is not None:
+            self.reducer.set_buckets(planned)
         self.tuner = self._make_tuner()
 
     def detach(self) -> None:
@@ -124,6 +127,7 @@ class Engine:
             alone_from=config.alone_from(self.parameters.device_type),
             reduction=config.reduction,
             reduce_dtype=self._reduce_dtype(),
+            mixed_precision=config.mixed_precision is not None,
             predivide_factor=config.predivide_factor,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             skip_all_reduce_unused=config.skip_all_reduce_unused_params,

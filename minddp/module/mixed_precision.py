@@ -14,21 +14,34 @@ import torch
 from torch.autograd import Variable
 
 
+def _full_precision(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        full = getattr(parameter, "_fp_param", None)
+        if full is not None and prefix + name in state and parameter.dtype != full.dtype:
+            state[prefix + name] = full
+
+
 class MixedPrecision:
     """Swaps parameters between their two precisions.
 
     Args:
-        parameters: of the wrapped module.
+        module: the wrapped module, whose state dicts have full precision at any time.
+        parameters: those of its parameters that change.
         param_dtype: their dtype in forward and backward.
         moved: called when their autograd nodes have changed, and with them the places of hooks.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], param_dtype: torch.dtype, moved: Callable[[], None]
+        self,
+        module: torch.nn.Module,
+        parameters: Sequence[torch.nn.Parameter],
+        param_dtype: torch.dtype,
+        moved: Callable[[], None],
     ):
         self.param_dtype = param_dtype
         self._parameters = [p for p in parameters if p.is_floating_point()]
         self._moved = moved
+        module._register_state_dict_hook(_full_precision)
         self._low = False
         for parameter in self._parameters:
             parameter._fp_param = parameter.data  # type: ignore[attr-defined]
@@ -38,6 +51,7 @@ class MixedPrecision:
     def make(
         cls,
         config: Any,
+        module: torch.nn.Module,
         parameters: Sequence[torch.nn.Parameter],
         buffers: Iterable[torch.Tensor],
         moved: Callable[[], None],
@@ -49,7 +63,7 @@ class MixedPrecision:
             for buffer in buffers:
                 if buffer.is_floating_point():
                     buffer.data = buffer.to(config.buffer_dtype)
-        return cls(parameters, config.param_dtype, moved) if config.param_dtype is not None else None
+        return cls(module, parameters, config.param_dtype, moved) if config.param_dtype is not None else None
 
     def lower(self) -> None:
         """Before forward: parameters, and gradients accumulated so far, become low precision."""

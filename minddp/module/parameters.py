@@ -76,6 +76,12 @@ class Parameters:
                     f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: "
                     f"'{name}' has no shape yet. Run a dummy forward pass to initialize the lazy modules first."
                 )
+            if getattr(parameter, "grad_dtype", parameter.dtype) not in (None, parameter.dtype):
+                raise RuntimeError(
+                    f"DistributedDataParallel reduces gradients of their parameters' dtypes, but '{name}' is "
+                    f"{parameter.dtype} with grad_dtype {parameter.grad_dtype}: leave grad_dtype as it is, or pass "
+                    "reduce_dtype= to choose the dtype in which gradients travel."
+                )
         reduced = [(name, p) for name, p in named if p.requires_grad]
         if not reduced and not self.delayed:
             raise RuntimeError(

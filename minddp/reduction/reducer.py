@@ -29,6 +29,7 @@ class ReducerSettings:
 
     ``caps``, ``last_cap``: as in :func:`assign_buckets`. ``alone_from``: bytes from which a gradient has a bucket
     of its own, which spares a copy. ``always_reduce``: go through the process group where it has one rank, too.
+    ``mixed_precision``: parameters change their dtype during forward and backward.
     """
 
     graph_mode: Any
@@ -41,6 +42,7 @@ class ReducerSettings:
     gradient_as_bucket_view: bool = False
     skip_all_reduce_unused: bool = False
     always_reduce: bool = False
+    mixed_precision: bool = False
 
 
 class Reducer(_C.Reducer):
@@ -80,6 +82,7 @@ class Reducer(_C.Reducer):
         options.skip_all_reduce_unused = settings.skip_all_reduce_unused
         options.keep_base = settings.reduction != "mean"
         options.always_reduce = settings.always_reduce
+        options.any_grad_dtype = settings.mixed_precision
         everything = list(reversed(range(len(parameters))))
         super().__init__(
             list(parameters), self.names, list(expect_sparse), group, options, self._assign(everything, [])

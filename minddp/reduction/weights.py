@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import _C
+
 
 class Weights:
     """What :meth:`add` was given since the last synchronized backward, on all ranks.
@@ -46,7 +48,7 @@ class Weights:
             RuntimeError: on every rank, where a rank gave no weight or the weights are not positive together. The
                 weights are forgotten.
         """
-        self._work.wait()
+        _C.wait_for(self._work)
         assert self._sum is not None
         total, mine = self._sum.item(), self._weight
         self.clear()

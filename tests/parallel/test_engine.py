@@ -1,0 +1,604 @@
+"""What is remade is remade in one place: hooks, plans, weights, errors and their exits, groups written in Python."""
+
+import copy
+import dataclasses
+import gc
+import pickle
+import warnings
+import weakref
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import minddp
+from minddp.testing import run_ranks
+
+DDP = minddp.DistributedDataParallel
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _batch(rank, i=0):
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
+
+
+def _step(ddp, rank, i=0):
+    ddp.zero_grad()
+    ddp(_batch(rank, i)).pow(2).sum().backward()
+    return [p.grad.clone() for p in ddp.parameters()]
+
+
+def _truth(net, world_size, i=0, reduce="mean"):
+    """By one process, of the same weights."""
+    net = copy.deepcopy(net).float()
+    net.zero_grad()
+    for rank in range(world_size):
+        net(_batch(rank, i)).pow(2).sum().backward()
+    return [p.grad / (world_size if reduce == "mean" else 1) for p in net.parameters()]
+
+
+def _same(mine, expected, tolerance=1e-5):
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def _reducers_hooked_on(parameter):
+    """How many reducers hear of ``parameter``: told by those whose used map a backward of it alone marks."""
+    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+    reducers = [o for o in gc.get_objects() if isinstance(o, minddp._C.Reducer)]
+    before = [r.arrived_in(0) + sum(b for _, b in r.bypassed()) for r in reducers]
+    parameter.sum().backward()
+    after = [r.arrived_in(0) + sum(b for _, b in r.bypassed()) for r in reducers]
+    parameter.grad = None
+    assert node is not None
+    return sum(a != b for a, b in zip(after, before))
+
+
+# ---- remaking
+
+
+def _refresh(ddp):
+    ddp.refresh()
+    return ddp
+
+
+def _static(ddp):
+    ddp._set_static_graph()
+    return ddp
+
+
+def _new_group(ddp):
+    ddp._update_process_group(dist.new_group())
+    return ddp
+
+
+def _builtin(ddp):
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    return ddp
+
+
+def _hook(ddp):
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return ddp
+
+
+def _unpickled(ddp):
+    return pickle.loads(pickle.dumps(ddp))
+
+
+def _copied(ddp):
+    return copy.deepcopy(ddp)
+
+
+REMAKE = [_refresh, _static, _new_group, _builtin, _hook, _unpickled, _copied]
+ARGUMENTS = [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"check_finite": True}]
+
+
+def _remade(rank, world_size):
+    warnings.simplefilter("ignore")
+    for remake in REMAKE:
+        for arguments in ARGUMENTS:
+            ddp = DDP(_net(), **arguments)
+            if remake in (_refresh, _new_group):
+                _step(ddp, rank)
+            same = remake(ddp)
+            gc.collect()
+            assert _reducers_hooked_on(same.module[0].weight) == 1, remake
+            for i in range(3):
+                _same(_step(same, rank, i), _truth(same.module, world_size, i))
+            del ddp, same
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_after_each_remaking_one_reducer_is_hooked_and_right(world_size):
+    assert run_ranks(_remade, world_size, timeout=120) == [True] * world_size
+
+
+def _tuned_and_mixed(rank, world_size):
+    mixed = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    auto = DDP(_net(), bucket_cap_mb="auto")
+    auto._set_static_graph()
+    assert auto._engine.tuner._reducer is auto.reducer
+    group = dist.new_group()
+    for ddp in (auto, DDP(_net(), mixed_precision=mixed)):
+        ddp._update_process_group(group)
+        low = ddp.mixed_precision is not None
+        for i in range(3):
+            _same(_step(ddp, rank, i), _truth(ddp.module, world_size, i), 2e-1 if low else 1e-5)
+    return True
+
+
+def test_the_tuner_and_mixed_precision_follow_the_reducer():
+    assert run_ranks(_tuned_and_mixed, 2) == [True, True]
+
+
+def _leaks(rank, world_size):
+    options = [
+        {}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True},
+        {"reduction": "sum"}, {"reduction": "weighted"}, {"check_finite": True}, {"bucket_cap_mb": "auto"},
+        {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)},
+    ]  # fmt: skip
+    alive = []
+    for option in options:
+        for hook in (False, True):
+            ddp = DDP(_net(), **option)
+            if hook and option.get("bucket_cap_mb") != "auto":
+                ddp.register_comm_hook(ddp, lambda state, bucket: default_hooks.allreduce_hook(None, bucket))
+            for i in range(2):
+                if option.get("reduction") == "weighted":
+                    ddp.add_weight(1.0)
+                _step(ddp, rank, i)
+            found = weakref.ref(ddp), weakref.ref(ddp.reducer), weakref.ref(ddp.module)
+            del ddp
+            gc.collect()
+            alive += [(option, hook, i) for i, ref in enumerate(found) if ref() is not None]
+    return alive
+
+
+def test_nothing_outlives_its_wrapper():
+    assert run_ranks(_leaks, 2, timeout=120) == [[], []]
+
+
+def _failed_constructor(rank, world_size):
+    net = _net()
+    other = DDP(nn.Linear(3, 3)).bucket_plan
+    with pytest.raises(ValueError, match="plan"):
+        DDP(net, bucket_plan=other)
+    gc.collect()
+    with pytest.raises(ValueError, match="contradict"):
+        DDP(net, gradient_as_bucket_view=True, reduce_dtype=torch.float64)
+    ddp = DDP(net)
+    assert _reducers_hooked_on(net[0].weight) == 1
+    _same(_step(ddp, rank), _truth(net, world_size))
+    return True
+
+
+def test_a_constructor_that_failed_leaves_no_hooks():
+    assert run_ranks(_failed_constructor, 2) == [True, True]
+
+
+# ---- sums and weights
+
+
+def _sums_accumulate(rank, world_size):
+    for views in (False, True):
+        ddp = DDP(nn.Linear(1, 1, bias=False), reduction="sum", gradient_as_bucket_view=views)
+        seen = []
+        for _ in range(4):  # the buckets are cut anew after the first
+            ddp(torch.ones(1, 1)).sum().backward()
+            seen.append(ddp.module.weight.grad.item())
+        assert seen == [world_size * (i + 1) for i in range(4)], seen
+        with ddp.no_sync():
+            ddp(torch.full((1, 1), 3.0)).sum().backward()
+        ddp(torch.ones(1, 1)).sum().backward()
+        assert ddp.module.weight.grad.item() == 8 * world_size
+        for in_place in (True, False):
+            ddp.zero_grad(set_to_none=not in_place)
+            for expected in (1, 2):
+                ddp(torch.ones(1, 1)).sum().backward()
+                assert ddp.module.weight.grad.item() == expected * world_size
+    return True
+
+
+def _weights_accumulate(rank, world_size):
+    ddp = DDP(nn.Linear(1, 1, bias=False), reduction="weighted")
+    for expected in (1.0, 2.0, 3.0):
+        ddp.add_weight(rank + 1)
+        (ddp(torch.ones(1, 1)).sum() * (rank + 1)).backward()
+        torch.testing.assert_close(ddp.module.weight.grad.item(), expected)
+    ddp.zero_grad()
+    # A rank forgets: all raise, nothing is stuck, and the next step is right.
+    if rank == 0:
+        ddp.add_weight(1)
+    with pytest.raises(RuntimeError, match="add_weight.*did not call it"):
+        ddp(torch.ones(1, 1)).sum().backward()
+    ddp.zero_grad()
+    ddp.add_weight(0)
+    with pytest.raises(RuntimeError, match="must be positive"):
+        ddp(torch.ones(1, 1)).sum().backward()
+    ddp.zero_grad()
+    ddp.add_weight(7)
+    ddp.clear_weight()
+    ddp.add_weight(1)
+    ddp(torch.ones(1, 1)).sum().backward()
+    assert ddp.module.weight.grad.item() == 1.0
+    return True
+
+
+@pytest.mark.parametrize("case", [_sums_accumulate, _weights_accumulate])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_are_added_to_what_all_ranks_have(case, world_size):
+    assert run_ranks(case, world_size) == [True] * world_size
+
+
+class OneOfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+    def forward(self, x, which):
+        return getattr(self, which)(x)
+
+
+def _sum_used_on_one_rank(rank, world_size):
+    ddp = DDP(OneOfTwo(), reduction="sum", find_unused_parameters=True)
+    x = torch.ones(1, 1)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(x, "a").sum().backward()
+        ddp(x, "a" if rank == 0 else "b").sum().backward()
+        assert ddp.module.a.weight.grad.item() == world_size + 1
+        assert ddp.module.b.weight.grad.item() == world_size - 1
+    return True
+
+
+def test_a_sum_that_one_rank_adds_to():
+    assert run_ranks(_sum_used_on_one_rank, 2) == [True, True]
+
+
+# ---- plans
+
+
+def _plans(rank, world_size, folder):
+    ddp = DDP(_net(), bucket_cap_mb=numpy.float64(1e-5), bucket_cap_mb_list=None)
+    _step(ddp, rank)
+    _step(ddp, rank)
+    plan = ddp.bucket_plan
+    path = f"{folder}/plan-{rank}.json"
+    plan.save(path)
+    pinned = DDP(_net(), bucket_plan=path)
+    buckets = pinned.reducer.buckets()
+    assert buckets == ddp.reducer.buckets()
+    for same in (copy.deepcopy(pinned), _unpickled(pinned), _static(pinned), _builtin(DDP(_net(), bucket_plan=plan))):
+        assert same.reducer.buckets() == buckets
+        _step(same, rank)
+        _step(same, rank)
+        assert same.reducer.buckets() == buckets
+    # The same numbers of buckets and positions, other parameters in them.
+    names, shapes, dtypes = ddp._wrapped.facts()
+    order = [i for bucket in buckets for i in bucket]
+    other = minddp.BucketPlan([[i] for i in range(4)]).for_parameters(names, shapes, dtypes, order)
+    turned = minddp.BucketPlan([[i] for i in range(4)]).for_parameters(names, shapes, dtypes, order[::-1])
+    with pytest.raises(ValueError, match="bucket_plan"):
+        DDP(_net(), bucket_plan=other if rank == 0 else turned)
+    with pytest.raises(TypeError, match="bucket_plan"):
+        DDP(_net(), bucket_plan=3)
+    return True
+
+
+def test_a_plan_is_kept_by_all_that_remakes_and_compared_by_name(tmp_path):
+    assert run_ranks(_plans, 2, str(tmp_path), timeout=90) == [True, True]
+
+
+# ---- errors and their exits
+
+
+class Boom(Exception):
+    pass
+
+
+def _raise_after(backward_calls):
+    left = [backward_calls]
+
+    def hook(grad):
+        left[0] -= 1
+        if left[0] == 0:
+            raise Boom
+
+    return hook
+
+
+def _errors_have_exits(rank, world_size):
+    for index in (-1, 0):  # before the first gradient of a backward, and in its midst
+        net = _net()
+        ddp = DDP(net, bucket_cap_mb=1e-5)
+        optimizer = torch.optim.SGD(net.parameters(), 0.0)
+        for i in range(2):
+            _step(ddp, rank, i)
+        ddp.zero_grad()
+        handle = (
+            net[2].register_full_backward_pre_hook(lambda *_: (_ for _ in ()).throw(Boom()))
+            if index == -1
+            else net[0].weight.register_hook(_raise_after(1))
+        )
+        with pytest.raises(Boom):
+            ddp(_batch(rank)).pow(2).sum().backward()
+        handle.remove()
+        if index == 0:
+            with pytest.raises(RuntimeError, match="ended with an exception.*abort_iteration"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="ended with an exception"):
+                ddp(_batch(rank))
+            ddp.abort_iteration()
+        for i in range(3):
+            _same(_step(ddp, rank, i), _truth(net, world_size, i))
+            optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_after_an_exception_that_all_ranks_met(world_size):
+    assert run_ranks(_errors_have_exits, world_size) == [True] * world_size
+
+
+def _unused_then_abort(rank, world_size):
+    ddp = DDP(OneOfTwo())
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.0)
+    x = torch.ones(1, 1)
+    for _ in range(2):
+        ddp(x, "a").sum().backward()
+        with pytest.raises(RuntimeError, match="b.weight"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="b.weight"):
+            ddp(x, "a")
+        ddp.abort_iteration()
+        ddp.zero_grad()
+        (ddp(x, "a") + ddp(x, "b")).sum().backward()
+        optimizer.step()
+        assert ddp.module.b.weight.grad.item() == 1.0
+    ddp(x, "a").sum().backward()
+    again = DDP(ddp.module, find_unused_parameters=True)  # the first is left as it is
+    optimizer.zero_grad()
+    again(x, "a").sum().backward()
+    optimizer.step()
+    return True
+
+
+def test_an_unfinished_iteration_can_be_given_up():
+    assert run_ranks(_unused_then_abort, 2) == [True, True]
+
+
+# ---- kinds of gradients
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2)
+
+    def forward(self, i, use=True):
+        return self.head(self.table(i).mean(1)) if use else self.head(torch.ones(len(i), 3))
+
+
+def _sparse(rank, world_size):
+    ddp = DDP(Sparse(), find_unused_parameters=True)
+    for i in range(3):
+        ddp.zero_grad()
+        ddp(torch.tensor([[i, 2]]), rank == 0).sum().backward()
+        grad = ddp.module.table.weight.grad
+        assert grad.is_sparse and grad.sparse_dim() == 1
+        expected = torch.zeros(6, 3)
+        expected[[i, 2]] += ddp.module.head.weight.detach().sum(0) / 2 / world_size * (2 if i == 2 else 1)
+        torch.testing.assert_close(grad.to_dense(), expected)
+    joined = DDP(Sparse())
+    with joined.join():
+        for i in range(2 + rank):
+            joined.zero_grad()
+            joined(torch.tensor([[i, 2]])).sum().backward()
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sparse_gradients_on_one_rank_and_under_join(world_size):
+    assert run_ranks(_sparse, world_size) == [True] * world_size
+
+
+def _complex(rank, world_size):
+    for arguments, hook in (({"check_finite": True}, None), ({}, default_hooks.allreduce_hook)):
+        torch.manual_seed(0)
+        weights = nn.ParameterList([torch.randn(3, dtype=torch.complex64), torch.randn(2)])
+
+        class Net(nn.Module):
+            def __init__(self, weights=weights):
+                super().__init__()
+                self.weights = weights
+
+            def forward(self, x):
+                return (self.weights[0] * x).abs().sum() + (self.weights[1] * x).sum()
+
+        found = []
+        for cls in (TorchDDP, DDP):
+            ddp = cls(copy.deepcopy(Net()), **(arguments if cls is DDP else {}))
+            if hook is not None:
+                ddp.register_comm_hook(None, hook)
+            for _ in range(2):
+                ddp.zero_grad()
+                ddp(torch.tensor(rank + 1.0)).backward()
+            torch.optim.SGD(ddp.parameters(), 0.1).step()
+            found.append([p.detach().clone() for p in ddp.parameters()])
+        _same(*found)
+    return True
+
+
+def test_complex_parameters_with_hooks_and_checks():
+    assert run_ranks(_complex, 2) == [True, True]
+
+
+def _finite(rank, world_size):
+    """The last bucket is skipped as unused; and ranks that are out of data take part in the question."""
+    ddp = DDP(OneOfTwo(), check_finite=True, find_unused_parameters=True, skip_all_reduce_unused_params=True,
+              bucket_cap_mb=1e-6)  # fmt: skip
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for which in ("a", "b"):
+        for value in (1.0, float("nan") if rank == 1 else 1.0):
+            ddp.zero_grad()
+            ddp(torch.full((1, 1), value), which).sum().backward()
+        with pytest.raises(RuntimeError, match=f"'{which}.weight' on rank 1"):
+            optimizer.step()
+    ddp = DDP(_net(), check_finite=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    with ddp.join():
+        for i in range(2 + 2 * rank):
+            _step(ddp, rank, i)
+            optimizer.step()
+    return True
+
+
+def test_the_finite_check_beside_skipped_buckets_and_join():
+    assert run_ranks(_finite, 2) == [True, True]
+
+
+# ---- what forward returns, what it is given
+
+
+@dataclasses.dataclass
+class Output:
+    logits: object
+    loss: object = dataclasses.field(init=False)
+
+
+class Unusual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = _net()
+
+    def forward(self, x, kind):
+        y = self.net(x)
+        if kind == "unset":
+            return Output(y)
+        if kind == "cycle":
+            box = [y]
+            box.append(box)
+            return box
+        self.kept = y  # hidden
+        return "nothing"
+
+
+def _outputs(rank, world_size):
+    for mode in ({}, {"gradient_as_bucket_view": True}):
+        ddp = DDP(Unusual(), **mode)
+        for kind in ("unset", "cycle", "hidden") * 2:
+            ddp.zero_grad()
+            out = ddp(_batch(rank), kind)
+            y = out.logits if kind == "unset" else out[0] if kind == "cycle" else ddp.module.kept
+            y.pow(2).sum().backward()
+            _same([p.grad for p in ddp.parameters()], _truth(ddp.module.net, world_size))
+    return True
+
+
+def test_outputs_of_any_shape():
+    assert run_ranks(_outputs, 2) == [True, True]
+
+
+def _odd_parameters(rank, world_size):
+    net = _net()
+    if hasattr(net[0].weight, "grad_dtype"):
+        net.half()
+        net[0].weight.grad_dtype = torch.float32
+        with pytest.raises(RuntimeError, match="'0.weight'.*grad_dtype"):
+            DDP(net)
+    net = _net()
+    net.register_buffer("one", torch.ones(2))
+    net.register_buffer("two", net.one)
+    net._ddp_params_and_buffers_to_ignore = ["nowhere", "two"]
+    with pytest.warns(UserWarning, match="nowhere"):
+        ddp = DDP(net)
+    _same(_step(ddp, rank), _truth(_net(), world_size))
+    mixed = DDP(_net(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    mixed(_batch(rank))
+    state = mixed.state_dict()
+    assert {t.dtype for t in state.values()} == {torch.float32}
+    mixed.load_state_dict(pickle.loads(pickle.dumps(state)))
+    return True
+
+
+def test_odd_parameters_and_names():
+    assert run_ranks(_odd_parameters, 2) == [True, True]
+
+
+# ---- process groups written in Python
+
+
+class Work(dist._Work):
+    """Done when it is made; ``wait`` needs its argument, as in PyTorch's own tests."""
+
+    def __init__(self, result):
+        super().__init__()
+        self.future = torch.futures.Future()
+        self.future.set_result(result)
+
+    def wait(self, timeout):
+        return True
+
+    def get_future(self):
+        return self.future
+
+
+class PythonGroup(dist.ProcessGroup):
+    """A group over the default one, known to nobody."""
+
+    def __init__(self):
+        super().__init__(dist.get_rank(), dist.get_world_size())
+        self.calls = []
+
+    def getBackendName(self):
+        return "python"
+
+    def getSize(self):
+        return dist.get_world_size()
+
+    def broadcast(self, tensors, options):
+        self.calls.append("broadcast")
+        dist.broadcast(tensors[0], options.rootRank)
+        return Work(tensors)
+
+    def allgather(self, outputs, inputs, options):
+        self.calls.append("allgather")
+        dist.all_gather(outputs[0], inputs[0])
+        return Work(outputs)
+
+    def allreduce(self, tensors, options=None):
+        self.calls.append("allreduce")
+        dist.all_reduce(tensors[0])
+        return Work(tensors)
+
+
+def _python_group(rank, world_size):
+    for arguments in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        group = PythonGroup()
+        net = _net()
+        if rank:
+            net[0].weight.data.zero_()  # rank 0's is broadcast
+        net.register_buffer("count", torch.full((1,), float(rank)))
+        ddp = DDP(net, process_group=group, **arguments)
+        for i in range(3):
+            _same(_step(ddp, rank, i), _truth(net, world_size, i))
+        assert {"broadcast", "allreduce"} <= set(group.calls)
+        assert net.count.item() == 0.0
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_process_group_written_in_python(world_size):
+    assert run_ranks(_python_group, world_size) == [True] * world_size
