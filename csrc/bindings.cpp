@@ -117,11 +117,12 @@ void set_scales(Reducer& reducer, double before, double after) {
 
 // What is not given stays as it is.
 void set_callbacks(Reducer& reducer, std::function<void()> after_last_launch, std::function<double()> post_scale,
-    std::function<void(double, size_t)> on_stall) {
+    std::function<void(double, size_t)> on_stall, std::function<void(const std::string&)> on_interrupted) {
   ReducerCallbacks& callbacks = reducer.callbacks();
   if (after_last_launch) callbacks.after_last_launch = std::move(after_last_launch);
   if (post_scale) callbacks.post_scale = std::move(post_scale);
   if (on_stall) callbacks.on_stall = std::move(on_stall);
+  if (on_interrupted) callbacks.on_interrupted = std::move(on_interrupted);
 }
 
 // Collectives on a process group of any kind, one that is written in Python included. Each is over when it returns.
@@ -211,7 +212,7 @@ void bind_reducer(py::module_& module) {
           py::arg("future"))
       .def("set_scales", &set_scales, py::arg("before"), py::arg("after"))
       .def("set_callbacks", &set_callbacks, py::arg("after_last_launch") = nullptr, py::arg("post_scale") = nullptr,
-          py::arg("on_stall") = nullptr)
+          py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr)
       .def("abort_iteration", &Reducer::abort_iteration)
       .def("bypassed", &Reducer::bypassed)
       .def("arrived_in", &Reducer::arrived_in, py::arg("index"))

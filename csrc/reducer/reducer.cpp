@@ -150,7 +150,11 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
   backward_.graph_task = graph_task;
-  auto alive = std::make_shared<int>(graph_task);
+  // The last to let go of it is the callback, after its call or, where an exception has ended backward, without one.
+  std::shared_ptr<int> alive(new int(graph_task), [weak = weak_from_this()](int* graph_task) {
+    if (auto self = weak.lock()) self->backward_is_gone(*graph_task);
+    delete graph_task;
+  });
   backward_.alive = alive;
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), alive] {
     if (auto self = weak.lock()) self->finish_backward(*alive);
@@ -278,6 +282,17 @@ void Reducer::finalize_backward() {
   }
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets_.size());
   end_iteration();
+}
+
+void Reducer::backward_is_gone(int graph_task) {
+  if (backward_.graph_task != graph_task || phase_ != Phase::kBackward) return;
+  backward_ = {};
+  if (!callbacks_.on_interrupted) return;
+  try {
+    callbacks_.on_interrupted(last_error_);
+  } catch (const std::exception& error) {  // nobody is there to catch it, and backward has an error of its own
+    TORCH_WARN("DistributedDataParallel could not tell the other ranks that backward has failed: ", error.what());
+  }
 }
 
 double Reducer::post_scale() {

@@ -71,6 +71,7 @@ struct ReducerOptions {
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // at the end of backward; may issue collectives of its own
   std::function<double()> post_scale;       // in place of the option's, called once before unpacking
+  std::function<void(const std::string& why)> on_interrupted;  // an exception has ended an iteration's backward
   std::function<void(double seconds, size_t bucket)> on_stall;  // each second without an end, and at a failed end
 };
 
@@ -147,6 +148,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool skips(size_t index) const;
   void launch_or_skip(size_t index);
   void finish_backward(int graph_task);
+  void backward_is_gone(int graph_task);
   void finalize_backward();
   void send_used_map() { used_map_.send(*group_, usage_.local_used_map, parameters_[0].device()); }
   void wait(Future& future, size_t bucket);

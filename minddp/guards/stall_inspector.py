@@ -13,10 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
-
 import torch.distributed as dist
 
 WARN_SECONDS = 10
@@ -26,27 +23,36 @@ _counters: dict[str, itertools.count[int]] = {}
 
 
 class StallInspector:
-    """The notes of one reducer's ranks. REQUIRES: a default process group, whose store carries them."""
+    """The notes of one reducer's ranks. REQUIRES: a default process group, whose store carries them.
+
+    That a rank has failed is noted for all reducers together: whichever of them waits for it hears of it.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
         name = group.group_name
         self.key = f"{name}/{next(_counters.setdefault(name, itertools.count()))}"
-        self._store = dist.PrefixStore(f"minddp/stall/{self.key}", dist.distributed_c10d._get_default_store())
-        self._rank, self._size = group.rank(), group.size()
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"minddp/stall/{self.key}", store)
+        self._failures = dist.PrefixStore("minddp/failed", store)
+        self._ranks = dist.get_process_group_ranks(group)  # in the default group, by rank in this one
+        self._rank = group.rank()
         self._reported = False
 
-    def report_failure(self, error: BaseException) -> None:
-        """This rank will not finish its backward: tells the others why."""
+    def report_failure(self, error: BaseException | str) -> None:
+        """This rank will not finish its backward: tells the others why, in the words of the first who knows."""
+        if self._reported:
+            return
         self._reported = True
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         with suppress(dist.DistError, RuntimeError):  # the store may be gone, and the error itself matters more
-            self._store.set(f"failed/{self._rank}", f"{type(error).__name__}: {error}")
+            self._failures.set(str(self._ranks[self._rank]), text)
 
     def take_back(self) -> None:
         """What this rank has reported is over. Costs nothing where it has reported nothing."""
         if self._reported:
             self._reported = False
             with suppress(dist.DistError, RuntimeError):
-                self._store.set(f"failed/{self._rank}", "")
+                self._failures.set(str(self._ranks[self._rank]), "")
 
     def on_stall(self, seconds: float, bucket: int) -> None:
         """Called about once a second while the collective of ``bucket`` does not end, and when it has failed.
@@ -59,7 +65,8 @@ class StallInspector:
 
     def _look_around(self, seconds: float, bucket: int) -> None:
         for rank in self._others():
-            if self._store.check([f"failed/{rank}"]) and (text := self._store.get(f"failed/{rank}").decode()):
+            note = str(self._ranks[rank])
+            if self._failures.check([note]) and (text := self._failures.get(note).decode()):
                 raise RuntimeError(
                     f"rank {rank} will not take part in the reduction of bucket {bucket}, for which rank "
                     f"{self._rank} has waited {seconds:.0f} s. Rank {rank} says: {text}"
@@ -69,7 +76,7 @@ class StallInspector:
             warnings.warn(self._who_is_missing(bucket), RuntimeWarning, stacklevel=2)
 
     def _others(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank != self._rank]
+        return [rank for rank in range(len(self._ranks)) if rank != self._rank]
 
     def _who_is_missing(self, bucket: int) -> str:
         waiting = [rank for rank in self._others() if self._store.check([f"waits/{rank}"])]
@@ -78,15 +85,3 @@ class StallInspector:
             f"rank {self._rank} has waited {WARN_SECONDS} s for bucket {bucket}. Ranks {absent} have not reported "
             f"waiting: they are slow, or took another branch and never launched it (ranks {waiting} wait too)."
         )
-
-    def guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """``hook``, with the other ranks told when it raises."""
-
-        def guarded(state: object, bucket: Any) -> Any:
-            try:
-                return hook(state, bucket)
-            except Exception as error:
-                self.report_failure(error)
-                raise
-
-        return guarded

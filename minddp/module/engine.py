@@ -151,7 +151,9 @@ class Engine:
         has_store = dist.is_initialized() and not self.has_foreign_group
         self.inspector = StallInspector(self.group) if has_store else None
         if self.inspector is not None:
-            self.reducer.set_callbacks(on_stall=weakly(self.inspector.on_stall))
+            self.reducer.set_callbacks(
+                on_stall=weakly(self.inspector.on_stall), on_interrupted=weakly(self._on_interrupted)
+            )
         store = dist.distributed_c10d._get_default_store() if has_store else None
         self._local_gradients = LocalGradients(self.group, store, "" if self.inspector is None else self.inspector.key)
         self.finite: FiniteCheck | None = None
@@ -255,6 +257,11 @@ class Engine:
             self.finite.forget()
         if self.inspector is not None:
             self.inspector.take_back()
+
+    def _on_interrupted(self, why: str) -> None:
+        """An exception has ended a backward after its first gradient; whose, the reducer knows only of its own."""
+        if self.inspector is not None:
+            self.inspector.report_failure(why or "an exception ended its backward")
 
     # --- refusing ---
 

@@ -143,7 +143,7 @@ def _asks_for_local(program: dict[str, Any], step: int) -> bool:
     for verb, a in reversed(program["steps"][: step + 1]):
         if verb == "zero":
             return False
-        if a.get("sync") is False or a.get("via", "ddp") != "ddp":
+        if (verb == "forward" and a.get("sync") is False) or a.get("via", "ddp") != "ddp":
             return True
     return False
 

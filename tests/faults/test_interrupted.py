@@ -1,0 +1,65 @@
+"""An exception in one rank's backward, which its program may swallow: the others learn of it within seconds."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import minddp
+from minddp.testing import run_ranks
+
+
+class Boom(Exception):
+    pass
+
+
+def _swallowed(rank, world_size, other_reducer_waits):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ddp = minddp.DistributedDataParallel(net)  # one bucket, which is never complete
+    second = minddp.DistributedDataParallel(nn.Linear(4, 4))
+    for _ in range(2):
+        ddp(torch.ones(1, 4)).sum().backward()
+        second(torch.ones(1, 4)).sum().backward()
+    begin = time.monotonic()
+
+    def fail(grad):
+        raise Boom
+
+    if rank == 1:
+        net[0].weight.register_hook(fail)
+        with pytest.raises(Boom):
+            ddp(torch.ones(1, 4)).sum().backward()
+    else:
+        waits = second if other_reducer_waits else ddp
+        with pytest.raises(RuntimeError, match="rank 1 will not take part.*an exception ended its backward"):
+            waits(torch.ones(1, 4)).sum().backward()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("other_reducer_waits", [False, True])
+def test_the_others_learn_of_a_swallowed_exception(other_reducer_waits):
+    assert max(run_ranks(_swallowed, 2, other_reducer_waits, timeout=60)) < 30
+
+
+def _mended(rank, world_size):
+    """What a rank has reported is forgotten when it goes on: a slow rank is waited for."""
+    ddp = minddp.DistributedDataParallel(nn.Linear(4, 4))
+    ddp(torch.ones(1, 4)).sum().backward()
+    handle = ddp.module.bias.register_hook(lambda grad: (_ for _ in ()).throw(Boom()))
+    weight = ddp.module.weight.register_hook(lambda grad: time.sleep(0.1))
+    with pytest.raises(Boom):
+        ddp(torch.ones(1, 4)).sum().backward()
+    handle.remove()
+    weight.remove()
+    ddp.abort_iteration()
+    ddp.zero_grad()
+    if rank == 1:
+        time.sleep(3)
+    ddp(torch.full((1, 4), float(rank))).sum().backward()
+    assert torch.equal(ddp.module.weight.grad, torch.full((4, 4), (world_size - 1) / 2))
+    return True
+
+
+def test_failures_that_are_over_are_forgotten():
+    assert run_ranks(_mended, 2) == [True, True]
