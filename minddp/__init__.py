@@ -18,7 +18,7 @@ from .planner import BucketPlan  # noqa: E402
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 from .tracing import trace  # noqa: E402
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BucketPlan",

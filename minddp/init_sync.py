@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from . import _C
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 

@@ -48,11 +48,12 @@ class FiniteCheck:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Asks all ranks whether anybody has found something. Collective, once an iteration, after its last bucket."""
+        """Asks all ranks whether anybody has found something. Collective, once an iteration, after its buckets."""
         flags = [flags.any().to(self._device) for _, flags in self._found]
-        self._any = torch.stack(flags).any().to(torch.int32) if flags else torch.zeros((), dtype=torch.int32, device=self._device)
+        found = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool, device=self._device)
+        self._any = found.to(torch.int32)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # the stub forgets that it converts
         self._work = self._group.allreduce([self._any], options)
 
     def forget(self) -> None:

@@ -2,8 +2,8 @@
 
 A backward through the wrapped module itself, past the wrapper, leaves local gradients, as in torch, and waits for
 nobody. An optimizer that uses them takes another step on each rank, and the replicas drift apart. But a gradient that
-every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside the other
-ranks, so they are asked, through the store, and only where such gradients are about to be used.
+every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside the
+other ranks, so they are asked, through the store, and only where such gradients are about to be used.
 """
 
 from __future__ import annotations
@@ -93,12 +93,13 @@ def _alike(mine: Sequence[float], theirs: Sequence[float] | None) -> bool:
 
 
 def _message(names: Sequence[str], rank: int, other: int, absent: bool) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    shown = ", ".join(f"'{name}'" for name in names[:10]) + more
     what = f"rank {other} has none" if absent else f"they differ from rank {other}'s"
     return (
-        f"optimizer.step() on rank {rank} would use gradients that were never averaged, of {shown}: their backward ran "
-        f"through the wrapped module itself, not through DistributedDataParallel's forward, and {what}. The replicas "
-        "would drift apart. Call the wrapper, ddp(...), instead of ddp.module(...) or one of its methods; or zero these "
-        "gradients before step(); or, to train each rank by itself on purpose, run forward and backward of the wrapper "
-        "inside of ddp.no_sync()."
+        f"optimizer.step() on rank {rank} would use gradients that were never averaged, of {shown}: their backward "
+        f"ran through the wrapped module itself, not through DistributedDataParallel's forward, and {what}. The "
+        "replicas would drift apart. Call the wrapper, ddp(...), instead of ddp.module(...) or one of its methods; "
+        "or zero these gradients before step(); or, to train each rank by itself on purpose, run forward and "
+        "backward of the wrapper inside of ddp.no_sync()."
     )

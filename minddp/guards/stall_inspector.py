@@ -14,6 +14,7 @@ import itertools
 import json
 import warnings
 from contextlib import suppress
+
 import torch.distributed as dist
 
 WARN_SECONDS = 10

@@ -57,8 +57,9 @@ class BufferSync:
     def _sync_buffers(self) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
-                "DistributedDataParallel: buffers cannot be broadcast inside of a torch.func transform, which forbids "
-                "writing to tensors of the module. Construct with forward_sync_buffers=False, or transform ddp.module."
+                "DistributedDataParallel: buffers cannot be broadcast inside of a torch.func transform, which "
+                "forbids writing to tensors of the module. Construct with forward_sync_buffers=False, or transform "
+                "ddp.module."
             )
         with torch.no_grad():
             source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0

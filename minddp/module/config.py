@@ -137,6 +137,7 @@ def make_config(
 def _cap_bytes(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are some
         raise TypeError(f"{name} must be a number of MiB, got {value!r}")
+    value = float(value)
     if not value > 0 or value == float("inf"):
         raise ValueError(f"{name} must be a positive, finite number of MiB, got {value!r}")
     return max(int(value * MIB), 1)
@@ -162,7 +163,7 @@ def _check_reduction(reduction: str, dtype: Any, predivide: Any) -> None:
         raise ValueError(f'reduction must be "mean", "sum" or "weighted", got {reduction!r}')
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"reduce_dtype must be a floating point torch.dtype, got {dtype!r}")
-    if predivide is not None and not (isinstance(predivide, Real) and 0 < predivide < float("inf")):
+    if predivide is not None and not (isinstance(predivide, Real) and 0 < float(predivide) < float("inf")):
         raise ValueError(f"predivide_factor must be a positive, finite number, got {predivide!r}")
 
 

@@ -57,7 +57,7 @@ def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBase):
+class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBase):  # type: ignore[override,misc]
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
     Takes torch's arguments in torch's order; replaces ``torch.nn.parallel.DistributedDataParallel``
@@ -78,8 +78,8 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         find_unused_parameters: allow parameters that take no part in a backward. Costs no graph walk in forward:
             autograd's engine has found what takes part when backward begins.
         check_reduction: deprecated, without effect.
-        gradient_as_bucket_view: ``.grad`` becomes a window on the bucket: no second copy of gradients. Code that looks
-            at ``.grad`` while backward runs may see scaled or half-reduced values; without it, never.
+        gradient_as_bucket_view: ``.grad`` becomes a window on the bucket: no second copy of gradients. Code that
+            looks at ``.grad`` while backward runs may see scaled or half-reduced values; without it, never.
         static_graph: the same parameters are used, equally often, in every iteration.
         delay_all_reduce_named_params: (name, parameter) pairs reduced together, once, when the gradient
             of ``param_to_hook_all_reduce`` is there.

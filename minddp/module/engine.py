@@ -2,7 +2,8 @@
 
 What always holds: at most one of the wrapper's reducers has hooks on its parameters, and everything that knows a
 reducer (tuner, mixed precision, the checks, the log, the hook, a pinned plan) knows that one. Whoever changes what a
-reducer is made from ends in :meth:`Engine.rebuild`. All of it runs between iterations, on the thread that calls forward.
+reducer is made from ends in :meth:`Engine.rebuild`. All of it runs between iterations, on the thread that calls
+forward.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ class Engine:
                 on_stall=weakly(self.inspector.on_stall), on_interrupted=weakly(self._on_interrupted)
             )
         store = dist.distributed_c10d._get_default_store() if has_store else None
-        self._local_gradients = LocalGradients(self.group, store, "" if self.inspector is None else self.inspector.key)
+        key = "" if self.inspector is None else self.inspector.key
+        self._local_gradients = LocalGradients(self.group, store, key)
         self.finite: FiniteCheck | None = None
         if self.config.check_finite:
             names = {id(p): name for name, p in zip(self.parameters.names, self.parameters.reduced)}
@@ -220,7 +222,10 @@ class Engine:
     # --- iterations ---
 
     def begin_iteration(self, joining: bool) -> None:
-        """Before each forward whose backward will be synchronized, checked already. ``joining``: ranks may have run out of data."""
+        """Before each forward whose backward will be synchronized, after :meth:`check_finished`.
+
+        ``joining``: ranks may have run out of data.
+        """
         refuse_rpc_context()
         if self.mixed is None:  # which casts parameters itself
             self.report_failure(self.changes.check)

@@ -10,7 +10,7 @@ import torch
 
 
 def find_tensors(value: Any, _above: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, sets, mappings and dataclasses; a container within itself is not entered."""
+    """Every tensor in nested lists, tuples, sets, mappings and dataclasses; what contains itself is entered once."""
     if isinstance(value, torch.Tensor):
         yield value
         return

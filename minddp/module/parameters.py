@@ -1,4 +1,4 @@
-"""Which of a module's tensors a wrapper cares for: parameters to reduce, what is ignored or delayed, and where all lie."""
+"""Which of a module's tensors a wrapper cares for: what is reduced, ignored or delayed, and where all of it lies."""
 
 from __future__ import annotations
 

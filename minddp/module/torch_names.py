@@ -28,6 +28,9 @@ class TorchNames:
     _config: Any
     _engine: Any
     _wrapped: Any
+    _log_and_throw: Any
+    _find_common_rank: Any
+    _distributed_rank: Any
 
     # --- attributes ---
 

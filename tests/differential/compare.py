@@ -280,7 +280,7 @@ def _judge_agreement(program: dict[str, Any], theirs: Results, ours: Results) ->
     pairs = [(_parameters(a, step).get(name), _parameters(b, step).get(name)) for a, b in zip(theirs, ours)]
     alike = all(a is None or _same(a, b, (0.0, 0.0)) for a, b in pairs)
     what = "a parameter"
-    if alike and _under_no_sync(program, step):
+    if _under_no_sync(program, step):
         what = "local gradients under no_sync"
     elif alike and _left_by_join(program, step):
         what = "gradients that join left"

@@ -10,6 +10,7 @@ import torch.nn.parallel.distributed
 import torch.utils.checkpoint
 
 import minddp
+from minddp.guards import local_gradients
 
 from . import interpreter
 
@@ -23,3 +24,6 @@ torch.optim.SGD([_p]).step()
 torch.func.functional_call(torch.nn.Linear(1, 1), {}, (torch.zeros(1, 1),))
 gc.collect()
 gc.freeze()  # neither walked nor, in the forked ranks, copied
+
+# Groups give up after some seconds here; what asks the other ranks must not take longer.
+local_gradients.PATIENCE_SECONDS = 1.0

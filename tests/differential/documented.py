@@ -1,0 +1,29 @@
+"""``docs/differences.md``, written from ``differences.toml``: ``python -m tests.differential.documented``."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+LIST = Path(__file__).with_name("differences.toml")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "differences.md"
+
+_HEAD = """# Differences you can notice
+
+Programs drawn at random are trained with torch's class and with minddp's, and compared at each step (`make fuzz`). These
+are the differences that are meant; any other fails the test. The page is written by `python -m
+tests.differential.documented`, from `tests/differential/differences.toml`.
+
+Beyond them: where torch goes on with gradients that are local to a rank, without a word, minddp averages them or raises on
+every rank that would use them; and where torch raises, minddp may work.
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    entries = tomllib.loads(LIST.read_text())["difference"]
+    return _HEAD + "".join(f"\n## {entry['id'].replace('-', ' ')}\n\n{entry['reason'].strip()}\n" for entry in entries)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
