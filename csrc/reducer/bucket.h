@@ -6,9 +6,9 @@
 // The only unit that touches `.grad`, and only when backward is over: until unpack, whoever looks at a gradient sees
 // this rank's own. (With gradient_as_view, `.grad` is a window on the buffer from pack on, and shows what is there.)
 //
-// Always: the buffer holds the gradients one after another without gaps, each in its parameter's own memory layout, so
-// that a gradient that keeps autograd's layout contract is one contiguous piece on both sides. Threads: the reducer's;
-// a bucket has no lock.
+// Always: the buffer holds the gradients one after another without gaps, each in its parameter's own memory layout,
+// so that a gradient that keeps autograd's layout contract is one contiguous piece on both sides. Threads: the
+// reducer's; a bucket has no lock.
 #pragma once
 
 #include "scaled_copy.h"
@@ -55,8 +55,8 @@ class Bucket {
     // care: the mean of equal numbers is that number.)
     bool keep_base = false;
     bool any_grad_dtype = false;  // gradients need not have their parameter's dtype
-    int rank = 0;                   // for messages
-    Allocate allocate = nullptr;    // makes the buffer; empty: at::empty
+    int rank = 0;                 // for messages
+    Allocate allocate = nullptr;  // makes the buffer; empty: at::empty
   };
   Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
       const std::vector<std::string>& names, Options options);
@@ -74,8 +74,8 @@ class Bucket {
   void before_growth(size_t i);
   void after_growth(size_t i) { (*slots_)[i].version = (*slots_)[i].parameter.grad()._version(); }
   // Copies the gradients that are not there yet, times `scale`, into the buffer, on the current stream, after the
-  // streams that made them; a missing gradient counts as zero. Afterwards kPacked. With views, a gradient alone in its
-  // bucket is not copied where nobody else holds its memory: that memory is the buffer.
+  // streams that made them; a missing gradient counts as zero. Afterwards kPacked. With views, a gradient alone in
+  // its bucket is not copied where nobody else holds its memory: that memory is the buffer.
   void pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution);
   // The same for gradient i of several, just made, where it is large enough not to wait for the others: it is still
   // in the CPU's cache and, where it becomes a view, its own memory is free for the next.

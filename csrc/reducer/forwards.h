@@ -1,15 +1,16 @@
 // Whose backward is it? Which forwards ran, and whether a backward goes through one of them.
 //
-// Where forward ran decides whether a backward is synchronized, as in torch: not under no_sync, and not where somebody
-// called the wrapped module itself. Torch arms its reducer in forward and takes the next backward for that forward's.
-// Here the backward is asked: autograd numbers its nodes as it makes them, so those that a forward made are an
-// interval, and autograd's engine has collected a backward's nodes before the first hook runs.
+// Where forward ran decides whether a backward is synchronized, as in torch: not under no_sync, and not where
+// somebody called the wrapped module itself. Torch arms its reducer in forward and takes the next backward for that
+// forward's. Here the backward is asked: autograd numbers its nodes as it makes them, so those that a forward made
+// are an interval, and autograd's engine has collected a backward's nodes before the first hook runs.
 #pragma once
 
 #include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -42,12 +43,9 @@ class Forwards {
     if (armed_) return Origin::kSynchronized;
     bool local = false;
     for (const torch::autograd::Node* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
-      const uint64_t number = node->sequence_nr();
-      for (const Span& span : spans_) {
-        if (number < span.begin || number >= span.end) continue;
-        if (span.synchronized) return Origin::kSynchronized;
-        local = true;
-      }
+      const Span* span = find(node->sequence_nr());
+      if (span && span->synchronized) return Origin::kSynchronized;
+      local |= span != nullptr;
     }
     if (second_order_) return Origin::kSynchronized;
     return local ? Origin::kLocal : Origin::kBypassed;
@@ -58,6 +56,15 @@ class Forwards {
     uint64_t begin = 0, end = 0;  // sequence numbers of the forward's nodes, on the thread that ran it
     bool synchronized = false;
   };
+  // The newest first: most backwards are of the last forward.
+  const Span* find(uint64_t number) const {
+    for (size_t age = 1; age <= std::min(count_, spans_.size()); ++age) {
+      const Span& span = spans_[(count_ - age) % spans_.size()];
+      if (number >= span.begin && number < span.end) return &span;
+    }
+    return nullptr;
+  }
+
   // So many forwards may wait for their backward. One that is older is still known by its outputs' hooks.
   std::array<Span, 64> spans_;
   size_t count_ = 0;

@@ -80,8 +80,9 @@ class GradHooks {
     }
   }
 
-  // By parameter: whether the backward that runs now will accumulate into it, as far as its own graph tells. Autograd's
-  // engine has walked the graph before the first hook runs; a reentrant checkpoint's graph does not exist yet.
+  // By parameter: whether the backward that runs now will accumulate into it, as far as its own graph tells.
+  // Autograd's engine has walked the graph before the first hook runs; a reentrant checkpoint's graph does not exist
+  // yet.
   std::vector<char> taking_part() const {
     const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
     const auto& exec_info = *torch::autograd::get_current_graph_task_exec_info();

@@ -1,8 +1,9 @@
 // Which parameters took part in a backward, and how often their gradients arrive.
 //
-// A gradient usually arrives once a backward. One of several backwards before a synchronization, or a parameter shared
-// between reentrant checkpoints, gets several contributions, each with its own arrival. The first synchronized
-// iteration counts them, and sends nothing before its end; from then on a parameter is ready at its usual last arrival.
+// A gradient usually arrives once a backward. One of several backwards before a synchronization, or a parameter
+// shared between reentrant checkpoints, gets several contributions, each with its own arrival. The first synchronized
+// iteration counts them, and sends nothing before its end; from then on a parameter is ready at its usual last
+// arrival.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +24,8 @@ struct ParamUsage {
   std::vector<int32_t> expected;  // at which the gradient is whole
   // 1 where a (defined) gradient arrived since the last synchronization: no_sync accumulates what the next one sends.
   std::vector<int32_t> local_used_map;
-  Flags absent;    // in this iteration, marked ready at its beginning
-  Flags nested;    // has arrived from a graph inside backward's own, which nobody knows when backward begins
+  Flags absent;  // in this iteration, marked ready at its beginning
+  Flags nested;  // has arrived from a graph inside backward's own, which nobody knows when backward begins
   // Backwards, as autograd numbers its graph tasks: the last one past the wrapper that left a gradient which was not
   // synchronized since, and the last one through a forward of the wrapper.
   std::vector<int> bypassed_in, arrived_in;

@@ -11,8 +11,10 @@ namespace minddp {
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> expect_sparse,
     c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options, const Buckets& buckets)
     : parameters_(std::move(parameters)), names_(std::move(names)), expect_sparse_(std::move(expect_sparse)),
-      group_(std::move(group)), several_threads_(std::any_of(parameters_.begin(), parameters_.end(),
-                                    [&](const at::Tensor& p) { return p.device() != parameters_[0].device(); })),
+      group_(std::move(group)),
+      any_sparse_(std::find(expect_sparse_.begin(), expect_sparse_.end(), true) != expect_sparse_.end()),
+      several_threads_(std::any_of(parameters_.begin(), parameters_.end(),
+          [&](const at::Tensor& p) { return p.device() != parameters_[0].device(); })),
       options_(std::move(options)), place_(parameters_.size()), usage_(parameters_.size()),
       used_map_(options_.graph_mode, options_.skip_all_reduce_unused, alone()), trace_(std::make_shared<Trace>()) {
   set_buckets(buckets);
@@ -140,13 +142,15 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
     return;
   backward_.origin = synchronized ? Origin::kSynchronized : forwards_.origin();
   if (backward_.origin == Origin::kLocal && sync_enabled) {
-    TORCH_WARN_ONCE("DistributedDataParallel: backward() runs outside of the no_sync() that its forward ran in. As in "
-                    "torch, where forward ran decides: these gradients stay local until the next synchronized backward. "
-                    "Put both inside of no_sync(), or both outside.");
+    TORCH_WARN_ONCE(
+        "DistributedDataParallel: backward() runs outside of the no_sync() that its forward ran in. As in "
+        "torch, where forward ran decides: these gradients stay local until the next synchronized backward. "
+        "Put both inside of no_sync(), or both outside.");
   }
   backward_.takes_part.clear();
   const bool outermost = through_synchronized_forward.has_value();
-  if (outermost && backward_.origin == Origin::kSynchronized && used_map_.mode() == GraphMode::kFindUnused && recorded_)
+  if (outermost && backward_.origin == Origin::kSynchronized && used_map_.mode() == GraphMode::kFindUnused &&
+      recorded_)
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
   backward_.graph_task = graph_task;
@@ -197,7 +201,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
 
 void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) {
   auto [b, slot] = place_[index];
-  if (recorded_) buckets_[b].pack_early(slot, options_.pre_scale);
+  if (recorded_ && !passes_through()) buckets_[b].pack_early(slot, options_.pre_scale);
   if (!buckets_[b].mark_ready()) return;
   trace_->note(b, BucketEvent::kReady);
   if (!recorded_) return;
@@ -217,7 +221,7 @@ void Reducer::gradient_grew(size_t index) {
 
 void Reducer::pack(size_t index, const at::Tensor& contribution) {
   trace_->note(index, BucketEvent::kPackBegin);
-  buckets_[index].pack(options_.pre_scale, usage_.local_used_map, contribution);
+  if (!passes_through()) buckets_[index].pack(options_.pre_scale, usage_.local_used_map, contribution);
 }
 
 // Whether nobody used a bucket's parameters, on any rank. REQUIRES: it is complete, or backward is over.
@@ -238,8 +242,13 @@ void Reducer::launch(size_t index) {
   Bucket& bucket = buckets_[index];
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
   trace_->note(index, BucketEvent::kLaunch);
-  GradBucket seen = grad_bucket(index, bucket.buffer());
-  Flight flight = run_hook(seen);
+  Flight flight;
+  if (passes_through()) {
+    flight.future = completed(at::empty({0}));
+  } else {
+    GradBucket seen = grad_bucket(index, bucket.buffer());
+    flight = run_hook(seen);
+  }
   if (bucket.device().is_cpu()) {  // elsewhere a future completes when it is enqueued: no time to tell
     flight.future->addCallback([done = trace_->done, index](Future&) { Trace::note_done(*done, index); },
         /*uses_future=*/false);
@@ -270,6 +279,7 @@ void Reducer::finalize_backward() {
     if (bucket.state() != Bucket::State::kLaunched) continue;  // skipped as unused
     const Flight& flight = bucket.flight();
     wait(*flight.future, i);
+    if (passes_through()) continue;
     if (flight.work && !bucket.device().is_cpu()) flight.work->synchronize();
     at::Tensor result = hook_ ? hook_->result(flight.future->value()) : bucket.buffer();
     if (at::isComplexType(bucket.options().buffer_dtype) && !result.is_complex())

@@ -14,14 +14,15 @@
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names them
 //   any -- abort_iteration() --> kIdle
 //
-// A backward that accumulates into none of our parameters changes nothing: an attack on the inputs, a Jacobian, a step
-// of a generator behind a frozen discriminator. Nor does one that is not synchronized (forwards.h); it only notes which
-// parameters it used.
+// A backward that accumulates into none of our parameters changes nothing: an attack on the inputs, a Jacobian, a
+// step of a generator behind a frozen discriminator. Nor does one that is not synchronized (forwards.h); it only
+// notes which parameters it used.
 //
 // What always holds.
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group
 //    must be issued in the same order on every rank, and the order of arrival differs from rank to rank.
-//  * A parameter that takes no part is marked ready when the iteration begins. Were its bucket held back until the end
+//  * A parameter that takes no part is marked ready when the iteration begins. Were its bucket held back until the
+//  end
 //    of backward, it would be launched behind other modules' collectives, on those ranks alone that did not use it.
 //  * The first synchronized iteration launches nothing before its end. From it come the order of arrival, along
 //    which buckets are cut anew (trace.h), and the number of arrivals per parameter (param_usage.h).
@@ -71,7 +72,7 @@ struct ReducerOptions {
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // at the end of backward; may issue collectives of its own
   std::function<double()> post_scale;       // in place of the option's, called once before unpacking
-  std::function<void(const std::string& why)> on_interrupted;  // an exception has ended an iteration's backward
+  std::function<void(const std::string& why)> on_interrupted;   // an exception has ended an iteration's backward
   std::function<void(double seconds, size_t bucket)> on_stall;  // each second without an end, and at a failed end
 };
 
@@ -154,6 +155,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void wait(Future& future, size_t bucket);
   double post_scale();
   void end_iteration();
+  // One rank, and nothing to scale, cast or show: its gradients are the result, where they lie.
+  bool passes_through() const {
+    return alone() && !hook_ && !callbacks_.post_scale && options_.pre_scale == 1.0 && options_.post_scale == 1.0 &&
+        !options_.gradient_as_bucket_view && !options_.reduce_dtype && !any_sparse_;
+  }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   [[noreturn]] void fail(const std::string& message) const;
   std::unique_lock<std::mutex> guard() {
@@ -164,6 +170,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::vector<std::string> names_;
   const std::vector<bool> expect_sparse_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const bool any_sparse_;
   const bool several_threads_;  // parameters on several devices: hooks run side by side
   ReducerOptions options_;
   ReducerCallbacks callbacks_;
@@ -181,7 +188,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   size_t next_bucket_ = 0;                        // the first that is not launched
   Forwards forwards_;
   // The outermost backward that has reached us, from its first sign to its end. Its graph task keeps `alive`, so one
-  // that an exception ended is told from one that goes on, in a graph task of its own, inside of a reentrant checkpoint.
+  // that an exception ended is told from one that goes on, in a graph task of its own, inside of a reentrant
+  // checkpoint.
   struct {
     int graph_task = -1;
     std::weak_ptr<int> alive;

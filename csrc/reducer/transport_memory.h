@@ -12,7 +12,8 @@ using Allocate = std::function<at::Tensor(int64_t numel, const at::TensorOptions
 
 // Empty where the transport has no memory of its own.
 inline Allocate transport_memory(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device) {
-  if (!device.is_cpu() || !group->hasBackendForDeviceType(device.type())) return nullptr;  // a group written in Python has none
+  if (!device.is_cpu() || !group->hasBackendForDeviceType(device.type()))
+    return nullptr;  // a group written in Python has none
   auto backend = group->getBackend(device.type());
   if (!backend->supportsTensorAlloc(0)) return nullptr;
   return

@@ -15,7 +15,6 @@ namespace minddp {
 
 // In place, and over before it returns: `tensor` becomes the coalesced sum over the
 // group's ranks. COO layout, any real dtype. REQUIRES: the same shape and dtype on all ranks.
-c10::intrusive_ptr<Future> sparse_allreduce(
-    c10d::ProcessGroup& group, const at::Tensor& tensor, const Wait& wait);
+c10::intrusive_ptr<Future> sparse_allreduce(c10d::ProcessGroup& group, const at::Tensor& tensor, const Wait& wait);
 
 }  // namespace minddp

@@ -79,8 +79,6 @@ class Engine:
         sync = True
         if self._made:
             facts, sync = self.logger, self.reducer.sync_enabled
-            if tracing.active:
-                tracing.after_step(self)  # the last that the old reducer knows of
             self.reducer.detach()
         self.config = config or self.config
         self.group = group or self.group
