@@ -10,12 +10,12 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "differences.md"
 
 _HEAD = """# Differences you can notice
 
-Programs drawn at random are trained with torch's class and with minddp's, and compared at each step (`make fuzz`). These
-are the differences that are meant; any other fails the test. The page is written by `python -m
+Programs drawn at random are trained with torch's class and with minddp's, and compared at each step (`make fuzz`).
+These are the differences that are meant; any other fails the test. The page is written by `python -m
 tests.differential.documented`, from `tests/differential/differences.toml`.
 
-Beyond them: where torch goes on with gradients that are local to a rank, without a word, minddp averages them or raises on
-every rank that would use them; and where torch raises, minddp may work.
+Beyond them: where torch goes on with gradients that are local to a rank, without a word, minddp averages them or
+raises on every rank that would use them; and where torch raises, minddp may work.
 """
 
 

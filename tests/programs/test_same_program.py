@@ -31,7 +31,7 @@ MODES = {
 }
 # With torch's class: its default arguments.
 ONLY_HERE = {"auto": {"bucket_cap_mb": "auto"}, "check_finite": {"check_finite": True}}
-MODES.update(dict.fromkeys(ONLY_HERE, {}), hook={}, fp16_hook={})
+MODES.update({mode: {} for mode in (*ONLY_HERE, "hook", "fp16_hook")})
 HOOKS = {"hook": default_hooks.allreduce_hook, "fp16_hook": default_hooks.fp16_compress_hook}
 
 
@@ -391,10 +391,10 @@ def _observe(rank, world_size, names, mode):
     return results
 
 
-def _close(mine, theirs):
-    return len(mine) == len(theirs) and all(
-        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(mine, theirs)
-    )
+def _close(mine, theirs, mode):
+    # Three numbers of half precision, added in another order.
+    rtol, atol = (1e-2, 1e-2) if mode == "fp16_hook" else (1e-4, 1e-6)
+    return len(mine) == len(theirs) and all(torch.allclose(a, b, rtol, atol) for a, b in zip(mine, theirs))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -407,7 +407,7 @@ def test_same_numbers(mode, world_size):
             continue
         if not all("torch" in seen[name] for seen in ranks):
             continue
-        same = [_close(seen[name]["minddp"], seen[name]["torch"]) for seen in ranks]
+        same = [_close(seen[name]["minddp"], seen[name]["torch"], mode) for seen in ranks]
         if not all(same):
             failed.append(name)
     # A static graph's first backward decides in torch, whatever it was: it goes on with local gradients then.
