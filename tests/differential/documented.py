@@ -22,7 +22,8 @@ raises on every rank that would use them; and where torch raises, minddp may wor
 def page() -> str:
     """The page's text."""
     entries = tomllib.loads(LIST.read_text())["difference"]
-    return _HEAD + "".join(f"\n## {entry['id'].replace('-', ' ')}\n\n{entry['reason'].strip()}\n" for entry in entries)
+    sections = [f"\n## {entry['id'].replace('-', ' ')}\n\n{entry['reason'].strip()}\n" for entry in entries]
+    return _HEAD + "".join(sections)
 
 
 if __name__ == "__main__":
