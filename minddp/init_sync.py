@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -77,13 +78,18 @@ def verify_same_model(kind: str, named: Sequence[tuple[str, torch.Tensor]], grou
         raise RuntimeError(_difference(kind, gather_objects(mine, group)))
 
 
-def verify_same_arguments(arguments: dict[str, Any], group: dist.ProcessGroup) -> None:
+def verify_same_arguments(arguments: dict[str, Any], group: dist.ProcessGroup) -> str:
     """Raises on every rank when the ranks pass different values of what decides their collectives. Collective.
+
+    Returns:
+        A token that all ranks have, and nothing else has.
 
     Raises:
         ValueError: names the arguments that differ, with each rank's value.
     """
-    everyone = gather_objects({name: repr(value) for name, value in arguments.items()}, group)
+    mine = {name: repr(value) for name, value in arguments.items()}
+    answers = gather_objects((mine, secrets.token_hex(8)), group)
+    everyone = [theirs for theirs, _ in answers]
     differing = [name for name in arguments if len({theirs[name] for theirs in everyone}) > 1]
     if differing:
         what = "\n".join(
@@ -94,6 +100,7 @@ def verify_same_arguments(arguments: dict[str, Any], group: dist.ProcessGroup) -
             f"DistributedDataParallel: the ranks' arguments differ:\n{what}\nTheir collectives would not fit "
             "together: pass the same on every rank."
         )
+    return str(answers[0][1])
 
 
 def _difference(kind: str, signatures: list[Signature]) -> str:

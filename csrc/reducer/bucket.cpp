@@ -56,7 +56,7 @@ void Bucket::before_growth(size_t i) {
   bool zeroed = grows && slot.base.defined() && grad._version() != slot.version && !grad.is_sparse() &&
       !grad.any().item<bool>();
   if (!grows || zeroed) slot.base = at::Tensor();
-  if (grows && slot.synchronized) slot.base = grad.clone();
+  if (grows && slot.has_result()) slot.base = grad.clone();
   slot.synchronized = false;
 }
 
@@ -99,8 +99,9 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
     const at::Tensor& grad = slot.parameter.mutable_grad();
     void* dst = base + slot.offset * buffer_.element_size();
     if (grad.defined()) check(slot, grad);
-    if (options_.keep_base && slot.synchronized && grad.defined()) slot.base = grad.clone();  // and nothing since
-    if (!grad.defined() || (options_.keep_base && slot.synchronized))
+    const bool nothing_new = options_.keep_base && slot.has_result();
+    if (nothing_new) slot.base = grad.clone();
+    if (!grad.defined() || nothing_new)
       segments_.push_back({nullptr, dst, slot.parameter.numel()});
     else if (slot.base.defined())
       slot.view.copy_(grad).sub_(slot.base).mul_(scale);
@@ -145,7 +146,7 @@ void Bucket::pack_sparse(double scale) {
   Slot& slot = slots_->front();
   const at::Tensor& grad = slot.parameter.grad();
   if (grad.defined()) check(slot, grad);
-  bool nothing_new = options_.keep_base && slot.synchronized;
+  bool nothing_new = options_.keep_base && slot.has_result();
   if (nothing_new) slot.base = grad;
   if (!grad.defined() || nothing_new)
     buffer_ = zeros();
@@ -168,7 +169,7 @@ void Bucket::unpack_sparse(const at::Tensor& result, double scale) {
   if (slot.base.defined()) grad = at::add(grad, slot.base);
   slot.parameter.mutable_grad() = grad;
   slot.base = at::Tensor();
-  slot.synchronized = true;
+  if (options_.keep_base) slot.note_result();
 }
 
 // On the CPU, where allocations are not ordered by streams. What was the gradient's memory is the next buffer.
@@ -202,7 +203,7 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
     return release();
   }
   if (ours && used[slots_->front().index] && exchange(result, scale)) {
-    slots_->front().synchronized = true;
+    if (options_.keep_base) slots_->front().note_result();
     return;
   }
   at::Tensor flat = result.reshape({-1}).contiguous();
@@ -228,7 +229,7 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
     if (!used[slot.index]) continue;
     if (slot.base.defined()) slot.parameter.mutable_grad().add_(slot.base);
     slot.base = at::Tensor();
-    slot.synchronized = true;
+    if (options_.keep_base) slot.note_result();
   }
   if (borrowed_) release();
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -24,43 +25,50 @@ enum class Origin {
 
 class Forwards {
  public:
-  void begin() {
-    begin_ = at::sequence_number::peek();
-    if (torch::autograd::get_current_graph_task_id() == -1) second_order_ = false;  // not a checkpoint's
+  void begin() { begin_ = at::sequence_number::peek(); }
+  // `visible`: what forward returned leads to nodes, so that a backward without any of them is not its.
+  void end(bool synchronized, bool visible) {
+    add(begin_, at::sequence_number::peek(), synchronized);
+    if (!synchronized) return;
+    awaits_backward_ = true;
+    hidden_ = !visible;
   }
-  void end(bool synchronized) {
-    spans_[count_++ % spans_.size()] = {begin_, at::sequence_number::peek(), synchronized};
+  // Nodes that the current thread made from `begin` to `end`: a forward's, or those of a backward with
+  // create_graph=True through its outputs. A gradient penalty's graph need not hold any of forward's own.
+  void add(uint64_t begin, uint64_t end, bool synchronized) {
+    spans_[count_++ % spans_.size()] = {begin, end, at::RecordFunction::currentThreadId(), synchronized};
   }
   // The next backward is synchronized wherever forward ran: what callers of `reducer.prepare_for_backward` expect.
   void arm() { armed_ = true; }
-  void disarm() { armed_ = false; }
-  // A backward with create_graph=True went through a synchronized forward. What it made has nodes of its own, and
-  // perhaps none of forward's: a gradient penalty.
-  void note_second_order() { second_order_ = true; }
+  void iteration_ends() { armed_ = awaits_backward_ = hidden_ = false; }
 
   // Of the graph task that runs now. Walks its nodes once, until one of a synchronized forward is found.
   Origin origin() const {
-    if (armed_) return Origin::kSynchronized;
+    if (armed_ || hidden_) return Origin::kSynchronized;
     bool local = false;
     for (const torch::autograd::Node* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
-      const Span* span = find(node->sequence_nr());
+      const Span* span = find(*node);
       if (span && span->synchronized) return Origin::kSynchronized;
       local |= span != nullptr;
     }
-    if (second_order_) return Origin::kSynchronized;
+    // As in torch, a synchronized forward whose backward has not come takes what comes.
+    if (local && awaits_backward_) return Origin::kSynchronized;
     return local ? Origin::kLocal : Origin::kBypassed;
   }
 
  private:
   struct Span {
-    uint64_t begin = 0, end = 0;  // sequence numbers of the forward's nodes, on the thread that ran it
+    uint64_t begin = 0, end = 0;  // sequence numbers, which each thread counts by itself
+    uint64_t thread = 0;
     bool synchronized = false;
   };
+
   // The newest first: most backwards are of the last forward.
-  const Span* find(uint64_t number) const {
+  const Span* find(const torch::autograd::Node& node) const {
+    const uint64_t number = node.sequence_nr();
     for (size_t age = 1; age <= std::min(count_, spans_.size()); ++age) {
       const Span& span = spans_[(count_ - age) % spans_.size()];
-      if (number >= span.begin && number < span.end) return &span;
+      if (number >= span.begin && number < span.end && node.thread_id() == span.thread) return &span;
     }
     return nullptr;
   }
@@ -70,7 +78,8 @@ class Forwards {
   size_t count_ = 0;
   uint64_t begin_ = 0;
   bool armed_ = false;
-  bool second_order_ = false;
+  bool awaits_backward_ = false;
+  bool hidden_ = false;
 };
 
 }  // namespace minddp

@@ -6,6 +6,8 @@
 // arrival.
 #pragma once
 
+#include "same_tensor.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -18,7 +20,7 @@ struct ParamUsage {
   static constexpr int kNone = -1;
   explicit ParamUsage(size_t count)
       : arrivals(count, 0), expected(count, 1), local_used_map(count, 0), absent(count, 0), nested(count, 0),
-        bypassed_in(count, kNone), arrived_in(count, kNone) {}
+        bypassed_in(count, kNone), arrived_in(count, kNone), bypassed_grad(count) {}
 
   std::vector<int32_t> arrivals;  // in this iteration
   std::vector<int32_t> expected;  // at which the gradient is whole
@@ -29,6 +31,7 @@ struct ParamUsage {
   // Backwards, as autograd numbers its graph tasks: the last one past the wrapper that left a gradient which was not
   // synchronized since, and the last one through a forward of the wrapper.
   std::vector<int> bypassed_in, arrived_in;
+  std::vector<SameTensor> bypassed_grad;  // where the former went; .grad may have been replaced since
 
   Arrival note_arrival(size_t index) {
     ++arrivals[index];
@@ -49,9 +52,12 @@ struct ParamUsage {
     std::fill(arrivals.begin(), arrivals.end(), 0);
     std::fill(absent.begin(), absent.end(), 0);
   }
-  void end_iteration() {  // what has been accumulated is on all ranks now
+  // What has been accumulated is on all ranks now, but for what is never sent.
+  template <typename NeverSent>
+  void end_iteration(const NeverSent& never_sent) {
     std::fill(local_used_map.begin(), local_used_map.end(), 0);
-    std::fill(bypassed_in.begin(), bypassed_in.end(), kNone);
+    for (size_t i = 0; i < bypassed_in.size(); ++i)
+      if (!never_sent(i)) bypassed_in[i] = kNone;
   }
 };
 

@@ -89,7 +89,7 @@ void Reducer::check_finished() const {
 std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
   std::vector<std::pair<size_t, int>> found;
   for (size_t i = 0; i < parameters_.size(); ++i)
-    if (usage_.bypassed_in[i] != ParamUsage::kNone && parameters_[i].grad().defined())
+    if (usage_.bypassed_in[i] != ParamUsage::kNone && usage_.bypassed_grad[i] == parameters_[i].grad())
       found.emplace_back(i, usage_.bypassed_in[i]);
   return found;
 }
@@ -100,7 +100,9 @@ void Reducer::begin_forward() {
 }
 
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
-  forwards_.end(synchronized);
+  bool visible =
+      std::any_of(outputs.begin(), outputs.end(), [](const at::Tensor& t) { return t.grad_fn() != nullptr; });
+  forwards_.end(synchronized, visible);
   trace_->note(StepEvent::kForwardEnd);
   watch(outputs, synchronized);
 }
@@ -123,7 +125,7 @@ void Reducer::abort_iteration() {
   phase_ = Phase::kIdle;
   next_bucket_ = 0;
   backward_ = {};
-  forwards_.disarm();
+  forwards_.iteration_ends();
   usage_.begin_iteration();
   for (Bucket& bucket : buckets_) bucket.abandon();
   extra_futures_.clear();
@@ -136,7 +138,6 @@ void Reducer::abort_iteration() {
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
   const bool synchronized = through_synchronized_forward.value_or(false);
-  if (synchronized && c10::GradMode::is_enabled()) forwards_.note_second_order();
   const bool known = !backward_.alive.expired();
   if (known && !(synchronized && graph_task == backward_.graph_task && backward_.origin != Origin::kSynchronized))
     return;
@@ -154,6 +155,8 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
   backward_.graph_task = graph_task;
+  backward_.makes_graph = c10::GradMode::is_enabled();
+  backward_.begin = at::sequence_number::peek();
   // The last to let go of it is the callback, after its call or, where an exception has ended backward, without one.
   std::shared_ptr<int> alive(new int(graph_task), [weak = weak_from_this()](int* graph_task) {
     if (auto self = weak.lock()) self->backward_is_gone(*graph_task);
@@ -185,8 +188,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   if (options_.keep_base && defined) buckets_[place_[index].first].after_growth(place_[index].second);
   enter_backward(std::nullopt);
   if (defined) usage_.local_used_map[index] = 1;
-  const bool bypassed = backward_.origin == Origin::kBypassed;
-  if (defined) (bypassed ? usage_.bypassed_in : usage_.arrived_in)[index] = backward_.graph_task;
+  if (defined) note_origin(index);
   if (backward_.origin != Origin::kSynchronized) return;
   if (phase_ != Phase::kBackward) begin_iteration();
   if (used_map_.known_unused(index)) fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
@@ -197,6 +199,13 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
     case ParamUsage::Arrival::kLast: mark_variable_ready(index, contribution); break;
     case ParamUsage::Arrival::kExtra: gradient_grew(index); break;
   }
+}
+
+void Reducer::note_origin(size_t index) {
+  const bool never_sent = used_map_.decided() && used_map_.known_unused(index);
+  const bool bypassed = backward_.origin == Origin::kBypassed || (never_sent && backward_.origin == Origin::kLocal);
+  (bypassed ? usage_.bypassed_in : usage_.arrived_in)[index] = backward_.graph_task;
+  if (bypassed) usage_.bypassed_grad[index] = parameters_[index].grad();
 }
 
 void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) {
@@ -257,7 +266,11 @@ void Reducer::launch(size_t index) {
 }
 
 void Reducer::finish_backward(int graph_task) {
-  if (backward_.graph_task == graph_task) backward_ = {};
+  if (backward_.graph_task == graph_task) {
+    if (backward_.makes_graph && backward_.origin != Origin::kBypassed)
+      forwards_.add(backward_.begin, at::sequence_number::peek(), backward_.origin == Origin::kSynchronized);
+    backward_ = {};
+  }
   if (phase_ != Phase::kBackward) return;
   trace_->note(StepEvent::kBackwardEnd);
   if (!used_map_.absence_is_fine() && !missing().empty()) {
@@ -323,8 +336,8 @@ void Reducer::end_iteration() {
   last_missing_ = std::move(absent);
   if (!recorded_) usage_.learn_expected();
   recorded_ = true;
-  usage_.end_iteration();
-  forwards_.disarm();
+  usage_.end_iteration([&](size_t i) { return used_map_.known_unused(i); });
+  forwards_.iteration_ends();
   phase_ = Phase::kIdle;
   trace_->note(StepEvent::kFinalizeEnd);
 }

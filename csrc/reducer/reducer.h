@@ -143,6 +143,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void enter_backward(std::optional<bool> through_synchronized_forward);
   void begin_iteration();
   void mark_variable_ready(size_t index, const at::Tensor& contribution);
+  void note_origin(size_t index);
   void gradient_grew(size_t index);
   void pack(size_t index, const at::Tensor& contribution);
   void launch(size_t index);
@@ -194,6 +195,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int graph_task = -1;
     std::weak_ptr<int> alive;
     Origin origin = Origin::kBypassed;
+    bool makes_graph = false;      // create_graph=True
+    uint64_t begin = 0;            // of the nodes that it makes
     ParamUsage::Flags takes_part;  // empty where nobody asks
   } backward_;
   ParamUsage usage_;

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 # So long may another rank come later to its own step before it counts as one that has no such gradients.
 PATIENCE_SECONDS = 10.0
-_TOLERANCE = 1e-4  # relative: kernels need not add in the same order on every rank
+_TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
 
 
 class LocalGradients:
@@ -28,16 +28,27 @@ class LocalGradients:
     Args:
         group: the wrapper's process group.
         store: carries the answers; ``None``: nobody can be asked.
-        key: tells this wrapper's answers from others'.
+        key: tells this wrapper's answers from others'; the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store | None, key: str):
         self._rank, self._size = group.rank(), group.size()
-        self._store = None if store is None else dist.PrefixStore(f"minddp/local/{key}", store)
-        self._turn = 0
+        self._base = store
+        self._asked: tuple[int, int] | None = None  # iteration and number of the last question
+        self._seen = -1  # the backward of the last answer
+        self._refusal: RuntimeError | None = None
+        self.name(key)
 
-    def check(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """``named``: the gradients, with their parameters' names.
+    def name(self, key: str) -> None:
+        self._store = None if self._base is None else dist.PrefixStore(f"minddp/local/{key}", self._base)
+
+    def check(self, named: Sequence[tuple[str, torch.Tensor]], backward: int, iteration: int) -> None:
+        """Asks the other ranks once for each such backward, whoever steps how often.
+
+        Args:
+            named: all gradients made past the wrapper, with their parameters' names.
+            backward: the last backward that made one, as autograd numbers them on this rank.
+            iteration: how many synchronized iterations there have been, on all ranks alike.
 
         Raises:
             RuntimeError: the ranks' differ, or another rank has none.
@@ -45,20 +56,28 @@ class LocalGradients:
         named = [(name, gradient) for name, gradient in named if _has_values(gradient)]
         if not named or self._size == 1 or self._store is None:
             return
+        if backward != self._seen:
+            self._seen, self._refusal = backward, self._ask(named, iteration)
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _ask(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> RuntimeError | None:
+        assert self._store is not None
+        again = self._asked is not None and self._asked[0] == iteration
+        self._asked = (iteration, self._asked[1] + 1 if again and self._asked else 0)
+        turn = f"{self._asked[0]}/{self._asked[1]}"
         mine = {name: _signature(gradient) for name, gradient in named}
-        self._turn += 1
-        self._store.set(f"{self._turn}/{self._rank}", json.dumps(mine))
-        others = [rank for rank in range(self._size) if rank != self._rank]
+        self._store.set(f"{turn}/{self._rank}", json.dumps(mine))
         deadline = time.monotonic() + PATIENCE_SECONDS
-        for rank in others:
-            theirs = self._answer(rank, deadline)
+        for rank in range(self._size):
+            theirs = self._answer(f"{turn}/{rank}", deadline)
             differing = [name for name in mine if theirs is None or not _alike(mine[name], theirs.get(name))]
             if differing:
-                raise RuntimeError(_message(differing, self._rank, rank, theirs is None))
+                return RuntimeError(_message(differing, self._rank, rank, theirs is None))
+        return None
 
-    def _answer(self, rank: int, deadline: float) -> dict[str, list[float]] | None:
+    def _answer(self, key: str, deadline: float) -> dict[str, list[float]] | None:
         assert self._store is not None
-        key = f"{self._turn}/{rank}"
         try:
             self._store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
         except (dist.DistError, RuntimeError):
@@ -67,26 +86,30 @@ class LocalGradients:
         return answer
 
 
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    gradient = gradient.detach()
-    gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
-
-
 def _has_values(gradient: torch.Tensor) -> bool:
     """Not zeroed since."""
-    return bool(_values(gradient).any())
+    values = gradient.detach()
+    return bool((values.coalesce().values() if values.is_sparse else values).any())
 
 
 def _signature(gradient: torch.Tensor) -> list[float]:
-    values = _values(gradient).double()
-    return [float(values.sum()), float(values.norm()), float(values.abs().max())]
+    """Its norm, and sums with two fixed weights by position: of gradients in another order they differ."""
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        positions, gradient = gradient.indices().double().sum(0), gradient.values()
+        position = positions.view(-1, *[1] * (gradient.dim() - 1))
+        gradient = gradient * (position * 0.7).cos().to(gradient.dtype)
+    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    values = values.double().flatten()
+    place = torch.arange(values.numel(), dtype=torch.float64, device=values.device)
+    return [float(values.norm()), float(values @ (place * 0.7).cos()), float(values @ (place * 1.3).sin())]
 
 
 def _alike(mine: Sequence[float], theirs: Sequence[float] | None) -> bool:
     if theirs is None:
         return False
-    scale = max(abs(mine[1]), abs(theirs[1]), 1e-30)
+    scale = max(abs(mine[0]), abs(theirs[0]), 1e-30)
     return all(
         (math.isnan(a) and math.isnan(b)) or a == b or abs(a - b) <= _TOLERANCE * scale for a, b in zip(mine, theirs)
     )
@@ -98,8 +121,8 @@ def _message(names: Sequence[str], rank: int, other: int, absent: bool) -> str:
     what = f"rank {other} has none" if absent else f"they differ from rank {other}'s"
     return (
         f"optimizer.step() on rank {rank} would use gradients that were never averaged, of {shown}: their backward "
-        f"ran through the wrapped module itself, not through DistributedDataParallel's forward, and {what}. The "
-        "replicas would drift apart. Call the wrapper, ddp(...), instead of ddp.module(...) or one of its methods; "
+        f"ran through no forward of DistributedDataParallel's, but past it, and {what}. The replicas would drift "
+        "apart. Call the wrapper, ddp(...), instead of ddp.module(...) or one of its methods; "
         "or zero these gradients before step(); or, to train each rank by itself on purpose, run forward and "
         "backward of the wrapper inside of ddp.no_sync()."
     )

@@ -1,4 +1,7 @@
-"""Before any ``optimizer.step()``: the wrappers whose parameters it would change are asked whether it may."""
+"""Before any ``optimizer.step()`` uses gradients, the wrappers whose parameters it would change are asked.
+
+A closure makes the gradients inside of ``step()``: then they are asked after each of its calls.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,23 @@ def live() -> list[Any]:
         return list(_live)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        _check(optimizer)
+        return None
+
+    def then_checked() -> Any:
+        loss = closure()
+        _check(optimizer)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": then_checked}
+    return (args[0], then_checked, *args[2:]), kwargs
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
     wrappers = live()
     for wrapper in wrappers:
         if wrapper.may_refuse_step() and wrapper.shares_parameters(optimizer):

@@ -31,13 +31,18 @@ class StallInspector:
 
     def __init__(self, group: dist.ProcessGroup):
         name = group.group_name
-        self.key = f"{name}/{next(_counters.setdefault(name, itertools.count()))}"
-        store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"minddp/stall/{self.key}", store)
+        self._base = store = dist.distributed_c10d._get_default_store()
+        self.rename(f"{name}/{next(_counters.setdefault(name, itertools.count()))}")
         self._failures = dist.PrefixStore("minddp/failed", store)
         self._ranks = dist.get_process_group_ranks(group)  # in the default group, by rank in this one
         self._rank = group.rank()
         self._reported = False
+
+    def rename(self, key: str) -> str:
+        """From now on the notes of all ranks are found under ``key``."""
+        self.key = key
+        self._store = dist.PrefixStore(f"minddp/stall/{key}", self._base)
+        return key
 
     def report_failure(self, error: BaseException | str) -> None:
         """This rank will not finish its backward: tells the others why, in the words of the first who knows."""

@@ -170,13 +170,14 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         )
         self._config.check_views([p.dtype for p in self._wrapped.reduced])
         self._set_attributes(self._config)
+        token = None
         if init_sync:
-            verify_same_arguments(self._config.for_comparison(), self.process_group)
+            token = verify_same_arguments(self._config.for_comparison(), self.process_group)
             self._synchronize_model()
         self._delayed = DelayedAllReduce.make(
             self.process_group, self._wrapped.delayed, self._wrapped.trigger, self.broadcast_bucket_size
         )
-        self._take_parameters()
+        self._take_parameters(token)
 
     def _set_attributes(self, config: Config) -> None:
         """What torch's class has under these names."""
@@ -206,13 +207,15 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
             verify_same_model("buffer", list(self.named_module_buffers.items()), group)
         sync_module_states(self.module, group, self.broadcast_bucket_size, 0, wrapped.ignored, with_buffers)
 
-    def _take_parameters(self) -> None:
+    def _take_parameters(self, token: str | None = None) -> None:
         """The end of construction, and of unpickling: only now anything outside of this object knows of it."""
         self._assign_modules_buffers()
         self._engine: Engine | None = None
         if not self._wrapped.all_delayed:
             devices = (self.device_ids, self.output_device)
             self._engine = Engine(self.module, self._config, self._wrapped, self.process_group, devices)
+            if token is not None:
+                self._engine.name(token)
         for other in optimizer_guard.live():
             other.step_aside(self._wrapped.reduced)
         optimizer_guard.watch(self)

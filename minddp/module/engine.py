@@ -246,10 +246,17 @@ class Engine:
         before = {frozenset(bucket) for bucket in self.reducer.buckets()}
         if not self.reducer._rebuild_buckets():
             return
+        if self.reducer.agreed_token is not None:
+            self.name(self.reducer.agreed_token)
         changed = before != {frozenset(bucket) for bucket in self.reducer.buckets()}
         if changed or not self.config.find_unused_parameters:
             self.has_rebuilt_buckets = True
             self.logger.note_rebuilt(self.reducer)
+
+    def name(self, token: str) -> None:
+        """What all ranks call this wrapper. Counting is no name: a copy on one rank alone would shift the rest."""
+        if self.inspector is not None:
+            self._local_gradients.name(self.inspector.rename(token))
 
     def abort_iteration(self) -> None:
         """Gives up the iteration that is under way: back to the state between two."""
@@ -280,17 +287,30 @@ class Engine:
             stepped: ``id`` of each of the optimizer's parameters.
             others: engines that reduce the same parameters, perhaps.
         """
+        self.report_failure(self._check_not_within)
         self.report_failure(self.reducer.check_finished)
         if self.finite is not None:
             self.finite.check()
         names, parameters = self.parameters.names, self.parameters.reduced
         bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
-        bypassed = {key: value for key, value in bypassed.items() if key in stepped}
         for other in others if bypassed else ():
             bypassed = other.without_its_own(bypassed)
-        named = [(names[i], parameters[i].grad) for i, _ in bypassed.values()]
-        if named:
-            self.report_failure(lambda: self._local_gradients.check([(n, g) for n, g in named if g is not None]))
+        if bypassed.keys() & stepped:
+            # All of them, since ranks need not step the same ones (ZeroRedundancyOptimizer).
+            found = [(names[i], parameters[i].grad) for i, _ in bypassed.values()]
+            named = [(name, gradient) for name, gradient in found if gradient is not None]
+            last = max(backward for _, backward in bypassed.values())
+            iteration = self.reducer.iteration()
+            self.report_failure(lambda: self._local_gradients.check(named, last, iteration))
+
+    def _check_not_within(self) -> None:
+        """Where gradients are averaged at the end of backward, and nobody steps in a hook after that."""
+        within = self.reducer.phase() == _C.Phase.BACKWARD and torch._C._current_graph_task_id() != -1
+        if within and self.hook is None:
+            raise RuntimeError(
+                "optimizer.step() inside of backward() would use gradients before they are averaged over ranks: step "
+                "after backward, or in a communication hook (torch's _apply_optimizer_in_backward does)."
+            )
 
     def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """Of another wrapper's bypassed gradients, those that did not come through this one's forward."""

@@ -87,19 +87,19 @@ def ready_order(ready_ns: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def agree_on_order(
-    order: tuple[list[int], list[int]], group: dist.ProcessGroup, device: torch.device
-) -> tuple[list[int], list[int]]:
-    """Rank 0's order, on every rank. Collective.
+    order: tuple[list[int], list[int]], token: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[tuple[list[int], list[int]], int]:
+    """Rank 0's order and token, on every rank. Collective.
 
     Ranks may observe different orders (branches, threads), and a bucket must hold the same parameters on all.
     """
     arrived, absent = order
     if group.size() == 1:
-        return order
-    message = torch.tensor([len(arrived), *arrived, *absent], device=device)
+        return order, token
+    message = torch.tensor([token, len(arrived), *arrived, *absent], device=device)
     _C.group_broadcast(group, message, 0)
-    count, *indices = message.tolist()
-    return indices[:count], indices[count:]
+    token, count, *indices = message.tolist()
+    return (indices[:count], indices[count:]), token
 
 
 def check_buckets(buckets: Buckets, names: Sequence[str], kinds: Sequence[Hashable]) -> None:

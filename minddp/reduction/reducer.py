@@ -7,6 +7,7 @@ decides, between iterations, what that class is to do.
 from __future__ import annotations
 
 import math
+import secrets
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class Reducer(_C.Reducer):
             (p.dtype, p.device, name if sparse else "") for p, name, sparse in zip(parameters, names, expect_sparse)
         ]
         self.has_rebuilt = False
+        self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook = False
         self._divisor = group.size()
         options = _C.ReducerOptions()
@@ -122,7 +124,9 @@ class Reducer(_C.Reducer):
             return False
         self.has_rebuilt = True
         order = ready_order(self.last_step()["ready_ns"])
-        super().set_buckets(self._assign(*agree_on_order(order, self.group, self._device)))
+        order, token = agree_on_order(order, secrets.randbits(62), self.group, self._device)
+        self.agreed_token = f"{token:x}"
+        super().set_buckets(self._assign(*order))
         return True
 
     def set_buckets(self, buckets: Buckets) -> None:

@@ -1,0 +1,357 @@
+"""Whose backward is it? What torch's class gets right must run; what it lets drift apart must raise."""
+
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+import minddp
+from minddp.testing import run_ranks
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _batch(rank, i=0):
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
+
+
+def _sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr)
+
+
+def _weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+# ---- right with torch: the same weights with minddp
+
+
+def logged_forward_then_no_sync(wrap, rank):
+    """A synchronized forward whose backward never comes takes the next one."""
+    model = wrap(_net())
+    for i in range(3):
+        model.zero_grad()
+        with model.no_sync():
+            out = model(_batch(rank, i))
+        model(_batch(rank, i + 1)).detach()
+        out.pow(2).sum().backward()
+        _sgd(model).step()
+    return _weights(model)
+
+
+def penalty_then_probe(wrap, rank):
+    model = wrap(_net())
+    for i in range(3):
+        model.zero_grad()
+        x = _batch(rank, i).requires_grad_()
+        out = model(x)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.pow(2).mean() + g.pow(2).mean()).backward()
+        _sgd(model).step()
+        model.zero_grad()
+        if rank == 0:
+            model.module(_batch(rank)).sum().backward()
+            model.zero_grad()
+    return _weights(model)
+
+
+def penalty_then_weight_penalty(wrap, rank):
+    model = wrap(_net())
+    for i in range(3):
+        model.zero_grad()
+        x = _batch(rank, i).requires_grad_()
+        out = model(x)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.pow(2).mean() + g.pow(2).mean()).backward()
+        (model.module[0].weight.pow(2).sum() * 0.1).backward()
+        _sgd(model).step()
+    return _weights(model)
+
+
+def probe_in_another_thread(wrap, rank):
+    """Each thread numbers its nodes from 0."""
+    model = wrap(_net())
+
+    def in_thread(f):
+        thread = threading.Thread(target=f)
+        thread.start()
+        thread.join()
+
+    for i in range(3):
+        model.zero_grad()
+        in_thread(lambda i=i: model(_batch(rank, i)).pow(2).sum().backward())
+        _sgd(model).step()
+        model.zero_grad()
+        if rank == 0:
+            in_thread(lambda: model.module(_batch(rank)).sum().backward())
+            model.zero_grad()
+    return _weights(model)
+
+
+class ReturnsItsParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(4))
+
+    def forward(self):
+        return self.table
+
+
+def forward_returns_a_parameter(wrap, rank):
+    model = wrap(ReturnsItsParameter())
+    for i in range(3):
+        model.zero_grad()
+        (model() - _batch(rank, i)).pow(2).sum().backward()
+        _sgd(model, 0.01).step()
+    return _weights(model)
+
+
+class Box:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+class Hides(nn.Module):
+    def __init__(self, use_checkpoint):
+        super().__init__()
+        self.net, self.use_checkpoint = _net(), use_checkpoint
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        out = checkpoint(self.net, x, use_reentrant=True) if self.use_checkpoint else self.net(x)
+        return Box(out.pow(2).mean())
+
+
+def hidden_output_of_a_checkpoint(wrap, rank):
+    model = wrap(Hides(True))
+    for i in range(3):
+        model.zero_grad()
+        model(_batch(rank, i)).loss.backward()
+        _sgd(model).step()
+    return _weights(model)
+
+
+def hidden_output_and_many_forwards(wrap, rank):
+    model = wrap(Hides(False))
+    for i in range(2):
+        model.zero_grad()
+        loss = model(_batch(rank, i)).loss
+        for j in range(70):
+            model(_batch(rank, j))
+        loss.backward()
+        _sgd(model).step()
+    return _weights(model)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.w
+
+
+def penalty_with_a_forward_between(wrap, rank):
+    model = wrap(Scale())
+    for i in range(3):
+        model.zero_grad()
+        x = _batch(rank, i).requires_grad_()
+        (g,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+        model(_batch(rank, i + 1))
+        g.pow(2).mean().backward()
+        _sgd(model, 0.01).step()
+    return _weights(model)
+
+
+def penalty_on_weights_with_zero(wrap, rank):
+    """Each rank steps its own shard."""
+    model = wrap(_net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for i in range(3):
+        model.zero_grad()
+        model(_batch(rank, i)).pow(2).mean().backward()
+        sum(p.pow(2).sum() * 0.1 for p in model.parameters()).backward()
+        optimizer.step()
+    return _weights(model)
+
+
+def copied_on_one_rank(wrap, rank):
+    """Wrappers are not numbered alike on the ranks."""
+    first = wrap(_net())
+    kept = copy.deepcopy(first) if rank == 0 else None
+    model = wrap(_net())
+    for i in range(3):
+        model.zero_grad()
+        model(_batch(rank, i)).pow(2).mean().backward()
+        sum(p.pow(2).sum() * 0.1 for p in model.parameters()).backward()
+        _sgd(model).step()
+    return _weights(model) if kept is None or kept is not None else []
+
+
+def probe_then_own_gradients(wrap, rank):
+    """What the probe left was dropped; what is stepped on came through the wrapper."""
+    model = wrap(_net())
+    for i in range(3):
+        model.zero_grad()
+        model(_batch(rank, i)).pow(2).mean().backward()
+        stash = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        if rank == 0:
+            model.module(_batch(rank)).sum().backward()
+        for p, grad in zip(model.parameters(), stash):
+            p.grad = grad
+        _sgd(model).step()
+    return _weights(model)
+
+
+def with_a_closure(wrap, rank):
+    model = wrap(_net())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    for i in range(2):
+
+        def closure(i=i):
+            optimizer.zero_grad()
+            loss = model(_batch(rank, i)).pow(2).mean()
+            loss.backward()
+            return 0.0 * loss.detach()  # local losses would end the search at other places
+
+        optimizer.step(closure)
+    return _weights(model)
+
+
+RIGHT = [
+    logged_forward_then_no_sync, penalty_then_probe, penalty_then_weight_penalty, probe_in_another_thread,
+    forward_returns_a_parameter, hidden_output_of_a_checkpoint, hidden_output_and_many_forwards,
+    penalty_with_a_forward_between, penalty_on_weights_with_zero, copied_on_one_rank, probe_then_own_gradients,
+    with_a_closure,
+]  # fmt: skip
+
+
+def _both(rank, world_size):
+    warnings.simplefilter("ignore")
+    return {f.__name__: (f(TorchDDP, rank), f(minddp.DistributedDataParallel, rank)) for f in RIGHT}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_torch_trains_right(world_size):
+    ranks = run_ranks(_both, world_size, timeout=90)
+    wrong = [
+        name
+        for name in ranks[0]
+        for theirs, ours in [seen[name] for seen in ranks]
+        if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(theirs, ours, strict=True))
+    ]
+    assert not wrong
+
+
+# ---- drifts apart with torch, without a word: raises before the step on every rank
+
+
+def other_rows_of_a_table(wrap, rank):
+    """The gradients have the same norm, and their values the same sum."""
+    model = wrap(nn.Embedding(5, 2))
+    model.module(torch.tensor([rank])).sum().backward()
+    _sgd(model).step()
+
+
+def other_rows_of_a_sparse_table(wrap, rank):
+    model = wrap(nn.Embedding(5, 2, sparse=True))
+    model.module(torch.tensor([rank])).sum().backward()
+    _sgd(model).step()
+
+
+def a_closure_past_the_wrapper(wrap, rank):
+    model = wrap(_net())
+
+    def closure():
+        loss = model.module(_batch(rank)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    _sgd(model).step(closure)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x, which):
+        return getattr(self, which)(x)
+
+
+def static_and_unused_at_first(wrap, rank):
+    model = wrap(Branches(), static_graph=True)
+    for i in range(2):
+        model(_batch(rank, i), "a").pow(2).sum().backward()
+    model.zero_grad()
+    model.module(_batch(rank, 7), "b").pow(2).sum().backward()
+    model(_batch(rank, 3), "a").pow(2).sum().backward()
+    _sgd(model).step()
+
+
+def step_in_a_gradient_hook(wrap, rank):
+    model = wrap(_net())
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    for i in range(2):
+        model(_batch(rank, i)).pow(2).sum().backward()
+
+
+DRIFT = [
+    other_rows_of_a_table, other_rows_of_a_sparse_table, a_closure_past_the_wrapper, static_and_unused_at_first,
+    step_in_a_gradient_hook,
+]  # fmt: skip
+
+
+def _refused(rank, world_size):
+    warnings.simplefilter("ignore")
+    silent = []
+    for program in DRIFT:
+        try:
+            program(minddp.DistributedDataParallel, rank)
+            silent.append(program.__name__)
+        except RuntimeError as error:
+            if "never averaged" not in str(error) and "before they are averaged" not in str(error):
+                raise
+    return silent
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_torch_lets_drift_apart(world_size):
+    assert run_ranks(_refused, world_size, timeout=60) == [[]] * world_size
+
+
+# ---- reductions of minddp's own
+
+
+def _assigned_by_hand(rank, world_size):
+    """A gradient that the program has put there is this rank's own, whatever was there before."""
+    for reduction in ("sum", "weighted"):
+        model = minddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), reduction=reduction)
+        weight = model.module.weight
+        for i in range(3):
+            weight.grad = torch.full_like(weight, rank + 1.0) if i else None
+            if reduction == "weighted":
+                model.add_weight(0.5)
+            model(torch.ones(1, 1)).sum().backward()
+            total = world_size + (sum(range(1, world_size + 1)) if i else 0)
+            expected = total / (0.5 * world_size if reduction == "weighted" else 1)
+            assert weight.grad.item() == pytest.approx(expected), (reduction, i)
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_assigned_by_hand_is_summed(world_size):
+    assert run_ranks(_assigned_by_hand, world_size) == [True] * world_size
