@@ -181,6 +181,16 @@ def test_a_later_arrival_is_learned():
     run_ranks(_later_arrival, 2)
 
 
+def _first_iteration(rank, world_size):
+    ddp = DDP(Growing())
+    for step in range(3):
+        _grow(ddp, rank, world_size, step, 2, False)  # in the first, nobody knows yet that two will come
+
+
+def test_the_first_iteration_sends_nothing_before_its_end():
+    run_ranks(_first_iteration, 2)
+
+
 def _after_the_launch(rank, world_size):
     ddp = DDP(Growing())
     for step in range(2):
