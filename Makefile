@@ -4,6 +4,7 @@
 # make lint         ruff, mypy, clang-format; make format applies what can be applied
 # make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class
 # make fuzz         random programs with torch's class and with ours; ARGS="--programs 20000 --seed 1 --ranks 2,2,3"
+# make mutants      plants faults in a copy, each of which a test must catch; ARGS="--only reducer- --folder /tmp/m"
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
 # make check-cuda   compiles the CUDA build against a CUDA torch; needs nvcc, but no GPU
 # make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half)
@@ -17,7 +18,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test libraries lint format conformance fuzz tutorials bench check-cuda gpu-check clean distclean
+.PHONY: build demo test libraries lint format conformance fuzz mutants tutorials bench check-cuda gpu-check clean distclean
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -99,6 +100,9 @@ conformance: $(BUILT) $(call needs,test)
 
 fuzz: $(BUILT) $(call needs,test)
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
+
+mutants: $(BUILT) $(call needs,test)
+	$(PY) -m tests.mutants $(ARGS)
 
 tutorials: $(BUILT) $(call needs,tutorials)
 	$(PY) tutorials/run_all.py $(ARGS)

@@ -193,6 +193,35 @@ def test_more_kinds_than_the_lattice_takes_still_give_a_plan():
     assert all(len({p % 20 for p in bucket}) == 1 for bucket in plan.buckets)
 
 
+@settings(max_examples=100, deadline=None)
+@given(gradients(8), LINEAR, SECONDS)
+def test_slack_leaves_the_fewest_buckets_that_keep_it(instance, cost, slack):
+    ready, nbytes = instance
+    plan = optimal_plan(ready, nbytes, cost, slack_seconds=slack)
+    assert len(plan.buckets) == brute_force(ready, nbytes, cost, [0] * len(ready), slack)
+
+
+@settings(max_examples=150, deadline=None)
+@given(gradients(8), st.lists(SECONDS, min_size=73, max_size=73))
+def test_the_buckets_of_one_kind_keep_the_finish_under_any_cost(instance, seconds):
+    """By the program for many gradients of one kind, which small instances do not reach from outside."""
+    ready, nbytes = instance
+    buckets = planner._single_kind_buckets(ready, nbytes, seconds.__getitem__, 0.0)
+    finish, _ = brute_force(ready, nbytes, seconds.__getitem__, [0] * len(ready))
+    assert plan_finish(buckets, ready, nbytes, seconds.__getitem__) == pytest.approx(finish, abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(gradients(7), LINEAR, st.randoms())
+def test_ready_times_out_of_order_are_planned_as_they_will_come(instance, cost, random):
+    ready, nbytes = instance
+    random.shuffle(ready)
+    finish, count = brute_force(ready, nbytes, cost, [0] * len(ready))
+    plan = optimal_plan(ready, nbytes, cost)
+    assert plan.finish_seconds == pytest.approx(finish, abs=1e-9)
+    assert len(plan.buckets) == count
+
+
 @settings(max_examples=60, deadline=None)
 @given(gradients(30), LINEAR, SECONDS)
 def test_slack_is_kept_and_never_costs_buckets(instance, cost, slack):
