@@ -12,9 +12,13 @@ using Allocate = std::function<at::Tensor(int64_t numel, const at::TensorOptions
 
 // Empty where the transport has no memory of its own.
 inline Allocate transport_memory(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device) {
-  if (!device.is_cpu() || !group->hasBackendForDeviceType(device.type()))
-    return nullptr;  // a group written in Python has none
-  auto backend = group->getBackend(device.type());
+  if (!device.is_cpu()) return nullptr;
+  c10::intrusive_ptr<c10d::Backend> backend;
+  try {
+    backend = group->getBackend(device.type());
+  } catch (const c10::Error&) {  // a group written in Python has none
+    return nullptr;
+  }
   if (!backend->supportsTensorAlloc(0)) return nullptr;
   return
       [backend](int64_t numel, const at::TensorOptions& options) { return backend->allocateTensor(numel, options); };

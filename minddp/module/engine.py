@@ -69,6 +69,7 @@ class Engine:
         self.has_rebuilt_buckets = False
         self._checks_order = ordering.enabled()
         self._made = False
+        self._changed = False
         self.rebuild()
 
     # --- making ---
@@ -226,7 +227,7 @@ class Engine:
         """
         refuse_rpc_context()
         if self.mixed is None:  # which casts parameters itself
-            self.report_failure(self.changes.check)
+            self._check_module()
         if self.inspector is not None:
             self.inspector.take_back()
         self.logger.before_forward(self.reducer)
@@ -240,6 +241,13 @@ class Engine:
             if self._checks_order:
                 ordering.check(self.group)
                 ordering.record(self.group, f"DDP backward of {len(self.reducer.buckets())} buckets")
+
+    def _check_module(self) -> None:
+        changed, self._changed = self._changed, True
+        self.report_failure(self.changes.check)
+        self._changed = False
+        if changed:  # and back again: a parameter that was cast has lost its autograd node, and with it the hook
+            self.reducer.install_hooks()
 
     def rebuild_buckets(self) -> None:
         """Along the order of arrival, once. Collective."""
