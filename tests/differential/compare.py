@@ -148,6 +148,30 @@ def _asks_for_local(program: dict[str, Any], step: int) -> bool:
     return False
 
 
+def _past_a_forward_that_waits(program: dict[str, Any], step: int) -> bool:
+    """Whether a backward through ``.module`` since zero_grad found a forward of its wrapper without a backward."""
+    waiting: set[int] = set()
+    outputs: dict[str, list[tuple[int, str]]] = {}  # by variable: wrapper and way of the forwards that it came from
+    found = False
+    for verb, a in program["steps"][: step + 1]:
+        if verb == "forward" and a.get("grad") is not False:
+            outputs[a.get("out", "_")] = [(a.get("w", 0), a.get("via", "ddp"))]
+            if a.get("via", "ddp") == "ddp" and a.get("sync") is not False:
+                waiting.add(a.get("w", 0))
+        elif verb == "jacobian":
+            waiting.add(a.get("w", 0))
+        elif verb in ("loss", "penalty"):
+            outputs[a.get("out", "_")] = [way for name in a.get("of", []) for way in outputs.get(name, [])]
+        elif verb == "backward":
+            ways = outputs.get(a["loss"], [])
+            through = {w for w, via in ways if via == "ddp"}
+            found = found or any(via == "module" and w in waiting - through for w, via in ways)
+            waiting -= through
+        elif verb == "zero":
+            found = False
+    return found
+
+
 def _under_no_sync(program: dict[str, Any], step: int) -> bool:
     """Whether the last backward before a step, or its forward, was under no_sync."""
     before = program["steps"][:step]
@@ -244,7 +268,10 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
                 if not hooks and bad < len(program["steps"]) and not _updates(program, step, bad):
                     continue  # about to go wrong in torch: views of a reduction that nobody waits for
                 detail = f"step {step}, rank {rank}, {label}: torch {_show(a)}, ours {other} {_show(b)}"
-                return Difference("numbers", step, _kind_of(label), detail)
+                what = _kind_of(label)
+                if what == "a gradient" and _past_a_forward_that_waits(program, step):
+                    what = "a gradient past the wrapper, a forward of which waits"
+                return Difference("numbers", step, what, detail)
     return None
 
 
@@ -278,7 +305,7 @@ def _judge_agreement(program: dict[str, Any], theirs: Results, ours: Results) ->
     step, name = diverged
     values = ", ".join(_show(_parameters(result, step).get(name)) for result in ours)
     pairs = [(_parameters(a, step).get(name), _parameters(b, step).get(name)) for a, b in zip(theirs, ours)]
-    alike = all(a is None or _same(a, b, (0.0, 0.0)) for a, b in pairs)
+    alike = all(a is None or _same(a, b, _tolerance(program)) for a, b in pairs)
     what = "a parameter"
     if _under_no_sync(program, step):
         what = "local gradients under no_sync"
