@@ -10,7 +10,7 @@ step time and weak-scaling efficiency are simulated for 2 to 4,096 ranks on a ri
 and a hierarchy of nodes, for the default caps, the best uniform cap and planned buckets.
 
 --hop LATENCY,RATE replaces the measured link by another; --speedup makes compute so many times faster
-(a GPU in this CPU's place); --sigma is the spread of stragglers (log-normal, see minddp.simulator).
+(a GPU in this CPU's place); --sigma is the spread of stragglers (log-normal, see minddp.planner.simulator).
 Writes simulate-MODEL.json (the measurement), and -sweep and -scaling figures as SVG and PNG.
 """
 
@@ -27,10 +27,10 @@ import harness
 from harness import BenchmarkError, Ranks, run_main
 from links import parse_rate
 
-from minddp.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
-from minddp.collective_cost import LinearCost, measure_allreduce
 from minddp.planner import capped_buckets, optimal_plan
-from minddp.simulator import (
+from minddp.planner.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
+from minddp.planner.collective_cost import LinearCost, measure_allreduce
+from minddp.planner.simulator import (
     Hierarchy,
     Ring,
     ScalingPoint,

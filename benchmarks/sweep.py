@@ -89,7 +89,7 @@ def _tune(point: Point, work: Any, device: Any) -> str:
     """Lets ``bucket_cap_mb="auto"`` settle; the plan it found, as JSON."""
     import variants
 
-    from minddp.tune import tune
+    from minddp.launching.tune import tune
 
     copied = replace(work, module=copy.deepcopy(work.module))
     step = variants.make_step(point.variant, copied, device, bucket_cap_mb="auto")

@@ -12,11 +12,11 @@ _load()
 
 # The extension must be checked first.
 from . import functional, planner, shm  # noqa: E402
-from .install import install, uninstall  # noqa: E402
+from .launching.install import install, uninstall  # noqa: E402
 from .module.distributed import DistributedDataParallel  # noqa: E402
 from .planner import BucketPlan  # noqa: E402
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
-from .tracing import trace  # noqa: E402
+from .timeline import trace  # noqa: E402
 
 __version__ = "0.2.0"
 

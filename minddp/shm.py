@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minddp._extension import load
+from ._extension import load
 
 __all__ = ["BACKEND", "empty", "is_shared"]
 

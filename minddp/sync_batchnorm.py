@@ -34,10 +34,10 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from minddp import ordering
-from minddp.functional import all_reduce
-from minddp.functional.agreement import all_gather_ints
-from minddp.functional.transport import gather_rows
+from .functional import all_reduce
+from .functional.agreement import all_gather_ints
+from .functional.transport import gather_rows
+from .ranks import ordering
 
 __all__ = ["SyncBatchNorm", "batch_norm_reference", "convert_sync_batchnorm"]
 

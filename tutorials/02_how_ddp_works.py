@@ -22,7 +22,7 @@ from torch.autograd import Variable
 
 import minddp
 from minddp.testing import run_ranks
-from minddp.tracing import step_times
+from minddp.timeline import step_times
 
 RANKS = 2
 

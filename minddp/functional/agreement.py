@@ -21,7 +21,6 @@ What always holds
 
 from __future__ import annotations
 
-import os
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
@@ -33,9 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minddp import ordering
+from .. import environment
+from ..ranks import ordering
 
-__all__ = ["Call", "CollectiveError", "agree", "checks_enabled", "require_replicated"]
+__all__ = ["Call", "CollectiveError", "agree", "require_replicated"]
 
 _MAGIC = 0x6D696E64647031
 MAX_DIMS = 15
@@ -47,11 +47,6 @@ NO_GRAD, NOT_REQUIRED, REQUIRED = 0, 1, 2
 
 class CollectiveError(RuntimeError):
     """The ranks of a group cannot run a collective together; raised on all of them with the same text."""
-
-
-def checks_enabled() -> bool:
-    """False if ``MINDDP_CHECK_COLLECTIVES`` is 0; read from the environment at each call."""
-    return os.environ.get("MINDDP_CHECK_COLLECTIVES", "1") != "0"
 
 
 @dataclass(frozen=True)
@@ -298,7 +293,7 @@ def require_replicated(grad: Tensor, group: Any) -> None:
     Compared are a norm and a sum, in float64; rounding is forgiven. One small all_gather, and on CUDA a
     wait for the stream; left out with ``MINDDP_CHECK_COLLECTIVES=0``.
     """
-    if not checks_enabled():
+    if not environment.check_collectives():
         return
     numbers = torch.view_as_real(grad) if grad.is_complex() else grad
     norm = torch.linalg.vector_norm(numbers, dtype=torch.float64)

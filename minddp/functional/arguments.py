@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minddp.functional import agreement, linear
-from minddp.functional.agreement import Call, CollectiveError
+from . import agreement, linear
+from .agreement import Call, CollectiveError
 
 OPS = ("sum", "avg", "product", "min", "max")
 LOSSES = ("per_rank", "replicated")

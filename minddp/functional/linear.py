@@ -39,8 +39,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from minddp import ordering
-from minddp.functional import agreement, transport
+from ..ranks import ordering
+from . import agreement, transport
 
 
 @dataclass(frozen=True)

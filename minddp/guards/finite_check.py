@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..init_sync import gather_objects, indented, ranks_text
+from ..ranks.messages import gather_objects, indented, ranks_text
 
 
 class FiniteCheck:

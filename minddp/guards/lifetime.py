@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,13 +26,19 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401
 
 from .. import _C
-from .optimizer_guard import live
 
 # In seconds, without the GIL: for a thread to destroy a group's last collective, and what came with it.
 _MOMENT = 0.02
 _MOMENT_FOR_CALLBACKS = 0.1
 
 _leaving: set[threading.Thread] = set()
+_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def end_in_order(wrapper: Any) -> None:
+    """When the interpreter ends, ``wrapper`` lets go of its group in time; it is asked for ``has_comm_hook``."""
+    _wrappers.add(wrapper)
+
 
 def outlive(reducer: _C.Reducer, group: dist.ProcessGroup) -> None:
     """Keeps ``group`` until after the reducer's C++ half is gone.
@@ -63,7 +70,7 @@ def _let_go_later(group: dist.ProcessGroup) -> None:
 @atexit.register
 def _settle_groups() -> None:
     """Before the interpreter goes: groups that were destroyed end, threads of the others come to rest."""
-    modules = live()  # kept by global variables or reference cycles
+    modules = list(_wrappers)  # kept by global variables or reference cycles
     destroyed = [ddp for ddp in modules if ddp.process_group not in dist.distributed_c10d._world.pg_map]
     if len(destroyed) < len(modules):
         time.sleep(_MOMENT)

@@ -8,6 +8,7 @@ of each registration in any module, and a cast or a move shows in whichever para
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Sequence
@@ -28,8 +29,11 @@ def _note_registration(module: torch.nn.Module, name: str, value: object) -> Non
     _registrations += 1
 
 
-register_module_parameter_registration_hook(_note_registration)
-register_module_module_registration_hook(_note_registration)
+@functools.cache
+def _look_at_registrations() -> None:
+    """With the first wrapper, not at import: torch's hooks for all modules of the process."""
+    register_module_parameter_registration_hook(_note_registration)
+    register_module_module_registration_hook(_note_registration)
 
 
 def _inside_functional_call() -> bool:
@@ -51,6 +55,7 @@ class ModuleChanges:
     """
 
     def __init__(self, module: torch.nn.Module, ignored: set[str], reduced: Sequence[torch.nn.Parameter]):
+        _look_at_registrations()
         self._module = module
         self._ignored = ignored
         self._facts = {id(p): (p.dtype, p.device) for p in reduced}

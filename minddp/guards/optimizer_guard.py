@@ -1,12 +1,15 @@
-"""Before any ``optimizer.step()`` uses gradients, the wrappers whose parameters it would change are asked.
+"""Before any ``optimizer.step()`` uses gradients, those who reduce the parameters that it would change are asked.
 
-A closure makes the gradients inside of ``step()``: then they are asked after each of its calls.
+A closure makes the gradients inside of ``step()``: then they are asked after each of its calls. Torch's hook for all
+optimizers is taken with the first wrapper, not at import.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,27 +17,33 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Guarded(Protocol):
-    """A wrapper; ``refuses_step`` is asked first, and costs little."""
+    """Who reduces parameters; ``may_refuse_step`` is asked first, and costs little."""
 
     def may_refuse_step(self) -> bool: ...
-    def shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool: ...
-    def check_step(self, optimizer: torch.optim.Optimizer, others: list[Any]) -> None: ...
+    def parameter_ids(self) -> set[int]: ...
+    def check_step(self, stepped: set[int], others: Sequence[Any]) -> None: ...
 
 
-_live: weakref.WeakSet[Any] = weakref.WeakSet()
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-def watch(wrapper: Guarded) -> None:
+def watch(guarded: Guarded) -> None:
     """From now on, until it is gone."""
+    _look_at_steps()
     with _lock:
-        _live.add(wrapper)
+        _watched.add(guarded)
 
 
-def live() -> list[Any]:
-    """All wrappers that are watched."""
+def watched() -> list[Any]:
+    """All that :func:`watch` was given and that are still there."""
     with _lock:
-        return list(_live)
+        return list(_watched)
+
+
+@functools.cache
+def _look_at_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -54,10 +63,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    wrappers = live()
-    for wrapper in wrappers:
-        if wrapper.may_refuse_step() and wrapper.shares_parameters(optimizer):
-            wrapper.check_step(optimizer, [other for other in wrappers if other is not wrapper])
-
-
-register_optimizer_step_pre_hook(_before_step)
+    everyone = watched()
+    for guarded in everyone:
+        if guarded.may_refuse_step():
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if not stepped.isdisjoint(guarded.parameter_ids()):
+                guarded.check_step(stepped, [other for other in everyone if other is not guarded])

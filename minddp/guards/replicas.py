@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..init_sync import gather_objects, indented, ranks_text
+from ..ranks.messages import gather_objects, indented, ranks_text
 
 
 def digest(tensor: torch.Tensor) -> str:

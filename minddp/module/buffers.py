@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
-from ..init_sync import broadcast_coalesced
+from ..ranks.broadcast import broadcast_coalesced
 
 
 class BufferSync:

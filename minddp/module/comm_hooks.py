@@ -27,14 +27,14 @@ class HookRegistration:
         return self._engine is not None and self._engine.reducer.optimizer_in_backward
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """``hook(state, bucket) -> torch.futures.Future[torch.Tensor]`` reduces buckets from now on.
+        """``hook(state, bucket) -> torch.futures.Future[torch.Tensor]`` reduces buckets from the next backward on.
 
         Hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` fit. A hook divides by the
         world size itself; its future holds one tensor with as many elements as ``bucket.buffer()``.
 
         Raises:
             TypeError, ValueError: the hook is not callable, or its signature is another one.
-            RuntimeError: a hook is registered already, or training has begun.
+            RuntimeError: a hook is registered already, or the last backward was not finished.
         """
         self._check_comm_hook(hook)
         self._check_hook_time()
@@ -56,11 +56,7 @@ class HookRegistration:
             raise RuntimeError("every parameter's reduction is delayed: there are no buckets to hook")
         if engine.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        if engine.reducer.iteration() > 0:
-            raise RuntimeError(
-                "register_comm_hook must be called before the first backward: gradients have been reduced "
-                "without the hook already."
-            )
+        engine.check_finished()
         if engine.tuner is not None:
             raise RuntimeError(
                 'bucket_cap_mb="auto" re-plans buckets while training, and hooks may keep state by bucket: '

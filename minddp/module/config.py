@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -88,50 +88,57 @@ class Config:
         }
 
 
-def make_config(
-    *,
-    bucket_cap_mb: float | str | None,
-    bucket_cap_mb_list: Sequence[float] | None,
-    broadcast_buffers: bool | None,
-    forward_sync_buffers: bool | None,
-    reduction: str,
-    reduce_dtype: torch.dtype | None,
-    predivide_factor: float | None,
-    bucket_plan: Any,
-    **flags: Any,
-) -> Config:
-    """The arguments as a :class:`Config`.
+_FLAGS = (
+    "init_sync",
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+    "check_finite",
+)
+
+
+def make_config(arguments: Mapping[str, Any]) -> Config:
+    """The constructor's arguments, by name, as a :class:`Config`; those that it has no field for are passed over.
 
     Raises:
         ValueError, TypeError: an argument makes no sense, or contradicts another; named.
     """
-    auto = isinstance(bucket_cap_mb, str) and bucket_cap_mb == "auto"
-    if isinstance(bucket_cap_mb, str) and not auto:
-        raise ValueError(f'bucket_cap_mb must be a number of MiB, None or "auto", got {bucket_cap_mb!r}')
-    default = bucket_cap_mb is None or auto
-    # The argument is checked where a list takes its place, too.
-    caps = [_cap_bytes("bucket_cap_mb", DEFAULT_BUCKET_CAP_MB if default else bucket_cap_mb)]
-    if bucket_cap_mb_list:
-        caps = [_cap_bytes("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list]
-    plan = _plan(bucket_plan)
+    caps, default, auto = _caps(arguments["bucket_cap_mb"], arguments["bucket_cap_mb_list"])
+    plan = _plan(arguments["bucket_plan"])
     if plan is not None and auto:
         raise ValueError('bucket_plan= pins the buckets, bucket_cap_mb="auto" searches them: pass one')
-    _check_reduction(reduction, reduce_dtype, predivide_factor)
-    forward = next((bool(v) for v in (forward_sync_buffers, broadcast_buffers) if v is not None), True)
-    _warn_about_broadcast_buffers(broadcast_buffers, forward_sync_buffers)
+    reduction, reduce_dtype = arguments["reduction"], arguments["reduce_dtype"]
+    predivide = arguments["predivide_factor"]
+    _check_reduction(reduction, reduce_dtype, predivide)
+    broadcast, forward = arguments["broadcast_buffers"], arguments["forward_sync_buffers"]
+    _warn_about_broadcast_buffers(broadcast, forward)
     return Config(
-        caps=tuple(caps),
-        default_caps=default and not bucket_cap_mb_list,
+        caps=caps,
+        default_caps=default,
         auto_tune=auto,
-        forward_sync_buffers=forward,
-        sync_buffers_at_start=forward_sync_buffers is not None or broadcast_buffers is not False,
+        forward_sync_buffers=next((bool(value) for value in (forward, broadcast) if value is not None), True),
+        sync_buffers_at_start=forward is not None or broadcast is not False,
         reduction=reduction,
         reduce_dtype=reduce_dtype,
-        predivide_factor=None if predivide_factor is None else float(predivide_factor),
+        predivide_factor=None if predivide is None else float(predivide),
         bucket_plan=plan,
-        mixed_precision=flags.pop("mixed_precision"),
-        **{name: bool(value) for name, value in flags.items()},
+        mixed_precision=arguments["mixed_precision"],
+        **{name: bool(arguments[name]) for name in _FLAGS},
     )
+
+
+def _caps(cap: float | str | None, caps: Sequence[float] | None) -> tuple[tuple[int, ...], bool, bool]:
+    """In bytes; whether nobody chose them; whether they are to be found by measuring."""
+    auto = isinstance(cap, str) and cap == "auto"
+    if isinstance(cap, str) and not auto:
+        raise ValueError(f'bucket_cap_mb must be a number of MiB, None or "auto", got {cap!r}')
+    default = cap is None or auto
+    # The argument is checked where a list takes its place, too.
+    one = _cap_bytes("bucket_cap_mb", DEFAULT_BUCKET_CAP_MB if default else cap)
+    several = tuple(_cap_bytes("bucket_cap_mb_list", cap) for cap in caps or ())
+    return several or (one,), default and not several, auto
 
 
 def _cap_bytes(name: str, value: Any) -> int:

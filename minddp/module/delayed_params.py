@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ..init_sync import broadcast_coalesced
+from ..ranks.broadcast import broadcast_coalesced
 
 
 class DelayedAllReduce:

@@ -8,7 +8,6 @@ for one, but runs none of its code: every method is defined here (a test makes t
 from __future__ import annotations
 
 import itertools
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,18 +18,18 @@ import torch.distributed as dist
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from .. import tracing
-from ..guards import optimizer_guard
+from ..guards import lifetime, optimizer_guard
 from ..guards.replicas import check_replicas
-from ..init_sync import sync_module_states, verify_same_arguments, verify_same_model
+from ..reduction.start import sync_module_states, verify_same_arguments, verify_same_model
+from ..timeline import StepTimes, step_times
 from .buffers import BufferSync
 from .comm_hooks import HookRegistration
-from .config import Config, make_config
+from .config import make_config
 from .delayed_params import DelayedAllReduce
 from .engine import Engine
 from .find_tensors import find_tensors
@@ -42,7 +41,6 @@ from .torch_names import TorchNames
 
 __all__ = ["DistributedDataParallel"]
 
-_BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 _NO_RANGE = nullcontext()
 # Made anew where the module is unpickled or copied, and given up when the interpreter ends.
 _TIED_TO_GROUP = ("process_group", "_engine", "_delayed", "_wrapped")
@@ -51,10 +49,6 @@ _TIED_TO_GROUP = ("process_group", "_engine", "_delayed", "_wrapped")
 def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
     """A frame of its own, where torch.compile can begin: it begins in no frame of torch's own modules."""
     return module(*inputs, **kwargs)
-
-
-def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBase):  # type: ignore[override,misc]
@@ -137,8 +131,8 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         bucket_plan: Any = None,
         check_finite: bool = False,
     ):
-        torch.nn.Module.__init__(self)
-        Joinable.__init__(self)
+        arguments = locals().copy()
+        TorchBase.__init__(self)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if check_reduction:
@@ -150,24 +144,7 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         self.module = module
         self._wrapped = Parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.device_ids, self.output_device = self._wrapped.check_devices(device_ids, output_device)
-        self._config = make_config(
-            bucket_cap_mb=bucket_cap_mb,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-            broadcast_buffers=broadcast_buffers,
-            forward_sync_buffers=forward_sync_buffers,
-            init_sync=init_sync,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            batched_grad_copy=batched_grad_copy,
-            mixed_precision=mixed_precision,
-            reduction=reduction,
-            reduce_dtype=reduce_dtype,
-            predivide_factor=predivide_factor,
-            bucket_plan=bucket_plan,
-            check_finite=check_finite,
-        )
+        self._config = make_config(arguments)
         self._config.check_views([p.dtype for p in self._wrapped.reduced])
         self._set_attributes(self._config)
         token = None
@@ -178,25 +155,6 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
             self.process_group, self._wrapped.delayed, self._wrapped.trigger, self.broadcast_bucket_size
         )
         self._take_parameters(token)
-
-    def _set_attributes(self, config: Config) -> None:
-        """What torch's class has under these names."""
-        self.static_graph = config.static_graph
-        self.find_unused_parameters = config.find_unused_parameters
-        self.gradient_as_bucket_view = config.gradient_as_bucket_view
-        self.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
-        self.batched_grad_copy = config.batched_grad_copy
-        self.forward_sync_buffers = config.forward_sync_buffers
-        self.mixed_precision = config.mixed_precision
-        self.reduction = config.reduction
-        self.bucket_bytes_cap = config.cap
-        self.bucket_bytes_cap_default = config.default_caps
-        self.broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
-        self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        self.require_forward_param_sync = True
-        self._divide_by_initial_world_size = True
-        self._lazy_init_ran = False
-        self._ddp_sink_clone = True
 
     def _synchronize_model(self) -> None:
         wrapped, group = self._wrapped, self.process_group
@@ -216,9 +174,12 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
             self._engine = Engine(self.module, self._config, self._wrapped, self.process_group, devices)
             if token is not None:
                 self._engine.name(token)
-        for other in optimizer_guard.live():
-            other.step_aside(self._wrapped.reduced)
-        optimizer_guard.watch(self)
+        for other in optimizer_guard.watched():
+            if other is not self._engine:
+                other.step_aside(self._wrapped.reduced)
+        if self._engine is not None:
+            optimizer_guard.watch(self._engine)
+        lifetime.end_in_order(self)
 
     # ----------------------------------------------------------------------------------------
     # Forward
@@ -289,10 +250,6 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         finally:
             _TorchDDP._active_ddp_module = outer
 
-    @classmethod
-    def _get_active_ddp_module(cls) -> Any:
-        return _TorchDDP._active_ddp_module
-
     def _note_not_joined(self) -> None:
         work = Join.notify_join_context(self)
         if work is None:
@@ -310,10 +267,6 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
             inputs, kwargs = _cast_forward_inputs(mixed.param_dtype, *inputs, **kwargs)
             mixed.lower()
         return inputs, kwargs
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        torch.nn.Module.train(self, mode)
-        return self
 
     # ----------------------------------------------------------------------------------------
     # Synchronization: when, and of what
@@ -431,12 +384,12 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         self._config = engine.replaced(bucket_plan=None)
         engine.rebuild(self._config)
 
-    def last_step(self) -> tracing.StepTimes:
+    def last_step(self) -> StepTimes:
         """Where the last synchronized backward's time went, in seconds, bucket by bucket.
 
         Cheap enough to call in every step; the raw stamps are ``ddp.reducer.last_step()``.
         """
-        return tracing.step_times(self.reducer.last_step())
+        return step_times(self.reducer.last_step())
 
     @property
     def bucket_plan(self) -> Any:
@@ -481,28 +434,8 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         return self.process_group
 
     # ----------------------------------------------------------------------------------------
-    # What guards ask, and the end
+    # The end, and copies
     # ----------------------------------------------------------------------------------------
-
-    def may_refuse_step(self) -> bool:
-        return self._engine is not None and self._engine.may_refuse_step()
-
-    def shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
-        mine = {id(parameter) for parameter in self._wrapped.reduced}
-        return not mine.isdisjoint(_parameter_ids(optimizer))
-
-    def check_step(self, optimizer: torch.optim.Optimizer, others: Sequence[DistributedDataParallel]) -> None:
-        assert self._engine is not None
-        engines = [other._engine for other in others if other._engine is not None]
-        self._engine.check_step(_parameter_ids(optimizer), engines)
-
-    def step_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Another wrapper has been made around some of ``parameters``: an iteration left unfinished here is over."""
-        engine = self._engine
-        if engine is not None and engine.may_refuse_step():
-            mine = {id(p) for p in self._wrapped.reduced}
-            if any(id(p) in mine for p in parameters):
-                engine.abort_iteration()
 
     @property
     def has_comm_hook(self) -> bool:

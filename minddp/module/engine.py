@@ -9,22 +9,23 @@ forward.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .. import _C, ordering, tracing
-from ..autotune import AutoTuner
+from .. import _C, environment
 from ..guards.finite_check import FiniteCheck
 from ..guards.local_gradients import LocalGradients
 from ..guards.module_changes import ModuleChanges
 from ..guards.rpc_context import refuse_rpc_context
 from ..guards.stall_inspector import StallInspector
 from ..planner import BucketPlan
+from ..planner.autotune import AutoTuner
+from ..ranks import ordering
 from ..reduction.reducer import Reducer, ReducerSettings, weakly, wire_dtype
+from ..timeline import recording
 from .config import Config
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
@@ -131,7 +132,7 @@ class Engine:
             predivide_factor=config.predivide_factor,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             skip_all_reduce_unused=config.skip_all_reduce_unused_params,
-            always_reduce=self.has_foreign_group or os.environ.get("MINDDP_ALWAYS_REDUCE") == "1",
+            always_reduce=self.has_foreign_group or environment.always_reduce(),
         )
 
     @property
@@ -231,8 +232,8 @@ class Engine:
         if self.inspector is not None:
             self.inspector.take_back()
         self.logger.before_forward(self.reducer)
-        if tracing.active:
-            tracing.after_step(self)
+        if recording.active:
+            recording.after_step(self)
         if self.has_foreign_group:
             self.reducer.set_divisor(self.group.size())
         if not joining:  # a joined rank would not take part in these collectives
@@ -287,6 +288,14 @@ class Engine:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
         reducer = self.reducer
         return reducer.phase() != _C.Phase.IDLE or self.finite is not None or bool(reducer.bypassed())
+
+    def parameter_ids(self) -> set[int]:
+        return {id(parameter) for parameter in self.parameters.reduced}
+
+    def step_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Another wrapper has been made around some of ``parameters``: an iteration left unfinished here is over."""
+        if self.may_refuse_step() and not self.parameter_ids().isdisjoint(map(id, parameters)):
+            self.abort_iteration()
 
     def check_step(self, stepped: set[int], others: Sequence[Engine]) -> None:
         """Raises where an optimizer must not use the gradients.

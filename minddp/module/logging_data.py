@@ -7,12 +7,12 @@ at the start of a forward, about the iteration before it: for the first ten iter
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .. import environment
 from ..reduction.reducer import Reducer
 from .config import Config
 from .parameters import Parameters
@@ -137,7 +137,7 @@ class LoggingData:
             "num_buckets_reduced": 0,
         }
         names = {**_ENVIRONMENT, **_BACKEND_ENVIRONMENT.get(backend, {})}
-        facts.update({key: os.environ.get(name, "N/A") for key, name in names.items()})
+        facts.update(environment.torch_ddp_variables(names))
         if backend == "gloo":
             facts["gloo_num_threads"] = _GLOO_THREADS
         return facts

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 
-from ..init_sync import sync_module_states
+from .. import environment
+from ..reduction.start import sync_module_states
+from .config import Config
+
+_BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 
 
 class TorchNames:
@@ -33,6 +38,25 @@ class TorchNames:
     _distributed_rank: Any
 
     # --- attributes ---
+
+    def _set_attributes(self, config: Config) -> None:
+        """What torch's class has under these names."""
+        self.static_graph = config.static_graph
+        self.find_unused_parameters = config.find_unused_parameters
+        self.gradient_as_bucket_view = config.gradient_as_bucket_view
+        self.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
+        self.batched_grad_copy = config.batched_grad_copy
+        self.forward_sync_buffers = config.forward_sync_buffers
+        self.mixed_precision = config.mixed_precision
+        self.reduction = config.reduction
+        self.bucket_bytes_cap = config.cap
+        self.bucket_bytes_cap_default = config.default_caps
+        self.broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
+        self.use_side_stream_for_tensor_copies = environment.use_side_stream()
+        self.require_forward_param_sync = True
+        self._divide_by_initial_world_size = True
+        self._lazy_init_ran = False
+        self._ddp_sink_clone = True
 
     @property
     def reducer(self) -> Any:
@@ -90,6 +114,10 @@ class TorchNames:
     @property
     def check_finite(self) -> bool:
         return self._config.check_finite
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return _TorchDDP._active_ddp_module
 
     # --- inputs and outputs ---
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import minddp
-from minddp.autotune import TunerSettings
 from minddp.planner import BucketPlan
+from minddp.planner.autotune import TunerSettings
 from minddp.testing import run_ranks
 
 SETTINGS = TunerSettings(warmup_iterations=2, measured_iterations=2, laps=2, caps_mb=(0.01, 0.1, 1))
@@ -122,7 +122,7 @@ def test_the_command_writes_a_plan_that_the_model_takes(tmp_path):
     arguments = ["--model", "models_to_tune:make", "--input", "4x32", "--ranks", "2", "--out", "plan.json"]
     root = str(Path(minddp.__file__).parents[1])
     command = subprocess.Popen(
-        [sys.executable, "-m", "minddp.tune", *arguments, "--laps", "1", "--iterations", "1"],
+        [sys.executable, "-m", "minddp", "tune", *arguments, "--laps", "1", "--iterations", "1"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

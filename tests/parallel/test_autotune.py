@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from minddp import autotune
-from minddp.autotune import AutoTuner, TunerSettings
 from minddp.planner import BucketPlan, LinearCost, bucket_spans
+from minddp.planner.autotune import AutoTuner, TunerSettings
 from minddp.testing import run_ranks
 
 N = 12

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import minddp
-from minddp.init_sync import broadcast_coalesced
+from minddp.ranks.broadcast import broadcast_coalesced
 from minddp.testing import run_ranks
 
 TORCH = torch.nn.parallel.DistributedDataParallel

@@ -1,6 +1,6 @@
 """Measuring a live group's allreduce: every rank must end with the same cost."""
 
-from minddp.collective_cost import LinearCost, TableCost, fit_cost, measure_allreduce
+from minddp.planner.collective_cost import LinearCost, TableCost, fit_cost, measure_allreduce
 from minddp.testing import run_ranks
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from minddp import functional as F
-from minddp import ordering
+from minddp.ranks import ordering
 from minddp.testing import RankError, run_ranks
 
 

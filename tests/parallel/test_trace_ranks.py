@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from minddp import tracing
 from minddp.testing import free_port, run_ranks
-from minddp.tracing import Trace
+from minddp.timeline import Trace, gathering, recording
 
 SKEW_NS = 5_000_000_000
 
@@ -34,9 +33,9 @@ def _stamps(begin: int) -> dict[str, Any]:
 def _take_step(rank: int) -> None:
     """Shows the open trace one step that begins at the same moment on all ranks."""
     dist.barrier()
-    reducer = SimpleNamespace(last_step=lambda: _stamps(tracing.time.monotonic_ns()))
+    reducer = SimpleNamespace(last_step=lambda: _stamps(recording.time.monotonic_ns()))
     ddp = _Fake(reducer=reducer, parameter_names=[f"weight of rank {rank}"], module=object())
-    tracing.after_step(ddp)
+    recording.after_step(ddp)
 
 
 class _Fake(SimpleNamespace):
@@ -45,23 +44,23 @@ class _Fake(SimpleNamespace):
 
 def _pretend_other_machine(rank: int) -> None:
     """Rank 1 reads a clock of its own, ``SKEW_NS`` ahead."""
-    tracing._clock_identity = lambda: f"machine {rank}"
+    gathering.clock_identity = lambda: f"machine {rank}"
     if rank == 1:
-        tracing.time = SimpleNamespace(
+        gathering.time = recording.time = SimpleNamespace(
             monotonic_ns=lambda: time.monotonic_ns() + SKEW_NS, monotonic=time.monotonic
         )
 
 
 def _restore() -> None:
-    tracing._clock_identity = _clock_identity
-    tracing.time = time
+    gathering.clock_identity = _clock_identity
+    gathering.time = recording.time = time
 
 
-_clock_identity = tracing._clock_identity
+_clock_identity = gathering.clock_identity
 
 
 def _same_machine(rank: int, world_size: int, path: str) -> None:
-    with tracing.trace(path):
+    with recording.trace(path):
         _take_step(rank)
     dist.barrier()
 
@@ -71,7 +70,7 @@ def _skewed(rank: int, world_size: int, path: str, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     _pretend_other_machine(rank)
     try:
-        with tracing.trace(path):
+        with recording.trace(path):
             _take_step(rank)
         dist.barrier()
     finally:
@@ -93,7 +92,7 @@ def _group_gone(rank: int, world_size: int, path: str, store_path: str) -> None:
     """The trace is closed after the process group was destroyed."""
     store = dist.FileStore(store_path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    with tracing.trace(path):
+    with recording.trace(path):
         _take_step(rank)
         dist.destroy_process_group()
 
@@ -109,7 +108,7 @@ def _train(rank: int, world_size: int, path: str) -> tuple[Any, list[int]]:
     ddp = minddp.DistributedDataParallel(model, bucket_cap_mb=0.01)
     batch = torch.randn(4, 64)
     ddp(batch).sum().backward()
-    with tracing.trace(path):
+    with recording.trace(path):
         for _ in range(3):
             ddp.zero_grad()
             ddp(batch).sum().backward()
@@ -145,7 +144,7 @@ def _train_and_refresh(rank: int, world_size: int, path: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     ddp = minddp.DistributedDataParallel(model)
-    with tracing.trace(path):
+    with recording.trace(path):
         for turn in range(4):
             if turn == 2:
                 model[0].bias.requires_grad_(False)

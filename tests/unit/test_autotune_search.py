@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from minddp.autotune import PlanSearch, TrialTimes, TunerSettings
-from minddp.backward_profile import BackwardProfile, bursts
 from minddp.planner import LinearCost, bucket_spans, capped_buckets, optimal_plan
-from minddp.simulator import simulate_step
+from minddp.planner.autotune import PlanSearch, TrialTimes, TunerSettings
+from minddp.planner.backward_profile import BackwardProfile, bursts
+from minddp.planner.simulator import simulate_step
 
 
 class World:

@@ -19,7 +19,7 @@ from harness import BenchmarkError
 from sweep import Point, Sweep
 from variants import group_by_cap
 
-import minddp.bench
+from minddp.launching import bench
 
 CAPS = "1,4,25"
 MEASURED = {"local": 0.200, "raw": 0.300, "naive": 0.600, "flat": 0.550, "per-parameter": 0.450}
@@ -159,8 +159,8 @@ def test_uniform_buckets_fill_from_the_last_parameter():
 
 
 def test_the_entry_point_names_its_commands(capsys, monkeypatch, tmp_path):
-    assert minddp.bench.main(["nothing"]) == 2
+    assert bench.main(["nothing"]) == 2
     assert "buckets" in capsys.readouterr().err
-    monkeypatch.setattr(minddp.bench, "_FOLDER", tmp_path)
-    assert minddp.bench.main(["buckets"]) == 1
+    monkeypatch.setattr(bench, "_FOLDER", tmp_path)
+    assert bench.main(["buckets"]) == 1
     assert "come with minddp's source tree" in capsys.readouterr().err

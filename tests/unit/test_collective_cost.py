@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from minddp.collective_cost import LinearCost, TableCost, fit_linear, fit_samples
+from minddp.planner.collective_cost import LinearCost, TableCost, fit_linear, fit_samples
 
 
 def test_linear_cost_is_a_line_and_refuses_nonsense():

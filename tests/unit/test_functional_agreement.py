@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from minddp import ordering
 from minddp.functional.agreement import NO_GRAD, REQUIRED, Call, Header, disagreement, message
 from minddp.functional.arguments import row_splits
 from minddp.functional.transport import even_counts, offsets
+from minddp.ranks import ordering
 
 CALL = Call("all_reduce", op="sum", loss="per_rank", dtype=torch.float32, device="cpu", shape=(2, 3))
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import minddp
-from minddp.install import _torch_class, install, uninstall
+from minddp.launching.install import _torch_class, install, uninstall
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,4 +155,4 @@ def test_run_says_what_is_wrong(tmp_path: Path) -> None:
     for arguments in ([], ["-m"], ["--nproc", "2"]):
         ended = run_python("-m", "minddp.run", *arguments)
         assert ended.returncode == 2, arguments
-        assert "usage: python -m minddp.run" in ended.stderr
+        assert "usage: minddp run" in ended.stderr

@@ -17,11 +17,12 @@ PACKAGE = Path(__file__).resolve().parents[2] / "minddp"
 # File -> the functions that run in every step; None for all of them.
 PER_STEP: dict[str, set[str] | None] = {
     "sync_batchnorm.py": None,
-    "functional/__init__.py": None,
+    "functional/collectives.py": None,
+    "functional/calls.py": None,
     "functional/agreement.py": None,
     "functional/linear.py": None,
     "functional/transport.py": None,
-    "init_sync.py": {"broadcast_coalesced", "_receive", "_once", "_messages", "_cuts"},
+    "ranks/broadcast.py": {"broadcast_coalesced", "_receive", "_once", "_messages", "_cuts"},
 }
 ALLOWED = {
     ("sync_batchnorm.py", "_require_two_values", "item"): "read only where a rank has at most one value per channel",

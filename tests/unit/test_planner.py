@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minddp import planner
-from minddp.planner import BucketPlan, LinearCost, TableCost, capped_buckets, optimal_plan, plan_finish
+from minddp.planner import BucketPlan, LinearCost, TableCost, capped_buckets, optimal, optimal_plan, plan_finish
 
 NAMES = ["a.weight", "a.bias", "b.weight"]
 SHAPES = [(4, 3), (4,), (2, 4)]
@@ -88,8 +88,8 @@ def test_any_cost_is_solved_exactly_even_one_that_falls(instance, seconds):
 def test_the_linear_program_equals_the_quadratic_one(instance, cost):
     ready, nbytes = instance
     prefix = [0, *itertools.accumulate(nbytes)]
-    fast = planner._finish_times_linear(ready, prefix, cost)
-    assert fast == pytest.approx(planner._finish_times(ready, prefix, cost), abs=1e-9)
+    fast = optimal._finish_times_linear(ready, prefix, cost)
+    assert fast == pytest.approx(optimal._finish_times(ready, prefix, cost), abs=1e-9)
     assert optimal_plan(ready, nbytes, cost).finish_seconds == pytest.approx(fast[-1], abs=1e-9)
 
 
@@ -206,7 +206,7 @@ def test_slack_leaves_the_fewest_buckets_that_keep_it(instance, cost, slack):
 def test_the_buckets_of_one_kind_keep_the_finish_under_any_cost(instance, seconds):
     """By the program for many gradients of one kind, which small instances do not reach from outside."""
     ready, nbytes = instance
-    buckets = planner._single_kind_buckets(ready, nbytes, seconds.__getitem__, 0.0)
+    buckets = optimal._single_kind_buckets(ready, nbytes, seconds.__getitem__, 0.0)
     finish, _ = brute_force(ready, nbytes, seconds.__getitem__, [0] * len(ready))
     assert plan_finish(buckets, ready, nbytes, seconds.__getitem__) == pytest.approx(finish, abs=1e-9)
 

@@ -6,9 +6,9 @@ import statistics
 
 import pytest
 
-from minddp.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
 from minddp.planner import LinearCost, capped_buckets, optimal_plan
-from minddp.simulator import (
+from minddp.planner.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
+from minddp.planner.simulator import (
     Hierarchy,
     Ring,
     Stragglers,

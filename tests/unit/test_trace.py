@@ -1,4 +1,4 @@
-"""minddp/trace.py and timeline.py without ranks: seconds from stamps, events, the file, the command."""
+"""minddp/timeline without ranks: seconds from stamps, events, the file, the command."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from minddp import timeline, tracing
-from minddp.tracing import Trace, after_step, step_times
+from minddp import timeline
+from minddp.timeline import Trace, recording, step_times
+from minddp.timeline.recording import after_step
 
 MS = 1_000_000
 
@@ -112,8 +113,8 @@ def test_a_forward_of_the_next_step_is_not_counted():
 def record(path: Path, iterations: int, **arguments: Any) -> dict[str, Any]:
     """A trace over ``iterations`` fake steps, the way the module calls it."""
     ddp = FakeModule()
-    with tracing.trace(path, **arguments):
-        begin = tracing.time.monotonic_ns()
+    with recording.trace(path, **arguments):
+        begin = recording.time.monotonic_ns()
         for iteration in range(1, iterations + 1):
             after_step(ddp)
             after_step(ddp)  # a second forward before the backward adds nothing
@@ -126,7 +127,7 @@ def test_each_step_is_recorded_once_the_last_on_closing(tmp_path):
     (part,) = document["minddp"]["ranks"]
     assert [s["iteration"] for s in part["modules"][0]["steps"]] == [1, 2, 3, 4]
     assert part["modules"][0]["parameter_names"] == ["a.weight", "b.weight", "c.weight"]
-    assert not tracing.active
+    assert not recording.active
 
 
 def test_steps_beyond_the_limit_are_counted(tmp_path):
@@ -137,8 +138,8 @@ def test_steps_beyond_the_limit_are_counted(tmp_path):
 
 def test_what_was_before_the_trace_is_left_out(tmp_path):
     ddp = FakeModule()
-    ddp.stamps = step(7, tracing.time.monotonic_ns() - 100 * MS)
-    with tracing.trace(tmp_path / "t.json"):
+    ddp.stamps = step(7, recording.time.monotonic_ns() - 100 * MS)
+    with recording.trace(tmp_path / "t.json"):
         after_step(ddp)
     (part,) = json.loads((tmp_path / "t.json").read_text())["minddp"]["ranks"]
     assert part["modules"][0]["steps"] == []
@@ -160,32 +161,32 @@ def test_events_say_what_happened_when(tmp_path):
 
 
 def test_only_one_trace_at_a_time(tmp_path):
-    with tracing.trace(tmp_path / "a.json"):
-        with pytest.raises(RuntimeError, match=r"already open .*a.json"), tracing.trace(tmp_path / "b.json"):
+    with recording.trace(tmp_path / "a.json"):
+        with pytest.raises(RuntimeError, match=r"already open .*a.json"), recording.trace(tmp_path / "b.json"):
             pass
-        assert tracing.active
+        assert recording.active
     assert not (tmp_path / "b.json").exists()
 
 
 def test_bad_arguments_are_named_at_once(tmp_path):
     with pytest.raises(ValueError, match="steps must be at least 1, not 0"):
-        tracing.trace(tmp_path / "t.json", steps=0)
+        recording.trace(tmp_path / "t.json", steps=0)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        tracing.trace(tmp_path / "nowhere" / "t.json")
+        recording.trace(tmp_path / "nowhere" / "t.json")
 
 
 def test_an_exception_in_the_block_still_writes_the_file(tmp_path):
-    with pytest.raises(ZeroDivisionError), tracing.trace(tmp_path / "t.json"):
+    with pytest.raises(ZeroDivisionError), recording.trace(tmp_path / "t.json"):
         raise ZeroDivisionError
     assert json.loads((tmp_path / "t.json").read_text())["minddp"]["world_size"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
 
 
 def test_the_environment_opens_a_trace_that_unused_processes_do_not_write(tmp_path):
-    code = "import minddp.tracing; print(minddp.tracing.active)"
+    code = "import minddp.timeline; print(minddp.timeline.recording.active)"
     path = tmp_path / "t.json"
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**tracing.os.environ, "MINDDP_TRACE": str(path)},
+        [sys.executable, "-c", code], env={**recording.os.environ, "MINDDP_TRACE": str(path)},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout == "True\n"
@@ -195,14 +196,14 @@ def test_the_environment_opens_a_trace_that_unused_processes_do_not_write(tmp_pa
 @pytest.mark.parametrize("place", ["nowhere/t.json", ""])
 def test_a_bad_path_in_the_environment_is_a_warning_and_no_trace(tmp_path, place):
     done = subprocess.run(
-        [sys.executable, "-c", "import minddp; print(minddp.tracing.active)"],
-        env={**tracing.os.environ, "MINDDP_TRACE": str(tmp_path / place)},
+        [sys.executable, "-c", "import minddp; print(minddp.timeline.recording.active)"],
+        env={**recording.os.environ, "MINDDP_TRACE": str(tmp_path / place)},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout == "False\n"
     assert "MINDDP_TRACE: this process takes no trace" in done.stderr
     with pytest.raises(OSError, match=r"does not exist|is a folder"):
-        tracing.trace(tmp_path / place)
+        recording.trace(tmp_path / place)
 
 
 def test_a_folder_that_goes_before_the_environments_trace_is_written_is_a_warning(tmp_path):
@@ -214,15 +215,15 @@ def test_a_folder_that_goes_before_the_environments_trace_is_written_is_a_warnin
     folder.rmdir()
     with pytest.warns(UserWarning, match="could not be written"):
         opened.close_if_used()
-    assert not tracing.active
+    assert not recording.active
 
 
 def test_a_reducer_made_anew_keeps_the_steps_before_and_numbers_its_own(tmp_path):
     """What refresh() does: other parameters, iterations from 1; the steps of both are in the file."""
     ddp = FakeModule()
     path = tmp_path / "t.json"
-    with tracing.trace(path, steps=4):
-        begin = tracing.time.monotonic_ns()
+    with recording.trace(path, steps=4):
+        begin = recording.time.monotonic_ns()
         after_step(ddp)
         for iteration in (1, 2):
             ddp.stamps = step(iteration, begin + iteration * 50 * MS)
@@ -291,4 +292,4 @@ def test_closing_twice_is_harmless(tmp_path):
     opened = Trace(tmp_path / "t.json", 1).__enter__()
     opened.close()
     opened.close()
-    assert not tracing.active
+    assert not recording.active

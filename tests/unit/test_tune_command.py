@@ -1,4 +1,4 @@
-"""What `python -m minddp.tune` makes of its arguments; the tuning itself is in tests/parallel."""
+"""What `minddp tune` makes of its arguments; the tuning itself is in tests/parallel."""
 
 import sys
 import types
@@ -6,8 +6,8 @@ import types
 import pytest
 import torch
 
+from minddp.launching.tune import TuneError, load_workload, main, plan_table
 from minddp.planner import BucketPlan
-from minddp.tune import TuneError, load_workload, main, plan_table
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ def test_the_command_ends_with_one_line(models, monkeypatch, tmp_path, capsys, a
     models.make = lambda: torch.nn.Linear(1, 1)
     assert main(["--model", "tune_models:make", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("minddp.tune: ")
+    assert line.startswith("minddp tune: ")
     assert complaint in line
     assert list(tmp_path.iterdir()) == []
 

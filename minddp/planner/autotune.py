@@ -34,7 +34,8 @@ import torch.distributed as dist
 
 from .backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
 from .collective_cost import LinearCost, measure_allreduce
-from .planner import BucketPlan, capped_buckets, optimal_plan
+from .optimal import capped_buckets, optimal_plan
+from .plan import BucketPlan
 from .simulator import SimulatedStep, simulate_step
 
 __all__ = ["AutoTuner", "PlanSearch", "Trial", "TrialTimes", "TunerSettings"]

@@ -1,4 +1,7 @@
-"""Runs the benchmarks from where they lie: ``python -m minddp.bench buckets --models mlp38 --link 1gbit``.
+"""``minddp bench``: runs the benchmarks from where they lie.
+
+    minddp bench buckets --models mlp38 --link 1gbit      # step time against bucket size, drawn
+    minddp bench overhead --quick                         # the step split into compute, collectives and reducer
 
 The scripts are the folder ``benchmarks`` of the source tree, beside this package; an installation without
 the sources has none, and is told so.
@@ -11,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["main"]
+__all__ = ["main", "run_script"]
 
 COMMANDS = {
     "buckets": ("bucket_size", "step time against bucket size, drawn"),
@@ -19,16 +22,21 @@ COMMANDS = {
     "memory": ("memory", "bytes of gradients and buckets per parameter byte"),
     "paper": ("paper", "the questions of the VLDB 2020 paper on DDP"),
 }
-_FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the named benchmark with the arguments after its name; returns the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in COMMANDS:
-        print(_usage(), file=sys.stderr)
-        return 0 if words and words[0] in ("-h", "--help") else 2
-    script, _ = COMMANDS[words[0]]
+        asked = words[:1] in (["-h"], ["--help"])
+        print(_usage(), file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    return run_script(COMMANDS[words[0]][0], words[1:])
+
+
+def run_script(script: str, arguments: Sequence[str]) -> int:
+    """Runs ``benchmarks/SCRIPT.py``; the exit status, where it does not exit by itself."""
     if not (_FOLDER / f"{script}.py").exists():
         print(
             f"error: the benchmarks are not in {_FOLDER}: they come with minddp's source tree, not with an "
@@ -39,14 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.insert(0, str(_FOLDER))
     harness = importlib.import_module("harness")
     benchmark = importlib.import_module(script)
-    harness.run_main(lambda: benchmark.main(words[1:]))
-    return 0  # run_main exits by itself
+    harness.run_main(lambda: benchmark.main(list(arguments)))
+    return 0
 
 
 def _usage() -> str:
-    lines = ["usage: python -m minddp.bench COMMAND [--help] ...", "commands:"]
+    lines = [__doc__.rstrip(), "", "usage: minddp bench BENCHMARK [--help] ...", "benchmarks:"]
     return "\n".join(lines + [f"  {name:10s}{text}" for name, (_, text) in COMMANDS.items()])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

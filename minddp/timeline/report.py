@@ -1,7 +1,7 @@
 """Reads a trace: exposed communication per bucket as a table, one step of all ranks as a picture.
 
-    python -m minddp.timeline trace.json                    # the last step that every rank has
-    python -m minddp.timeline trace.json --iteration 7 --picture step7.svg
+    minddp timeline trace.json                    # the last step that every rank has
+    minddp timeline trace.json --iteration 7 --picture step7.svg
 
 The picture needs matplotlib. Files come from :func:`minddp.trace`.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from minddp.tracing import BucketTimes, StepTimes, step_times
+from .step_times import BucketTimes, StepTimes, step_times
 
 __all__ = ["RankStep", "TraceFileError", "draw", "load", "main", "table"]
 
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m minddp.timeline", description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser("minddp timeline", description=__doc__, formatter_class=layout)
     parser.add_argument("trace", help="a file written by minddp.trace")
     parser.add_argument("--iteration", type=int, help="which step (default: the last that all ranks have)")
     parser.add_argument("--module", type=int, default=0, help="which wrapped module, in order of first use")
@@ -270,6 +270,3 @@ def _report(arguments: argparse.Namespace) -> None:
         draw(steps, pictures)
         print("drawn:", ", ".join(str(picture) for picture in pictures))
 
-
-if __name__ == "__main__":
-    sys.exit(main())

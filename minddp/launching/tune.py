@@ -1,7 +1,7 @@
 """Finds a model's buckets before training and writes them as a plan.
 
-    python -m minddp.tune --model my_models:make_resnet --input 8x3x224x224 --ranks 2 --out plan.json
-    torchrun --nproc-per-node 8 -m minddp.tune --model my_models:make --backend nccl --out plan.json
+    minddp tune --model my_models:make_resnet --input 8x3x224x224 --ranks 2 --out plan.json
+    torchrun --nproc-per-node 8 -m minddp tune --model my_models:make --backend nccl --out plan.json
 
 ``--model module:factory`` names a function without arguments. It returns either a module, which is
 then fed standard normal tensors of the ``--input`` shapes, its outputs summed as a loss; or a module
@@ -26,8 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .autotune import AutoTuner, TunerSettings
-from .planner import BucketPlan
+from ..module.distributed import DistributedDataParallel
+from ..planner import BucketPlan
+from ..planner.autotune import AutoTuner, TunerSettings
 
 __all__ = ["TuneError", "load_workload", "main", "plan_table", "tune"]
 
@@ -131,7 +132,7 @@ def _summed(output: Any) -> torch.Tensor:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m minddp.tune",
+        prog="minddp tune",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -156,7 +157,7 @@ def _start_ranks(ranks: int | None, arguments: list[str]) -> int:
     if ranks is None or ranks < 2:
         raise TuneError("start this under torchrun, or give --ranks with at least 2")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.call([sys.executable, *launch, "-m", "minddp.tune", *arguments])
+    return subprocess.call([sys.executable, *launch, "-m", "minddp", "tune", *arguments])
 
 
 def _device(options: argparse.Namespace) -> torch.device:
@@ -170,8 +171,6 @@ def _device(options: argparse.Namespace) -> torch.device:
 
 def _tune_rank(options: argparse.Namespace) -> None:
     """What each rank does, inside an initialized default group."""
-    from . import DistributedDataParallel
-
     device = _device(options)
     torch.manual_seed(0)
     module, loss = load_workload(options.model, options.input, device)
@@ -202,10 +201,6 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             dist.destroy_process_group()
     except TuneError as error:
-        print(f"minddp.tune: {error}", file=sys.stderr)
+        print(f"minddp tune: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Replays a measured backward on networks and rank counts that are not at hand.
 
 Overview
-    A :class:`~minddp.backward_profile.BackwardProfile` says when gradients are ready; a topology says
+    A :class:`~minddp.planner.backward_profile.BackwardProfile` says when gradients are ready; a topology says
     what an allreduce of M bytes costs on p ranks, from the cost of one message over one hop;
     :class:`Stragglers` says how much slower than usual the slowest rank of a step is. From those follow
     a step's time for any buckets, at any number of ranks, without any rank.
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from .backward_profile import BackwardProfile
 from .collective_cost import Cost, LinearCost
-from .planner import bucket_spans, capped_buckets, optimal_plan
+from .optimal import bucket_spans, capped_buckets, optimal_plan
 
 __all__ = [
     "Hierarchy",

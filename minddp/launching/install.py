@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .module.distributed import DistributedDataParallel
+from ..module.distributed import DistributedDataParallel
 
 __all__ = ["install", "uninstall"]
 
@@ -44,10 +44,10 @@ def _spawn_installed(**kwargs: Any) -> list[str]:
     """The command line of a spawned process, with an ``install()`` before all else."""
     command = list(_get_command_line(**kwargs))
     if "-c" in command:
-        root = str(Path(__file__).parents[1])
+        root = str(Path(__file__).parents[2])
         code = command.index("-c") + 1
         command[code] = (
-            f"import sys; sys.path.append({root!r}); from minddp.install import install; install(); "
+            f"import sys; sys.path.append({root!r}); from minddp.launching.install import install; install(); "
             + command[code]
         )
     return command

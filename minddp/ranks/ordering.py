@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -33,6 +32,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+from .. import environment
 
 __all__ = ["CollectiveOrderError", "check", "digest", "enabled", "record", "wait"]
 
@@ -67,13 +68,7 @@ _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 def enabled() -> bool:
     """Whether debug mode is on; read from the environment at each call."""
-    if os.environ.get("MINDDP_DEBUG", "0") not in ("", "0"):
-        return True
-    return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-
-
-def _timeout() -> float:
-    return float(os.environ.get("MINDDP_ORDER_TIMEOUT", "60"))
+    return environment.debug()
 
 
 def _resolve(group: Any) -> Any:
@@ -116,11 +111,11 @@ def wait(work: Any, group: Any) -> None:
         work.wait()
         return
     try:
-        work.wait(timedelta(seconds=_timeout()))
+        work.wait(timedelta(seconds=environment.order_timeout()))
     except RuntimeError as error:
         raise CollectiveOrderError(
-            f"rank {dist.get_rank(group)} waited {_timeout():g} s or lost the connection inside a collective "
-            f"({error}).\n{describe(_live_reports(_resolve(group)))}"
+            f"rank {dist.get_rank(group)} waited {environment.order_timeout():g} s or lost the connection inside "
+            f"a collective ({error}).\n{describe(_live_reports(_resolve(group)))}"
         ) from error
 
 
@@ -140,7 +135,7 @@ def check(group: Any = None, timeout: float | None = None) -> None:
     if not enabled():
         return
     group = _resolve(group)
-    reports, missing = _exchange(group, _timeout() if timeout is None else timeout)
+    reports, missing = _exchange(group, environment.order_timeout() if timeout is None else timeout)
     if missing:
         names = ", ".join(str(rank) for rank in missing)
         raise CollectiveOrderError(

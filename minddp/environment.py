@@ -1,0 +1,70 @@
+"""Every environment variable that minddp reads, at the moment when it is asked.
+
+=============================  ==========================================================================
+variable                       meaning
+=============================  ==========================================================================
+``MINDDP_TRACE``               a path: the whole process is traced, as by :func:`minddp.trace`
+``MINDDP_DEBUG``               ``1``: debug mode, which compares the order of collectives over ranks
+``MINDDP_ORDER_TIMEOUT``       seconds that debug mode waits for a collective (60)
+``MINDDP_CHECK_COLLECTIVES``   ``0``: ``minddp.functional`` exchanges no headers before its collectives
+``MINDDP_ALWAYS_REDUCE``       ``1``: one rank alone goes through its process group too (tests, benchmarks)
+``MINDDP_SHM_HOST_ID``         told apart from other machines' (read by ``csrc/shm``; tests)
+``MINDDP_CUDA``                while building: ``0`` leaves CUDA out, ``1`` insists on it (``setup.py``)
+``TORCH_DISTRIBUTED_DEBUG``    torch's; ``DETAIL`` is debug mode too
+``PYTORCH_DDP_USE_SIDE_STREAM``  torch's; ``0`` copies inputs on the current stream
+=============================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = [
+    "always_reduce", "check_collectives", "debug", "order_timeout", "torch_ddp_variables", "trace_path",
+    "use_side_stream",
+]  # fmt: skip
+
+
+def trace_path() -> str | None:
+    """Where ``MINDDP_TRACE`` wants the trace of this process."""
+    return os.environ.get("MINDDP_TRACE") or None
+
+
+def debug() -> bool:
+    """Whether debug mode is on."""
+    if os.environ.get("MINDDP_DEBUG", "0") not in ("", "0"):
+        return True
+    return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+
+
+def order_timeout() -> float:
+    """Seconds that debug mode waits for a collective.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    text = os.environ.get("MINDDP_ORDER_TIMEOUT", "60")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"MINDDP_ORDER_TIMEOUT is {text!r}: set it to a number of seconds, or unset it") from None
+
+
+def check_collectives() -> bool:
+    """Whether ``minddp.functional`` compares its calls over ranks."""
+    return os.environ.get("MINDDP_CHECK_COLLECTIVES", "1") != "0"
+
+
+def always_reduce() -> bool:
+    """Whether a group of one rank is gone through, too."""
+    return os.environ.get("MINDDP_ALWAYS_REDUCE") == "1"
+
+
+def use_side_stream() -> bool:
+    """Whether inputs are copied to the device on a stream of their own."""
+    return os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+
+
+def torch_ddp_variables(names: dict[str, str]) -> dict[str, str]:
+    """``names`` maps a key of DDP's logging data to a variable; the same keys with the values, or ``N/A``."""
+    return {key: os.environ.get(name, "N/A") for key, name in names.items()}

@@ -1,0 +1,42 @@
+"""The command ``minddp``: ``python -m minddp`` where it is not on PATH.
+
+    minddp run script.py [arguments]      an unmodified program, with minddp in the place of torch's class
+    minddp tune --model mine:make ...     finds a model's buckets and writes them as a plan
+    minddp timeline trace.json            exposed communication per bucket; one step of all ranks as a picture
+    minddp bench buckets ...              the benchmarks (from a clone of the sources)
+    minddp simulate --model mlp38 ...     other networks and numbers of ranks (from a clone of the sources)
+    minddp doctor                         what is installed and built, and whether a step on two ranks works here
+
+``minddp COMMAND --help`` says more. Under torchrun: ``torchrun --nproc-per-node 2 -m minddp run script.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+# Where each command's main(arguments) is; imported when it is asked for.
+COMMANDS = {
+    "run": ".launching.run",
+    "tune": ".launching.tune",
+    "timeline": ".timeline.report",
+    "bench": ".launching.bench",
+    "simulate": ".launching.simulate",
+    "doctor": ".launching.doctor",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that the first argument names; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    asked = words[:1] in (["-h"], ["--help"])
+    if asked or not words or words[0] not in COMMANDS:
+        if words and not asked:
+            print(f"minddp: there is no command {words[0]!r}", file=sys.stderr)
+        print(__doc__, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    part = importlib.import_module(COMMANDS[words[0]], package=__name__.partition(".")[0])
+    return int(part.main(words[1:]) or 0)

@@ -1,0 +1,91 @@
+"""``minddp doctor``: what is installed and built, what works on this machine, and a step of training on two ranks.
+
+    minddp doctor                 # everything; exit status 1 if something that should work does not
+    minddp doctor --no-step       # only what is installed
+
+The step trains one batch with torch's class and with minddp's on each backend that works here, and compares the
+gradients, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import shm
+from .._extension import build_record
+from .._extension import config as build_config
+from ..module.distributed import DistributedDataParallel
+from ..testing import RankError, run_ranks
+
+__all__ = ["main"]
+
+_TIMEOUT_SECONDS = 60.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("minddp doctor", description=__doc__, formatter_class=layout)
+    parser.add_argument("--no-step", action="store_true", help="start no ranks")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
+    print(build_config())
+    for name, text in (("machine", _machine()), ("GPUs", _gpus()), ("backends", ", ".join(_backends()))):
+        print(f"  {name}: {text}")
+    if options.no_step:
+        return 0
+    answers = {backend: _try_step(backend) for backend in _backends() if backend in ("gloo", shm.BACKEND)}
+    print("one step on two ranks, beside torch's class:")
+    for backend, answer in answers.items():
+        print(f"  {backend}: {answer}")
+    return int(any(not answer.startswith("ok") for answer in answers.values()))
+
+
+def _machine() -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.system()} {platform.machine()}, {cores} cores for this process, {memory:.0f} GiB of memory"
+
+
+def _gpus() -> str:
+    built = build_record()["cuda"]
+    if not torch.cuda.is_available():
+        return "none" + (f" (minddp is built for CUDA {built})" if built else "")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(names) + ("" if built else "; but minddp is built without CUDA: build it with nvcc on PATH")
+
+
+def _backends() -> list[str]:
+    """What process groups can be made of here."""
+    offered = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available()}
+    offered |= {"mpi": dist.is_mpi_available(), shm.BACKEND: platform.system() == "Linux"}
+    return [name for name, works in offered.items() if works]
+
+
+def _try_step(backend: str) -> str:
+    try:
+        differing = run_ranks(_step, 2, timeout=_TIMEOUT_SECONDS, backend=backend)
+    except RankError as error:
+        last = {rank: text.strip().splitlines()[-1] for rank, text in error.failures.items()}
+        return "failed. " + "; ".join(f"rank {rank}: {line}" for rank, line in sorted(last.items()))
+    return "ok, the same gradients" if not any(differing) else f"other gradients than torch's: {differing[0]}"
+
+
+def _step(rank: int, world_size: int) -> list[str]:
+    """On a rank: the names of the gradients that are not, bit for bit, those of torch's class."""
+    gradients: list[dict[str, Any]] = []
+    for wrap in (torch.nn.parallel.DistributedDataParallel, DistributedDataParallel):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        torch.manual_seed(1 + rank)
+        wrap(model)(torch.randn(4, 8)).square().mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    theirs, ours = gradients
+    return [name for name in theirs if not torch.equal(theirs[name], ours[name])]

@@ -1,0 +1,42 @@
+"""Runs an unmodified program with minddp in the place of torch's DistributedDataParallel.
+
+    minddp run script.py [arguments]
+    minddp run -m package.module [arguments]
+    torchrun --nproc-per-node 2 -m minddp.run script.py [arguments]
+
+The program sees ``sys.argv``, ``sys.path`` and ``__main__`` as if Python ran it by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from .install import install
+
+_USAGE = "usage: minddp run {script.py | -m module} [arguments]"
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    sys.argv = [name, *arguments]  # run_module puts the file's path in the first place
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    if not os.path.exists(path):
+        sys.exit(f"minddp run: there is no file {path!r} (working directory {os.getcwd()!r})")
+    sys.argv = [path, *arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    runpy.run_path(path, run_name="__main__")
+
+
+def main(arguments: list[str]) -> None:
+    """Installs minddp and runs the program that ``arguments`` name; exits with 2 where they name none."""
+    module = arguments[:1] == ["-m"]
+    program = arguments[1:] if module else arguments
+    if not program or (not module and program[0].startswith("-")):
+        print(__doc__ if program[:1] in (["-h"], ["--help"]) else _USAGE, file=sys.stderr)
+        sys.exit(0 if program[:1] in (["-h"], ["--help"]) else 2)
+    install()
+    (_run_module if module else _run_script)(program[0], program[1:])

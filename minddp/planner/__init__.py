@@ -1,0 +1,25 @@
+"""The bucket lab: which gradients to reduce together, found by calculation, by measuring, or by simulating.
+
+Here: plans (``plan``), the exact optimum under a cost model (``optimal``), what a collective costs
+(``collective_cost``) and when gradients come (``backward_profile``), ``bucket_cap_mb="auto"`` (``autotune``),
+networks that are not at hand (``simulator``). May import from no other room. Not here: the command
+(``launching.tune``), cutting buckets by size (``reduction``), anything that a plain step runs.
+"""
+
+from .collective_cost import Cost, LinearCost, TableCost, fit_cost, fit_linear
+from .optimal import bucket_spans, capped_buckets, optimal_plan, plan_finish
+from .plan import BucketPlan, ParameterInfo
+
+__all__ = [
+    "BucketPlan",
+    "Cost",
+    "LinearCost",
+    "ParameterInfo",
+    "TableCost",
+    "bucket_spans",
+    "capped_buckets",
+    "fit_cost",
+    "fit_linear",
+    "optimal_plan",
+    "plan_finish",
+]

@@ -1,0 +1,228 @@
+"""A choice of buckets, saved and loaded, tied to the parameters of the model that it was made for.
+
+What always holds: a plan's buckets partition the positions 0..n-1; no bucket mixes kinds (dtype, device). A plan that
+knows its model's parameters is refused by any other model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import operator
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+__all__ = ["BucketPlan", "ParameterInfo"]
+
+_FORMAT = "minddp bucket plan"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What a plan remembers of a parameter: enough to recognise its model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Buckets of gradients, in launch order.
+
+    Attributes:
+        buckets: a list per bucket, of positions in ready order.
+        finish_seconds: when the last bucket is done, in seconds since backward began, as the cost
+            model predicts it; None for buckets that nobody predicted.
+        parameters: the parameter at each position, or None for a plan of bare numbers.
+        signature: digest of the parameters' names, shapes and dtypes, whatever their order; None
+            without ``parameters``.
+        notes: what else is worth keeping with a plan (how it was found, measured seconds); values
+            that JSON can hold.
+    """
+
+    buckets: list[list[int]]
+    finish_seconds: float | None = None
+    parameters: list[ParameterInfo] | None = None
+    signature: str | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Python's own numbers, whatever came (NumPy's): JSON knows no others.
+        object.__setattr__(self, "buckets", [[operator.index(p) for p in bucket] for bucket in self.buckets])
+        if self.finish_seconds is not None:
+            object.__setattr__(self, "finish_seconds", float(self.finish_seconds))
+        positions = sorted(position for bucket in self.buckets for position in bucket)
+        if positions != list(range(len(positions))) or not all(self.buckets):
+            raise ValueError("BucketPlan: buckets must hold every position from 0 exactly once, none be empty")
+        if self.parameters is not None and len(self.parameters) != len(positions):
+            raise ValueError(
+                f"BucketPlan: {len(self.parameters)} parameters for {len(positions)} positions in buckets"
+            )
+
+    def for_parameters(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[Any],
+        order: Sequence[int] | None = None,
+    ) -> BucketPlan:
+        """This plan, tied to a model's parameters, so that it can be saved and pinned.
+
+        Args:
+            names: the model's parameter names; ``shapes`` and ``dtypes`` belong to them in order.
+            order: the parameter index at each position; positions are indices when None.
+        """
+        infos = _parameter_infos(names, shapes, dtypes)
+        order = range(len(infos)) if order is None else order
+        if sorted(order) != list(range(len(infos))):
+            raise ValueError(f"order must hold each parameter index 0..{len(infos) - 1} once")
+        parameters = [infos[index] for index in order]
+        return replace(self, parameters=parameters, signature=_signature(parameters))
+
+    def parameter_buckets(
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]
+    ) -> list[list[int]]:
+        """The plan's buckets as indices into this model's parameters, in launch order.
+
+        Args:
+            names: names of the parameters that are reduced, each once.
+            shapes: their shapes.
+            dtypes: their dtypes.
+
+        Raises:
+            ValueError: the plan knows no parameters, or was made for others; the text names what is
+                missing, left over and different.
+        """
+        if self.parameters is None:
+            raise ValueError(
+                "this bucket plan names no parameters, so it fits no model; tie it to one with "
+                "plan.for_parameters(names, shapes, dtypes, order)"
+            )
+        infos = _parameter_infos(names, shapes, dtypes)
+        if _signature(infos) != self.signature:
+            raise ValueError(_mismatch(self.parameters, infos))
+        index = {info.name: position for position, info in enumerate(infos)}
+        return [[index[self.parameters[position].name] for position in bucket] for bucket in self.buckets]
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> BucketPlan:
+        """The plan in ``text``; ValueError when it is none, is of a later version, or was altered."""
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a bucket plan: the text is no JSON ({error})") from error
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise ValueError("not a bucket plan: this JSON was not written by BucketPlan.save")
+        if document.get("version") != _VERSION:
+            raise ValueError(
+                f"bucket plan of version {document.get('version')!r}; this minddp reads version {_VERSION}"
+            )
+        return cls._from_document(document)
+
+    @classmethod
+    def _from_document(cls, document: dict[str, Any]) -> BucketPlan:
+        try:
+            listed = document["parameters"]
+            parameters = (
+                None if listed is None else [ParameterInfo(p["name"], tuple(p["shape"]), p["dtype"]) for p in listed]
+            )
+            plan = cls(
+                [[int(position) for position in bucket] for bucket in document["buckets"]],
+                None if document["finish_seconds"] is None else float(document["finish_seconds"]),
+                parameters,
+                document["signature"],
+                dict(document["notes"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"bucket plan is incomplete or misshapen: {error!r}") from error
+        if parameters is not None and _signature(parameters) != plan.signature:
+            raise ValueError("bucket plan was altered: its signature is not that of its parameters")
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; a reader sees the old file or the new one, never half of it."""
+        folder = os.path.dirname(os.path.abspath(path))
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".bucket-plan-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(self.to_json())
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BucketPlan:
+        """The plan that ``save`` wrote; OSError when there is no file, ValueError when it is no plan."""
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read()
+        try:
+            return cls.from_json(text)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def _parameter_infos(
+    names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]
+) -> list[ParameterInfo]:
+    if not len(names) == len(shapes) == len(dtypes):
+        raise ValueError(
+            "names, shapes and dtypes must have one entry a parameter, "
+            f"got {len(names)}, {len(shapes)} and {len(dtypes)}"
+        )
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if list(names).count(name) > 1})
+        raise ValueError(f"names holds a parameter twice: {', '.join(twice)}")
+    return [
+        ParameterInfo(name, tuple(int(extent) for extent in shape), str(dtype).removeprefix("torch."))
+        for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
+    ]
+
+
+def _signature(parameters: Sequence[ParameterInfo]) -> str:
+    rows = sorted((p.name, list(p.shape), p.dtype) for p in parameters)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _mismatch(planned: Sequence[ParameterInfo], given: Sequence[ParameterInfo]) -> str:
+    """Why a plan is refused: what it has that the model has not, the other way round, and changes."""
+    before, now = {p.name: p for p in planned}, {p.name: p for p in given}
+    changed = [
+        f"{name} ({_describe(before[name])} in the plan, {_describe(now[name])} here)"
+        for name in before.keys() & now.keys()
+        if before[name] != now[name]
+    ]
+    facts = [
+        ("missing here", sorted(before.keys() - now.keys())),
+        ("not in the plan", sorted(now.keys() - before.keys())),
+        ("changed", sorted(changed)),
+    ]
+    lines = [f"  {what}: {_shorten(names)}" for what, names in facts if names]
+    return (
+        "bucket_plan: this plan was made for another model\n"
+        + "\n".join(lines)
+        + '\nUse the plan of this model, or drop bucket_plan (bucket_cap_mb="auto" makes a new one).'
+    )
+
+
+def _describe(parameter: ParameterInfo) -> str:
+    return f"{parameter.dtype}[{', '.join(map(str, parameter.shape))}]"
+
+
+def _shorten(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

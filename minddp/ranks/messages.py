@@ -1,0 +1,44 @@
+"""What ranks tell each other before, between and after collectives: Python objects, and how a message names ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """``value`` of every rank of ``group``, in rank order. Collective."""
+    if group.size() == 1:
+        return [value]
+    if type(group) is not dist.ProcessGroup:  # written in Python: torch.distributed does not know it
+        return [pickle.loads(data) for data in _gather_bytes(pickle.dumps(value), group)]
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    _C.group_allgather(group, sizes, torch.tensor([len(mine)]))
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+    everyone = [torch.empty_like(padded) for _ in sizes]
+    _C.group_allgather(group, everyone, padded)
+    return [bytes(data[: int(size)].tolist()) for data, size in zip(everyone, sizes)]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """"rank 1", "ranks 0, 2": for messages."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def indented(lines: Sequence[str], at_most: int = 20) -> str:
+    """The first lines of a message's list, one below the other, and how many more there are."""
+    more = [f"and {len(lines) - at_most} more"] if len(lines) > at_most else []
+    return "\n".join(f"  {line}" for line in [*lines[:at_most], *more])

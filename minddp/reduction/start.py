@@ -1,0 +1,112 @@
+"""Every rank starts from the same model: compare first, then broadcast.
+
+Models that differ would otherwise fail one rank and leave the others waiting, or, where only the sizes
+agree, train on mixed-up parameters. So the ranks exchange what they are about to synchronize before
+anything is sent, and all of them raise the same error when it does not match.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..ranks.broadcast import broadcast_coalesced
+from ..ranks.messages import gather_objects
+
+Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
+
+
+def signature(named: Iterable[tuple[str, torch.Tensor]]) -> Signature:
+    """(name, shape, dtype, strides) of every tensor, in order; a layout without strides stands beside the dtype."""
+    return [
+        (name, tuple(t.shape), str(t.dtype), tuple(t.stride()))
+        if t.layout is torch.strided
+        else (name, tuple(t.shape), f"{t.dtype} {t.layout}", ())
+        for name, t in named
+    ]
+
+
+def verify_same_model(kind: str, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """Raises on every rank when the tensors' number, shapes, dtypes or strides differ. Collective.
+
+    Raises:
+        RuntimeError: names the first tensor that differs, with each rank's shape, dtype and strides.
+    """
+    mine = signature(named)
+    # Names may differ by rank without harm; they are exchanged for the message only.
+    digest = hashlib.sha256(repr([entry[1:] for entry in mine]).encode()).hexdigest()
+    if len(set(gather_objects(digest, group))) > 1:
+        raise RuntimeError(_difference(kind, gather_objects(mine, group)))
+
+
+def verify_same_arguments(arguments: dict[str, Any], group: dist.ProcessGroup) -> str:
+    """Raises on every rank when the ranks pass different values of what decides their collectives. Collective.
+
+    Returns:
+        A token that all ranks have, and nothing else has.
+
+    Raises:
+        ValueError: names the arguments that differ, with each rank's value.
+    """
+    mine = {name: repr(value) for name, value in arguments.items()}
+    answers = gather_objects((mine, secrets.token_hex(8)), group)
+    everyone = [theirs for theirs, _ in answers]
+    differing = [name for name in arguments if len({theirs[name] for theirs in everyone}) > 1]
+    if differing:
+        what = "\n".join(
+            f"  {name}: " + ", ".join(f"{theirs[name]} on rank {rank}" for rank, theirs in enumerate(everyone))
+            for name in differing
+        )
+        raise ValueError(
+            f"DistributedDataParallel: the ranks' arguments differ:\n{what}\nTheir collectives would not fit "
+            "together: pass the same on every rank."
+        )
+    return str(answers[0][1])
+
+
+def _difference(kind: str, signatures: list[Signature]) -> str:
+    counts = [len(entries) for entries in signatures]
+    for position in range(min(counts)):
+        entries = [signature[position] for signature in signatures]
+        if len({entry[1:] for entry in entries}) > 1:
+            what = "\n".join(
+                f"  rank {rank}: '{name}' {list(shape)} {dtype}, strides {list(strides)}"
+                for rank, (name, shape, dtype, strides) in enumerate(entries)
+            )
+            return (
+                f"DistributedDataParallel: the ranks' models differ at {kind} {position} "
+                f"('{entries[0][0]}' on rank 0):\n{what}\nConstruct the same model on every rank "
+                "(same code, same configuration, same memory format)."
+            )
+    named = "\n".join(
+        f"  rank {rank}: {len(entries)}" + (f", the last is '{entries[-1][0]}'" if entries else "")
+        for rank, entries in enumerate(signatures)
+    )
+    return (
+        f"DistributedDataParallel expects the same model on every rank, but the number of {kind}s "
+        f"differs:\n{named}\nUsual causes: requires_grad set on some ranks only, or layers that depend on the rank."
+    )
+
+
+def module_states(module: torch.nn.Module, ignored: set[str], buffers: bool) -> list[torch.Tensor]:
+    """Parameters, then buffers, detached, without the ignored names and without repeats."""
+    named = list(module.named_parameters()) + (list(module.named_buffers()) if buffers else [])
+    return [tensor.detach() for name, tensor in named if name not in ignored]
+
+
+def sync_module_states(
+    module: torch.nn.Module,
+    group: dist.ProcessGroup,
+    buffer_bytes: int,
+    src: int,
+    ignored: set[str],
+    buffers: bool,
+) -> None:
+    """Copies rank ``src``'s parameters (and buffers) to every rank of ``group``. Collective."""
+    with torch.no_grad():
+        broadcast_coalesced(group, module_states(module, ignored, buffers), buffer_bytes, src)

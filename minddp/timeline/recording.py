@@ -1,0 +1,213 @@
+"""Where a step's time goes: ``ddp.last_step()``, and timelines of all ranks as Chrome/Perfetto JSON.
+
+Overview
+    The reducer stamps every synchronized backward (always; a clock read per gradient and six per
+    bucket). :func:`step_times` turns one step's stamps into seconds. While a trace is open, the module
+    calls :func:`after_step` at the beginning of each forward, which keeps the stamps of the step before.
+    When it closes, rank 0 collects every rank's part through the process group's store and writes one
+    file; ``python -m minddp.timeline`` reads it, and so do chrome://tracing and ui.perfetto.dev.
+
+What always holds
+    With no trace open, ``active`` is False and nothing here runs. Closing runs no collective and never
+    waits longer than its timeout: a rank that is missing is named in the file and in a warning.
+
+Clocks
+    Stamps are CLOCK_MONOTONIC. Ranks in one boot of one kernel read the same clock, so nothing is added
+    to theirs. Another machine's offset is measured by ping-pong through the store: the answer with the
+    shortest round trip counts, and half of that round trip bounds the error (Cristian's algorithm, 1989). The
+    offset is measured once, on closing; the file states it, with its bound, for each rank. What clocks
+    drift apart during the trace (tens of microseconds a second at worst) is not corrected.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import warnings
+import weakref
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import environment
+from ..guards import lifetime  # noqa: F401  registers its exit handler first, so that it runs after the trace's
+from .chrome import write
+from .gathering import Ranks, this_process
+from .step_times import ended, step_begin
+
+__all__ = ["Trace", "active", "after_step", "trace"]
+
+active = False  # read by the module at each forward: is a trace open?
+
+_DEFAULT_STEPS = 100
+_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass
+class _ModuleRecord:
+    """What one wrapped module has shown so far, since its reducer was made: one made anew numbers steps and
+    parameters anew, and gets a record of its own."""
+
+    name: str
+    parameter_names: list[str]
+    reducer: Any  # kept, if another takes its place, until its last step is read
+    earlier: int = 0  # steps in the module's records before this one
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    last_iteration: int = 0
+    dropped: int = 0
+
+    def add(self, step: dict[str, Any], begin_ns: int, limit: int) -> None:
+        """Keeps ``step`` unless it was seen before, began before the trace, or the limit is reached."""
+        if step["iteration"] <= self.last_iteration or step_begin(step) < begin_ns or not ended(step):
+            return
+        self.last_iteration = step["iteration"]
+        if self.earlier + len(self.steps) < limit:
+            self.steps.append(step)
+        else:
+            self.dropped += 1
+
+    def fits(self, ddp: Any) -> bool:
+        """Whether the module's steps still are this record's."""
+        same = self.reducer is ddp.reducer and self.parameter_names == list(ddp.parameter_names)
+        return same and ddp.reducer.last_step()["iteration"] >= self.last_iteration
+
+    def to_json(self) -> dict[str, Any]:
+        facts = {"name": self.name, "parameter_names": self.parameter_names, "dropped": self.dropped}
+        return {**facts, "steps": self.steps}
+
+
+class Trace:
+    """An open trace; a context manager. Made by :func:`trace`."""
+
+    def __init__(self, path: str | os.PathLike[str], steps: int, timeout: timedelta = _TIMEOUT):
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, not {steps}")
+        self._path = os.fspath(path)
+        folder = os.path.dirname(self._path) or "."
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"trace: the folder {folder!r} of {self._path!r} does not exist")
+        if os.path.isdir(self._path):
+            raise IsADirectoryError(f"trace: {self._path!r} is a folder; name a file in it")
+        self._limit = steps
+        self._timeout = timeout
+        self._records: list[_ModuleRecord] = []
+        self._by_module: weakref.WeakKeyDictionary[Any, _ModuleRecord] = weakref.WeakKeyDictionary()
+        self._ranks: Ranks | None = None
+
+    def __enter__(self) -> Trace:
+        global _open, active
+        if _open is not None:
+            raise RuntimeError(f"a trace is already open (it goes to {_open._path!r}): close it first")
+        self._begin_ns = time.monotonic_ns()
+        _open, active = self, True
+        self._meet()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the trace; rank 0 writes the file. Does nothing when the trace is closed already."""
+        global _open, active
+        if _open is not self:
+            return
+        _open, active = None, False
+        for ddp in list(self._by_module):
+            self._look(ddp)
+        for record in self._records:
+            record.reducer = None
+        self._meet()
+        part = {**this_process(), "modules": [record.to_json() for record in self._records]}
+        ranks = self._ranks or Ranks(None, 0, 1)
+        parts = ranks.gather(part, self._timeout)
+        if parts is not None:
+            write(self._path, parts, ranks.world_size)
+
+    def close_if_used(self) -> None:
+        """Closes, but writes only if a module took a step: a helper process (a data loader's) writes none."""
+        global _open, active
+        if _open is self and not self._records:
+            _open, active = None, False
+        try:
+            self.close()
+        except OSError as error:
+            warnings.warn(f"MINDDP_TRACE: the trace could not be written: {error}", stacklevel=2)
+
+    def add(self, ddp: Any) -> None:
+        """Keeps ``ddp``'s last step, if it is new."""
+        self._meet()
+        self._look(ddp)
+
+    def _look(self, ddp: Any) -> None:
+        record = self._by_module.get(ddp)
+        reducer = getattr(ddp, "reducer", None)
+        if record is not None and record.reducer is not reducer:
+            record.add(record.reducer.last_step(), self._begin_ns, self._limit)
+        if reducer is None:  # given up when the interpreter ends
+            return
+        if record is None or not record.fits(ddp):
+            record = self._new_record(ddp, record)
+        record.add(reducer.last_step(), self._begin_ns, self._limit)
+
+    def _new_record(self, ddp: Any, before: _ModuleRecord | None) -> _ModuleRecord:
+        record = _ModuleRecord(type(ddp.module).__name__, list(ddp.parameter_names), ddp.reducer)
+        if before is not None:
+            before.reducer = None
+            record.earlier = before.earlier + len(before.steps)
+            record.name += f" (remade after {record.earlier} steps)"
+        self._by_module[ddp] = record
+        self._records.append(record)
+        return record
+
+    def _meet(self) -> None:
+        """Takes the default group's store as soon as there is one: it may be gone when the trace closes."""
+        if self._ranks is None and dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            own = dist.PrefixStore(f"minddp-trace/{os.path.basename(self._path)}", store)
+            self._ranks = Ranks(own, dist.get_rank(), dist.get_world_size())
+            self._ranks.announce()
+
+
+_open: Trace | None = None
+
+
+def trace(path: str | os.PathLike[str], *, steps: int = _DEFAULT_STEPS) -> Trace:
+    """Records a timeline of every rank while the ``with`` block runs; rank 0 writes it to ``path``.
+
+    Open it on every rank, with the same file name. Each synchronized step of each wrapped module shows
+    forward, the arrival of each gradient, packing, collectives, unpacking and waits.
+
+    Args:
+        path: the file to write, Chrome's trace event JSON, replaced if it exists.
+        steps: keep at most the first ``steps`` steps of each module; the file says how many came after.
+
+    Raises:
+        ValueError, OSError: at once, when ``steps`` < 1, the folder of ``path`` is missing, or ``path`` is a folder.
+        RuntimeError: on entering, when another trace is open in this process.
+    """
+    return Trace(path, steps)
+
+
+def after_step(ddp: Any) -> None:
+    """Called by the module before a forward while ``active``: keeps the stamps of the step before."""
+    if _open is not None:
+        _open.add(ddp)
+
+
+def _open_from_environment() -> None:
+    """``MINDDP_TRACE=path``: a trace of the whole process, closed at its exit; a warning where it cannot be."""
+    path = environment.trace_path()
+    if not path:
+        return
+    try:
+        opened = Trace(path, _DEFAULT_STEPS)
+    except OSError as error:
+        warnings.warn(f"MINDDP_TRACE: this process takes no trace. {error}", stacklevel=2)
+        return
+    atexit.register(opened.__enter__().close_if_used)
+
+
+_open_from_environment()

@@ -1,0 +1,164 @@
+"""One step's stamps, as the reducer makes them, turned into seconds: ``ddp.last_step()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "BucketTimes", "Stamps", "StepTimes", "ended", "flight", "launched_buckets", "step_begin",
+    "step_times", "waits",
+]  # fmt: skip
+
+_NS = 1e-9
+Stamps = Mapping[str, Any]
+"""What the reducer's ``last_step()`` returns."""
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket of one step. Moments are seconds since backward began, the rest are durations.
+
+    Attributes:
+        index: position in launch order.
+        nbytes: bytes that its collective reduced.
+        parameters: indices of its parameters.
+        ready: when its last gradient arrived.
+        launched: when its collective was launched.
+        done: when its collective ended.
+        unpacked: when its gradients were in place.
+        pack_seconds, communication_seconds, unpack_seconds: packing; launch to end; unpacking (0 when
+            gradients are views of the bucket).
+        exposed_seconds: how long the step stood still for this bucket after backward had ended.
+    """
+
+    index: int
+    nbytes: int
+    parameters: tuple[int, ...]
+    ready: float
+    launched: float
+    done: float
+    unpacked: float
+    pack_seconds: float
+    communication_seconds: float
+    unpack_seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One synchronized step of this rank, in seconds.
+
+    Attributes:
+        iteration: which synchronized backward, from 1.
+        forward_seconds: the forward, up to where backward began; 0 when the next forward has begun.
+        backward_seconds: autograd's backward, without the wait for collectives after it.
+        communication_seconds: time during which at least one collective was under way.
+        exposed_seconds: the part of it that nothing hid: backward had ended and the step waited.
+        step_seconds: from forward's begin until the averaged gradients were in place.
+        buckets: those that were reduced, in launch order.
+    """
+
+    iteration: int
+    forward_seconds: float
+    backward_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    step_seconds: float
+    buckets: tuple[BucketTimes, ...]
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """An interval (ns) in which the step stood still for a bucket's collective."""
+
+    bucket: int
+    begin: int
+    end: int
+
+
+def step_times(step: Stamps) -> StepTimes:
+    """Seconds from the stamps that a reducer's ``last_step()`` returns.
+
+    Raises:
+        RuntimeError: no synchronized backward has ended yet.
+    """
+    if not ended(step):
+        raise RuntimeError("there is no last step: no synchronized backward has ended on this rank")
+    origin = step["backward_begin_ns"]
+    begin = step_begin(step)
+    exposed = {wait.bucket: wait.end - wait.begin for wait in waits(step)}
+    launched = launched_buckets(step)
+    return StepTimes(
+        iteration=step["iteration"],
+        forward_seconds=(origin - begin) * _NS,
+        backward_seconds=(step["backward_end_ns"] - origin) * _NS,
+        communication_seconds=_covered([flight(bucket) for bucket in launched]) * _NS,
+        exposed_seconds=sum(exposed.values()) * _NS,
+        step_seconds=(step["finalize_end_ns"] - begin) * _NS,
+        buckets=tuple(_bucket_times(bucket, origin, exposed.get(bucket["index"], 0)) for bucket in launched),
+    )
+
+
+def ended(step: Stamps) -> bool:
+    """Whether the stamps are those of a whole step (a backward under way has overwritten some)."""
+    return step["iteration"] > 0 and step["finalize_end_ns"] >= step["backward_begin_ns"]
+
+
+def launched_buckets(step: Stamps) -> list[Stamps]:
+    """The buckets whose collective ran, in launch order."""
+    return [bucket for bucket in step["buckets"] if bucket["launch_ns"] >= 0]
+
+
+def _bucket_times(bucket: Stamps, origin: int, exposed_ns: int) -> BucketTimes:
+    launched, done = flight(bucket)
+    return BucketTimes(
+        index=bucket["index"],
+        nbytes=bucket["nbytes"],
+        parameters=tuple(bucket["parameters"]),
+        ready=(bucket["ready_ns"] - origin) * _NS,
+        launched=(launched - origin) * _NS,
+        done=(done - origin) * _NS,
+        unpacked=(max(done, bucket["unpack_end_ns"]) - origin) * _NS,
+        pack_seconds=_length(bucket["pack_begin_ns"], launched) * _NS,
+        communication_seconds=(done - launched) * _NS,
+        unpack_seconds=_length(bucket["unpack_begin_ns"], bucket["unpack_end_ns"]) * _NS,
+        exposed_seconds=exposed_ns * _NS,
+    )
+
+
+def _length(begin: int, end: int) -> int:
+    """Nanoseconds from ``begin`` to ``end``, 0 where one of them never came (is negative)."""
+    return max(0, end - begin) if begin >= 0 and end >= 0 else 0
+
+
+def flight(bucket: Stamps) -> tuple[int, int]:
+    """Launch and end of a bucket's collective; an end that was not seen is that of the wait for it."""
+    launch = bucket["launch_ns"]
+    ends = [bucket["done_ns"], bucket["unpack_begin_ns"]]
+    return launch, next((end for end in ends if end >= launch), launch)
+
+
+def _covered(intervals: Sequence[tuple[int, int]]) -> int:
+    """The length of the intervals' union."""
+    total, reached = 0, -1
+    for begin, end in sorted(intervals):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def waits(step: Stamps) -> Iterator[_Wait]:
+    """Where the step stood still after backward: until each collective's end, other unpacking apart."""
+    moment = step["backward_end_ns"]
+    for bucket in sorted(launched_buckets(step), key=lambda bucket: max(flight(bucket)[1], moment)):
+        done = flight(bucket)[1]
+        if done > moment:
+            yield _Wait(bucket["index"], moment, done)
+        moment = max(moment, done, bucket["unpack_end_ns"])
+
+
+def step_begin(step: Stamps) -> int:
+    """The earliest stamp of ``step``."""
+    return min(step["forward_begin_ns"], step["backward_begin_ns"])

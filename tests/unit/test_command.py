@@ -1,0 +1,63 @@
+"""The command ``minddp``: each part answers ``--help`` with an example, and ``doctor`` takes a step on real ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minddp import testing
+from minddp.launching import command, doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def minddp(*arguments: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "minddp", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_help_has_an_example(name: str) -> None:
+    done = minddp(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"\n    minddp {name} " in done.stdout + done.stderr
+
+
+def test_without_a_command_the_list_is_shown() -> None:
+    done = minddp()
+    assert done.returncode == 2
+    assert all(f"minddp {name} " in done.stderr for name in command.COMMANDS)
+    assert minddp("--help").returncode == 0
+    assert "there is no command 'trian'" in minddp("trian").stderr
+
+
+def test_run_gives_the_program_its_own_arguments(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import sys, torch\nprint(torch.nn.parallel.DistributedDataParallel.__module__, sys.argv[1:], __name__)\n"
+    )
+    done = minddp("run", str(program), "--lr", "1")
+    assert done.stdout == "minddp.module.distributed ['--lr', '1'] __main__\n", done.stderr
+
+
+def test_doctor_takes_a_step_beside_torch(capfd: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main([]) == 0
+    printed = capfd.readouterr().out
+    assert "gloo: ok, the same gradients" in printed
+    assert "shm: ok, the same gradients" in printed
+
+
+def test_doctor_tells_what_does_not_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise testing.RankError("", {1: "Traceback\nRuntimeError: no route to host"}, {})
+
+    monkeypatch.setattr(doctor, "run_ranks", fails)
+    assert doctor.main([]) == 1
+    assert "gloo: failed. rank 1: RuntimeError: no route to host" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_, **__: [["0.weight"], []])
+    assert doctor.main([]) == 1
+    assert "other gradients than torch's: ['0.weight']" in capsys.readouterr().out
