@@ -204,7 +204,9 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
 void Reducer::note_origin(size_t index) {
   const bool never_sent = used_map_.decided() && used_map_.known_unused(index);
   const bool bypassed = backward_.origin == Origin::kBypassed || (never_sent && backward_.origin == Origin::kLocal);
-  (bypassed ? usage_.bypassed_in : usage_.arrived_in)[index] = backward_.graph_task;
+  // Of the graph task that runs it, which all wrappers of this parameter see: a reentrant checkpoint's is not the
+  // outermost.
+  (bypassed ? usage_.bypassed_in : usage_.arrived_in)[index] = torch::autograd::get_current_graph_task_id();
   if (bypassed) usage_.bypassed_grad[index] = parameters_[index].grad();
 }
 

@@ -73,7 +73,9 @@ class Reducer(_C.Reducer):
         self.kinds: list[Hashable] = [
             (p.dtype, p.device, name if sparse else "") for p, name, sparse in zip(parameters, names, expect_sparse)
         ]
-        self.has_rebuilt = False
+        # Where ranks may use different parameters, the order of arrival of one says little about the others'. And, as
+        # in torch, their forwards have no collective of the reducer's in them: one rank alone may run some.
+        self.has_rebuilt = settings.graph_mode == _C.GraphMode.FIND_UNUSED
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook = False
         self._divisor = group.size()
