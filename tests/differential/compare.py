@@ -146,7 +146,7 @@ def _is_mean_of_local(
 
 
 def _asks_for_local(program: dict[str, Any], step: int) -> bool:
-    """Whether gradients are meant to be local here, of a forward under no_sync or past the wrapper, since zero_grad."""
+    """Whether gradients are meant to be local: of a forward under no_sync or past the wrapper, since zero_grad."""
     local = False
     for verb, _, ways in _backwards(program, step):
         if verb == "zero":

@@ -242,7 +242,7 @@ class _Checkpointed(nn.Module):
 
 
 def old_wrapper_and_a_reentrant_checkpoint(wrap, rank):
-    """The old wrapper sees the new one's gradients, nested ones too, where the other ranks have run out of batches."""
+    """The old wrapper sees the new one's gradients, nested ones too, where the other ranks are out of batches."""
     torch.manual_seed(0)
     old = wrap(_Checkpointed())
     model = wrap(old.module)
