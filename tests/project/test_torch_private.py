@@ -1,7 +1,7 @@
 """What minddp uses of torch that torch does not promise to keep, in one list: ``torch_private.toml``.
 
 A new release of torch that has moved any of it breaks this test, by name, and not an import somewhere. Where
-all is there, ``python -m tests.unit.test_torch_private`` writes that release down.
+all is there, ``python -m tests.project.test_torch_private`` writes that release down.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_the_installed_torch_was_seen() -> None:
     unseen = [name for table in ("names", "headers") for name, seen in listed()[table].items() if VERSION not in seen]
     assert not unseen, (
         f"torch {VERSION} is not noted for {unseen}. If the other tests pass with it: "
-        "python -m tests.unit.test_torch_private"
+        "python -m tests.project.test_torch_private"
     )
 
 
@@ -134,7 +134,7 @@ def main() -> None:
     """Notes the installed torch for everything that it has, and lists what is new or no longer used."""
     before = listed() if LIST.exists() else {}
     paths, attributes = used()
-    lines = ["# Written by `python -m tests.unit.test_torch_private`: in which releases of torch each was seen.", ""]
+    lines = ["# Written by `python -m tests.project.test_torch_private`: in which releases of torch each was seen.", ""]
     for table, names, is_there in (
         ("names", paths, resolves),
         ("headers", headers(), lambda header: (HEADERS / header).exists()),
