@@ -220,6 +220,7 @@ void bind_reducer(py::module_& module) {
       .def_readwrite("sync_enabled", &Reducer::sync_enabled)
       .def_readwrite("optimizer_in_backward", &Reducer::optimizer_in_backward)
       .def("phase", &Reducer::phase)
+      .def("interrupted", &Reducer::interrupted)
       .def("missing", &Reducer::missing)
       .def("has_recorded", &Reducer::has_recorded)
       .def("iteration", [](const Reducer& r) { return r.trace().iteration; })

@@ -95,6 +95,7 @@ std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
 }
 
 void Reducer::begin_forward() {
+  interrupted_ = false;
   forwards_.begin();
   trace_->note(StepEvent::kForwardBegin);
 }
@@ -125,6 +126,7 @@ void Reducer::abort_iteration() {
   phase_ = Phase::kIdle;
   next_bucket_ = 0;
   backward_ = {};
+  interrupted_ = false;
   forwards_.iteration_ends();
   usage_.begin_iteration();
   for (Bucket& bucket : buckets_) bucket.abandon();
@@ -320,8 +322,10 @@ void Reducer::finalize_backward() {
 }
 
 void Reducer::backward_is_gone(int graph_task) {
-  if (backward_.graph_task != graph_task || phase_ != Phase::kBackward) return;
+  if (backward_.graph_task != graph_task) return;
+  interrupted_ = backward_.origin == Origin::kSynchronized;
   backward_ = {};
+  if (phase_ != Phase::kBackward && !interrupted_) return;
   if (!callbacks_.on_interrupted) return;
   try {
     callbacks_.on_interrupted(last_error_);

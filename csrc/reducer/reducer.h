@@ -137,6 +137,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
   const std::string& last_error() const { return last_error_; }
   std::vector<size_t> missing() const;
+  // An exception has ended a synchronized backward, and there was no forward since. Where it came from the hook of a
+  // first gradient, that gradient is local, and nothing else shows it.
+  bool interrupted() const { return interrupted_; }
   // Parameters with a gradient of this rank alone, which no_sync did not ask for, and the backward that it came in.
   // It may have come through another wrapper's forward: then that one's arrived_in is not smaller.
   std::vector<std::pair<size_t, int>> bypassed() const;
@@ -189,6 +192,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::mutex mutex_;  // used only when several_threads_; guards all that follows
   Phase phase_ = Phase::kIdle;
   bool recorded_ = false;
+  bool interrupted_ = false;
   bool graph_is_static_ = true;
   std::vector<size_t> last_missing_;
   mutable std::string last_error_;
