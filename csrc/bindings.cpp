@@ -147,8 +147,7 @@ void bind_enums(py::module_& module) {
       .value("IDLE", Phase::kIdle)
       .value("BACKWARD", Phase::kBackward)
       .value("INCOMPLETE", Phase::kIncomplete)
-      .value("LAUNCHED", Phase::kLaunched)
-      .value("SPOILED", Phase::kSpoiled);
+      .value("LAUNCHED", Phase::kLaunched);
   py::enum_<GraphMode>(module, "GraphMode")
       .value("ALL_USED", GraphMode::kAllUsed)
       .value("FIND_UNUSED", GraphMode::kFindUnused)
@@ -230,6 +229,7 @@ void bind_reducer(py::module_& module) {
       .def_readwrite("sync_enabled", &Reducer::sync_enabled)
       .def_readwrite("optimizer_in_backward", &Reducer::optimizer_in_backward)
       .def("phase", &Reducer::phase)
+      .def("interrupted", &Reducer::interrupted)
       .def("missing", &Reducer::missing)
       .def("has_recorded", &Reducer::has_recorded)
       .def("iteration", [](const Reducer& r) { return r.trace().iteration; })

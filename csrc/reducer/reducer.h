@@ -12,7 +12,7 @@
 //   kBackward -- the same, where finalization is the caller's --> kLaunched
 //   kLaunched, or kBackward with all buckets launched -- finalize_backward_manual() --> kIdle
 //   kLaunched -- next forward, or optimizer.step() --> an error that says so
-//   kLaunched -- a gradient, which would be lost --> kSpoiled, an error there and at the next forward
+//   kLaunched -- a gradient, which would be lost --> kBackward, with an error
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
 //   kIncomplete -- another such backward, which may bring them --> kBackward
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names them
@@ -58,7 +58,7 @@
 
 namespace minddp {
 
-enum class Phase { kIdle, kBackward, kIncomplete, kLaunched, kSpoiled };
+enum class Phase { kIdle, kBackward, kIncomplete, kLaunched };
 
 struct ReducerOptions {
   GraphMode graph_mode = GraphMode::kAllUsed;
@@ -151,6 +151,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
   const std::string& last_error() const { return last_error_; }
   std::vector<size_t> missing() const;
+  // An exception has ended a synchronized backward, and there was no forward since. Where it came from the hook of a
+  // first gradient, that gradient is local, and nothing else shows it.
+  bool interrupted() const { return interrupted_; }
   // Parameters with a gradient of this rank alone, which no_sync did not ask for, and the backward that it came in.
   // It may have come through another wrapper's forward: then that one's arrived_in is not smaller.
   std::vector<std::pair<size_t, int>> bypassed() const;
@@ -204,6 +207,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::mutex mutex_;  // used only when several_threads_; guards all that follows
   Phase phase_ = Phase::kIdle;
   bool recorded_ = false;
+  bool interrupted_ = false;
   bool graph_is_static_ = true;
   std::vector<size_t> last_missing_;
   mutable std::string last_error_;
@@ -219,7 +223,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::weak_ptr<int> alive;
     Origin origin = Origin::kBypassed;
     bool makes_graph = false;      // create_graph=True
-    bool finalized = false;        // by a hook in it
     uint64_t begin = 0;            // of the nodes that it makes
     ParamUsage::Flags takes_part;  // empty where nobody asks
   } backward_;

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .. import _C, environment
 from ..guards import optimizer_guard
 from ..guards.finite_check import FiniteCheck
-from ..guards.local_gradients import LocalGradients
+from ..guards.local_gradients import LocalGradients, has_values
 from ..guards.module_changes import ModuleChanges
 from ..guards.rpc_context import refuse_rpc_context
 from ..guards.stall_inspector import StallInspector
@@ -299,7 +299,8 @@ class Engine:
     def may_refuse_step(self) -> bool:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
         reducer = self.reducer
-        return reducer.phase() != _C.Phase.IDLE or self.finite is not None or bool(reducer.bypassed())
+        unfinished = reducer.phase() != _C.Phase.IDLE or reducer.interrupted()
+        return unfinished or self.finite is not None or bool(reducer.bypassed())
 
     def parameter_ids(self) -> set[int]:
         return {id(parameter) for parameter in self.parameters.reduced}
@@ -318,6 +319,7 @@ class Engine:
         """
         self.report_failure(self._check_not_within)
         self.report_failure(self.reducer.check_finished)
+        self.report_failure(self._check_not_interrupted)
         if self.finite is not None:
             self.finite.check()
         names, parameters = self.parameters.names, self.parameters.reduced
@@ -339,6 +341,19 @@ class Engine:
             raise RuntimeError(
                 "optimizer.step() inside of backward() would use gradients before they are averaged over ranks: step "
                 "after backward, or in a communication hook (torch's _apply_optimizer_in_backward does)."
+            )
+
+    def _check_not_interrupted(self) -> None:
+        """After an exception that the program caught: what has arrived is this rank's own."""
+        if not self.reducer.interrupted():
+            return
+        named = zip(self.parameters.names, self.parameters.reduced)
+        found = [name for name, p in named if p.grad is not None and has_values(p.grad)]
+        if found:
+            raise RuntimeError(
+                f"optimizer.step() on rank {self.group.rank()} would use gradients that were never averaged, of "
+                f"{found[:10]}: an exception has ended their backward. Call zero_grad() first, on every rank, or "
+                "restart from a checkpoint."
             )
 
     def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:

@@ -251,6 +251,10 @@ def _judge(program: dict[str, Any], theirs: Results, ours: Results) -> Differenc
     if any("Expected to have finished reduction" in result["error"] for result in theirs):
         # It went wrong earlier, in the backward that did not finish; until it is noticed .grad is undefined.
         raised = max((i for i, step in enumerate(program["steps"][:raised]) if step[0] == "backward"), default=0)
+    if any("mark a variable ready only once" in result["error"] for result in theirs):
+        # What the iteration had sent in the backward before was half of it.
+        before = [i for i, step in enumerate(program["steps"][:raised]) if step[0] == "backward"]
+        raised = before[-1] if before and not _updates(program, before[-1], raised) else raised
     diverged = _first_divergence(program, theirs)
     bad = min(raised, diverged[0] if diverged else count)
     for rank, result in enumerate(ours):

@@ -22,7 +22,6 @@ LAYERS = [
     "wait",
     "same_tensor",
     "sole_holder",
-    "transport_memory",
     "bucket",
     "forwards",
     "grad_hooks",
