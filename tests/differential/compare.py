@@ -7,7 +7,8 @@ parameters differ between ranks after a step):
   rounding on three;
 - an error of ours before K is a difference, unless torch diverges or raises before the next ``optimizer.step()`` and
   ours raises on every rank;
-- from K on ours may work or raise, but it does not hang, and where it goes on its ranks agree after every step;
+- from K on ours may work or raise, but it does not hang (unless some ranks alone call a wrapper: where torch has stopped
+  nobody can say whether that should work), and where it goes on its ranks agree after every step;
 - a gradient that torch leaves local without a word may be the mean of torch's in ours;
 - where torch's numbers change when every wrapper has a group of its own, its collectives were mixed up between ranks:
   then ours is held to those numbers.
@@ -260,7 +261,7 @@ def _judge(program: dict[str, Any], theirs: Results, ours: Results) -> Differenc
     for rank, result in enumerate(ours):
         if result["end"] == "died" and any(other["end"] == "died" for other in theirs):
             return None  # the transport ended both
-        if result["end"] in ("died", "hung"):
+        if result["end"] in ("died", "hung") and not _parts_ways(program, bad):
             kind = "dies" if result["end"] == "died" else "hangs"
             return Difference(kind, result["at"], result["error"], f"rank {rank}: {result['error']}")
     return (
@@ -303,6 +304,12 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
     return None
 
 
+def _parts_ways(program: dict[str, Any], bad: int) -> bool:
+    """Whether, after torch has gone wrong, some ranks alone call a wrapper: what is collective there finds no peer."""
+    after = program["steps"][bad:]
+    return any(verb == "forward" and a.get("ranks") and a.get("via", "ddp") == "ddp" for verb, a in after)
+
+
 def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: int) -> Difference | None:
     failed = [rank for rank, result in enumerate(ours) if result["end"] == "raised"]
     if not failed:
@@ -315,7 +322,7 @@ def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: 
     torch_ends = "; ".join(f"rank {rank}: {result['error'] or 'ended'}" for rank, result in enumerate(theirs))
     detail = f"{ends}\n  with torch: {torch_ends}" + (f" (wrong from step {bad})" if bad < count else "")
     torch_waited = any(_waited(result) for result in theirs)
-    if any(_waited(ours[rank]) for rank in failed) and not torch_waited:
+    if any(_waited(ours[rank]) for rank in failed) and not torch_waited and not _parts_ways(program, bad):
         return Difference("hangs", at, error, detail)
     explained = bad < count and not _updates(program, at + 1, bad)
     everywhere = len(failed) == len(ours)
