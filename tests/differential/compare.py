@@ -7,8 +7,8 @@ parameters differ between ranks after a step):
   rounding on three;
 - an error of ours before K is a difference, unless torch diverges or raises before the next ``optimizer.step()`` and
   ours raises on every rank;
-- from K on ours may work or raise, but it does not hang (unless some ranks alone call a wrapper: where torch has stopped
-  nobody can say whether that should work), and where it goes on its ranks agree after every step;
+- from K on ours may work or raise, but it does not hang (unless some ranks alone call a wrapper: where torch has
+  stopped, nobody can say whether that should work), and where it goes on its ranks agree after every step;
 - a gradient that torch leaves local without a word may be the mean of torch's in ours;
 - where torch's numbers change when every wrapper has a group of its own, its collectives were mixed up between ranks:
   then ours is held to those numbers.
@@ -322,7 +322,8 @@ def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: 
     torch_ends = "; ".join(f"rank {rank}: {result['error'] or 'ended'}" for rank, result in enumerate(theirs))
     detail = f"{ends}\n  with torch: {torch_ends}" + (f" (wrong from step {bad})" if bad < count else "")
     torch_waited = any(_waited(result) for result in theirs)
-    if any(_waited(ours[rank]) for rank in failed) and not torch_waited and not _parts_ways(program, bad):
+    waited = any(_waited(ours[rank]) for rank in failed)
+    if waited and not torch_waited and not _parts_ways(program, bad):
         return Difference("hangs", at, error, detail)
     explained = bad < count and not _updates(program, at + 1, bad)
     everywhere = len(failed) == len(ours)
