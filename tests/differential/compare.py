@@ -305,7 +305,7 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
 
 
 def _parts_ways(program: dict[str, Any], bad: int) -> bool:
-    """Whether, after torch has gone wrong, some ranks alone call a wrapper: what is collective there finds no peer."""
+    """Whether, after torch has gone wrong, some ranks alone call a wrapper: what is collective there has no peer."""
     after = program["steps"][bad:]
     return any(verb == "forward" and a.get("ranks") and a.get("via", "ddp") == "ddp" for verb, a in after)
 
