@@ -158,15 +158,22 @@ def _asks_for_local(program: dict[str, Any], step: int) -> bool:
 
 
 def _past_a_forward_that_waits(program: dict[str, Any], step: int) -> bool:
-    """Whether a backward through ``.module`` since zero_grad found a forward of its wrapper without a backward."""
+    """Whether a backward through ``.module`` since zero_grad found a forward of its wrapper without a backward.
+
+    Or one under no_sync a forward of the wrapper's before it, which is still there.
+    """
     waiting: set[int] = set()
+    old: set[int] = set()
     found = False
     for verb, a, ways in _backwards(program, step):
         if verb == "jacobian" or (verb == "forward" and ways[0][1:] == ("ddp", True)):
             waiting.add(a.get("w", 0))
+        elif verb == "rewrap":
+            old |= waiting & {a.get("w", 0)} if a.get("keep") else set()
         elif verb == "backward":
             through = {w for w, via, _ in ways if via == "ddp"}
             found = found or any(via == "module" and w in waiting - through for w, via, _ in ways)
+            found = found or any(w in old and not sync for w, _, sync in ways)
             waiting -= through
         elif verb == "zero":
             found = False
@@ -193,15 +200,14 @@ def _backwards(program: dict[str, Any], step: int) -> Iterator[tuple[str, dict[s
             ways = outputs.get(a["loss"], [])
         if verb in ("forward", "loss", "penalty") and ways:
             outputs[a.get("out", "_")] = ways
-        if ways or verb in ("zero", "jacobian"):
+        if ways or verb in ("zero", "jacobian", "rewrap"):
             yield verb, a, ways
 
 
 def _under_no_sync(program: dict[str, Any], step: int) -> bool:
-    """Whether the last backward before a step, or its forward, was under no_sync."""
-    before = program["steps"][:step]
-    last = max((i for i, (verb, _) in enumerate(before) if verb == "backward"), default=0)
-    return any(a.get("sync") is False for _, a in before[max(last - 2, 0) :])
+    """Whether the last backward before a step was of a forward under no_sync."""
+    last = [ways for verb, _, ways in _backwards(program, step) if verb == "backward"]
+    return bool(last) and any(not sync for _, _, sync in last[-1])
 
 
 def _left_by_join(program: dict[str, Any], step: int) -> bool:
