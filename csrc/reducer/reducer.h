@@ -9,6 +9,10 @@
 //
 //   kIdle -- first gradient of a backward through a synchronized forward --> kBackward
 //   kBackward -- end of backward; every gradient came, or absence is allowed --> kIdle
+//   kBackward -- the same, where finalization is the caller's --> kLaunched
+//   kLaunched, or kBackward with all buckets launched -- finalize_backward_manual() --> kIdle
+//   kLaunched -- next forward, or optimizer.step() --> an error that says so
+//   kLaunched -- a gradient, which would be lost --> kSpoiled, an error there and at the next forward
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
 //   kIncomplete -- another such backward, which may bring them --> kBackward
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names them
@@ -54,7 +58,7 @@
 
 namespace minddp {
 
-enum class Phase { kIdle, kBackward, kIncomplete };
+enum class Phase { kIdle, kBackward, kIncomplete, kLaunched, kSpoiled };
 
 struct ReducerOptions {
   GraphMode graph_mode = GraphMode::kAllUsed;
@@ -64,6 +68,8 @@ struct ReducerOptions {
   bool keep_base = false;               // the reduction is no mean; see bucket.h
   bool any_grad_dtype = false;          // parameters change their dtype during backward
   bool always_reduce = false;           // go through the process group where it has one rank, too
+  bool lazy_bucket_allocation = false;  // a bucket has memory from its first gradient to the end of its iteration
+  bool manual_finalization = false;     // waiting and unpacking are left to the caller; REQUIRES: none is expected
   double pre_scale = 1.0;
   double post_scale = 1.0;
 };
@@ -94,6 +100,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void end_forward(const std::vector<at::Tensor>& outputs, bool synchronized);
   // For callers that decide by themselves when to synchronize: the next backward is, wherever forward ran.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
+  // With options().manual_finalization: waits and unpacks, once for each synchronized backward, from a hook in it or
+  // after it; on the caller's current streams. REQUIRES: ready_to_finalize().
+  void finalize_backward_manual();
+  bool ready_to_finalize() const {
+    return phase_ == Phase::kLaunched || (phase_ == Phase::kBackward && next_bucket_ == buckets_.size());
+  }
+  // A synchronized forward waits for its backward, or that one for its end.
+  bool expects_backward() const { return phase_ != Phase::kIdle || forwards_.awaits_backward(); }
   // Back to kIdle, whatever has happened. Ranks that go on together must all call it, after an error that all met.
   void abort_iteration();
   void on_ready(size_t index, const at::Tensor& contribution);  // the hook of parameter `index`
@@ -162,6 +176,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch_or_skip(size_t index);
   void finish_backward(int graph_task);
   void backward_is_gone(int graph_task);
+  void launch_rest();
   void finalize_backward();
   void send_used_map() { used_map_.send(*group_, usage_.local_used_map, parameters_[0].device()); }
   void wait(Future& future, size_t bucket);
@@ -208,6 +223,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::weak_ptr<int> alive;
     Origin origin = Origin::kBypassed;
     bool makes_graph = false;      // create_graph=True
+    bool finalized = false;        // by a hook in it
     uint64_t begin = 0;            // of the nodes that it makes
     ParamUsage::Flags takes_part;  // empty where nobody asks
   } backward_;

@@ -142,6 +142,8 @@ class Engine:
             reduction=config.reduction,
             reduce_dtype=self._reduce_dtype(),
             mixed_precision=config.mixed_precision is not None,
+            lazy_bucket_allocation=config.lazy_bucket_allocation,
+            manual_finalization=config.manual_finalization,
             predivide_factor=config.predivide_factor,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             skip_all_reduce_unused=config.skip_all_reduce_unused_params,
@@ -281,7 +283,7 @@ class Engine:
         """Gives up the iteration that is under way: back to the state between two."""
         self.reducer.abort_iteration()
         if self.reducer.weights is not None:
-            self.reducer.weights.clear()
+            self.reducer.weights.forget()
         if self.finite is not None:
             self.finite.forget()
         if self.inspector is not None:

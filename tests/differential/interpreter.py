@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import pickle
 import warnings
 from datetime import timedelta
@@ -149,6 +150,8 @@ class Run:
         arguments = dict(arguments)
         if arguments.pop("process_group", None) == "own" or self.apart:
             arguments["process_group"] = self._new_group()
+        if "lazy_bucket_allocation" not in inspect.signature(self.ddp_class).parameters:
+            arguments.pop("lazy_bucket_allocation", None)
         return self.ddp_class(net, **arguments)
 
     def _make_optimizers(self, which: Any) -> None:
