@@ -10,8 +10,8 @@ key                holds
 ``told/<n>``       the n-th of them
 =================  ==================================================================================================
 
-Everything is JSON: nothing that comes from a peer is executed. Every call may wait for the store, and raise when it is
-gone: for the watchdog's thread only.
+Everything is JSON: nothing that comes from a peer is executed. Every call may wait for the store, and raise when
+it is gone: for the watchdog's thread only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from ..ranks.processes import Process
 
-# How many default groups have been on one store, as this process has seen them: what an earlier one's ranks left there
-# says nothing about a later one's.
+# How many default groups have been on one store, as this process has seen them: what an earlier one's ranks left
+# there says nothing about a later one's.
 _eras: Counter[str] = Counter()
 
 
@@ -38,7 +38,7 @@ def next_era(store: dist.Store) -> int:
     if isinstance(inner, dist.TCPStore):
         prefix = f"{inner.host}:{inner.port}"
     elif isinstance(inner, dist.FileStore):
-        prefix = inner.path
+        prefix = inner.path  # type: ignore[attr-defined]
     else:
         prefix = str(id(inner))
     _eras[prefix] += 1
@@ -54,7 +54,7 @@ class Board:
     """
 
     def __init__(self, store: dist.Store, era: int, rank: int):
-        self._store = dist.PrefixStore(f"minddp/watch/{era}", store)
+        self._store: Any = dist.PrefixStore(f"minddp/watch/{era}", store)
         self._rank = rank
         self._read = 0
         for counter in ("asked", "told"):

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,19 +25,22 @@ import torch.distributed as dist
 from .. import _C
 from ..ranks import waiting
 from . import watchdog
-from .verdict import CANNOT_COME, Kind, Wait, judge, lost, root_causes, slow
+from .verdict import CANNOT_COME, Fact, Kind, Wait, judge, lost, root_causes, slow
 from .watchdog import Watchdog
 
 WARN_SECONDS = 10
-# So long a rank that ended without an error may be gone before a collective that it took part in must have ended here.
+# So long a rank that ended without an error may be gone before what it took part in must have ended here.
 _SETTLED_SECONDS = 5
 _NAMING_SECONDS = 5.0  # at most so long a collective's own error is held back until it is known who was lost
+_PLAINLY_LOST = (Kind.FAILED, Kind.GONE, Kind.LEFT, Kind.STOPPED)
 _PHASES = ("forward", "loss", "backward", "backward", "between")  # after each of the reducer's moments
 _LOST_PEER = re.compile(
     r"connection|socket|broken pipe|reset by peer|timed? ?out|has died|gave up|has left|did not take part|aborted|"
     r"no route|unreachable",
     re.IGNORECASE,
 )
+
+Judged = list[tuple[Fact, Kind]]
 
 # Reducers of one group are made in the same order on all its ranks: counting gives them common names.
 _counters: dict[str, itertools.count[int]] = {}
@@ -168,14 +171,14 @@ waiting.set_watcher(_watch)
 def look_into(
     dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, error: str, timeout: float | None
 ) -> None:
-    """One look at a wait that has lasted ``seconds``, or has ended with ``error``; see :meth:`StallInspector.on_stall`."""
+    """One look at a wait that has lasted ``seconds``, or ended with ``error``: :meth:`StallInspector.on_stall`."""
     if error:
         return _name_the_lost(dog, group, wait, seconds, error)
     dog.waits(wait, urgent=False)
     silent = dog.has_asked_for(dog.patience)
     stands_still = dog.patience if timeout is None else min(dog.patience, timeout / 2)
-    judged = [(fact, judge(fact, wait, silent, stands_still)) for fact in dog.facts(wait.others())]
-    at_once = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
+    judged: Judged = [(fact, judge(fact, wait, silent, stands_still)) for fact in dog.facts(wait.others())]
+    at_once: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
     ended = [(fact, kind) for fact, kind in judged if kind in (Kind.GONE, Kind.LEFT)]
     if ended and dog.first_seen_gone(ended) >= _SETTLED_SECONDS:
         at_once += ended
@@ -187,14 +190,15 @@ def look_into(
 
 
 def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, error: str) -> None:
-    """A collective has failed. Where that looks like a lost peer, finds out which, and says so in its error's place."""
+    """A collective has failed. Where that looks like a lost peer, finds out which, and raises instead of it."""
     suspicious = _LOST_PEER.search(error) is not None
     dog.waits(wait, urgent=True)
     deadline = time.monotonic() + (_NAMING_SECONDS if suspicious else 0.0)
     while True:
-        judged = [(fact, judge(fact, wait, False, 0.0)) for fact in dog.facts(wait.others())]
-        causes = [(fact, kind) for fact, kind in judged if kind in (Kind.FAILED, Kind.GONE, Kind.LEFT, Kind.STOPPED)]
-        over = time.monotonic() >= deadline or (not causes and dog.lost)
+        judged: Judged = [(fact, judge(fact, wait, False, 0.0)) for fact in dog.facts(wait.others())]
+        causes: Judged = [(fact, kind) for fact, kind in judged if kind in _PLAINLY_LOST]
+        strangers = all(fact.process is None for fact, kind in judged if kind is not Kind.COMES)
+        over = time.monotonic() >= deadline or (not causes and (dog.lost or (strangers and dog.has_asked_for(1.0))))
         if causes or over:
             break
         time.sleep(0.05)
@@ -212,7 +216,7 @@ class LostPeer(RuntimeError):
 
 
 def _give_up(
-    dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, causes: Sequence[Any], error: str
+    dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, causes: Judged, error: str
 ) -> None:
     dog.waits_no_more()
     raised = LostPeer(lost(wait, seconds, causes, error))

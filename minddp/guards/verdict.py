@@ -1,9 +1,9 @@
 """Who keeps the others waiting: facts about each rank in, names and words out. Pure.
 
-Two kinds of absence are told apart. A rank that cannot come (it failed, left, died, is stopped, does not answer, waits
-for something else, or stands still inside of forward or backward) is waited for no longer than ``desync_timeout``. One
-that answers, and runs the program's own code between iterations (an evaluation, a checkpoint, data), is waited for as
-long as the group's timeout says: training goes on when it comes.
+Two kinds of absence are told apart. A rank that cannot come (it failed, left, died, is stopped, does not answer,
+waits for something else, or stands still inside of forward or backward) is waited for no longer than
+``desync_timeout``. One that answers, and runs the program's own code between iterations (an evaluation, a checkpoint,
+data), is waited for as long as the group's timeout says: training goes on when it comes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _LISTED = 3
 
 
 def judge(fact: Fact, wait: Wait, may_be_silent: bool, patience: float) -> Kind:
-    """``may_be_silent``: it has been asked and had time to answer. ``patience``: seconds of standing still that count."""
+    """``may_be_silent``: it has had time to answer. ``patience``: seconds of standing still that count."""
     if fact.failure is not None:
         return Kind.LEFT if fact.failure.get("left") else Kind.FAILED
     if fact.sight is not None and fact.sight.state in ("gone", "stopped"):
@@ -148,7 +148,7 @@ def lost(wait: Wait, seconds: float, causes: Sequence[tuple[Fact, Kind]], error:
     """The error of a rank whose wait is over, ``error`` being the collective's own."""
     who = "; ".join(describe(fact, kind, wait) for fact, kind in causes)
     ranks = ranks_text([wait.ranks.index(fact.rank) for fact, _ in causes])
-    told = f" The collective's own error: {error}" if error else ""
+    told = f" The collective's own error: {error.splitlines()[0]}" if error else ""
     return (
         f"{ranks} will not take part in {wait.what}, for which rank {wait.rank} has waited {seconds:.0f} s. "
         f"{who[0].upper()}{who[1:]}.{told}"
@@ -160,10 +160,11 @@ def slow(wait: Wait, seconds: float, judged: Sequence[tuple[Fact, Kind]], store_
     absent = [(fact, kind) for fact, kind in judged if kind is not Kind.COMES]
     ranks = [wait.ranks.index(fact.rank) for fact, _ in absent]
     who = "; ".join(describe(fact, kind, wait) for fact, kind in absent[:_LISTED])
-    silent = " The process group's store does not answer: its host may be stopped or cut off." if store_is_silent else ""
+    waited = f"rank {wait.rank} has waited {seconds:.0f} s for {wait.what}"
     if not absent:
-        return f"rank {wait.rank} has waited {seconds:.0f} s for {wait.what}, and all ranks are there: a slow network?"
+        return f"{waited}, and all ranks are there: a slow network?"
+    silent = "The process group's store does not answer: its host may be stopped or cut off."
     return (
-        f"rank {wait.rank} has waited {seconds:.0f} s for {wait.what}. Ranks {ranks} have not reported "
-        f"waiting: they are slow, or took another branch and never launched it ({who}).{silent}"
-    )
+        f"{waited}. Ranks {ranks} have not reported waiting: they are slow, or took another branch and never "
+        f"launched it ({who}). {silent if store_is_silent else ''}"
+    ).rstrip()

@@ -3,9 +3,9 @@
 Overview
     Each process with a wrapper has one watchdog for its default group. Once a second (less often where there are more
     than a hundred ranks, so that all together make at most a hundred requests a second) it looks whether anybody asks
-    where this rank is, and answers: which iteration and phase, what is missing, which line of the program. A rank that
-    waits for others calls :meth:`Watchdog.stalled` each second, which returns at once, and reads what the thread has
-    found until then (``verdict.py`` says what follows from it).
+    where this rank is, and answers: which iteration and phase, what is missing, which line of the program. A rank
+    that waits for others says so each second (:meth:`Watchdog.waits`, which returns at once), and reads what the
+    thread has found until then (:meth:`Watchdog.facts`; ``verdict.py`` says what follows from it).
 
 What always holds
     The waiting thread never waits for the store: it may be gone, or its host stopped. The thread has a connection of
@@ -157,7 +157,7 @@ class Watchdog:
     def _run(self, store: dist.Store | None, era: int) -> None:
         try:
             assert store is not None
-            mine, store = store.clone(), None
+            mine, store = store.clone(), None  # type: ignore[attr-defined]  # torch's stub forgets it
             if isinstance(mine, dist.FileStore):
                 mine.set_timeout(timedelta(seconds=10))  # else it looks for its file, once removed, for minutes
             board = Board(mine, era, self.rank)
@@ -166,7 +166,7 @@ class Watchdog:
                 self._turn(board)
                 self._wake.wait(self._pause())
                 self._wake.clear()
-            if not self._stopping:
+            if not self._stopping and not self._told:
                 self._outbox.append(_message("it has destroyed its process group", left=True))
             self._send(board)
         except (dist.DistError, RuntimeError, OSError, ValueError):
@@ -278,7 +278,7 @@ def _short(filename: str) -> str:
 
 
 def _main_thread() -> tuple[str, str, Any]:
-    """The innermost line of the program's own, the collective of torch's that it is in, and what shows standing still."""
+    """The program's innermost line, the collective of torch's that it is in, and what shows that it stands still."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     line, collective, stack = "", "", []
     while frame is not None:
@@ -297,11 +297,12 @@ def _collectives_so_far() -> int:
     total = 0
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(Exception):  # not every backend counts
-            total += group._get_sequence_number_for_group()
+            total += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return total
 
 
-_NOT_THE_PROGRAMS = ("/site-packages/", "/minddp/guards/", "/minddp/module/", "/minddp/ranks/", "/minddp/reduction/", "<")
+_OURS = tuple(f"/minddp/{room}/" for room in ("guards", "module", "ranks", "reduction"))
+_NOT_THE_PROGRAMS = ("/site-packages/", "<", *_OURS)
 
 
 def _is_users(filename: str) -> bool:
@@ -312,7 +313,7 @@ _current: Watchdog | None = None
 
 
 def current(group: Any) -> Watchdog | None:
-    """The watchdog of the default group that there is now; made where there is none. ``None``: nobody can be asked."""
+    """The watchdog of the default group that there is now, made at the first call; ``None``: nobody can be asked."""
     global _current
     if type(group) is not dist.ProcessGroup or not dist.is_initialized():
         return None
