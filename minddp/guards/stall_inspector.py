@@ -71,6 +71,7 @@ class StallInspector:
         self._ranks = tuple(dist.get_process_group_ranks(group))  # in the default group, by rank in this one
         self._rank = group.rank()
         self._reported = False
+        self._forward_ended_ns = -1  # by an exception, which the reducer does not see
         self._dog: Watchdog | None = watchdog.current(group)
         if self._dog is not None:
             weakref.finalize(self, self._dog.add_place(_weak_place(self))).atexit = False
@@ -92,7 +93,8 @@ class StallInspector:
         self._dog.tell(text, because=getattr(error, "lost_ranks", ()), wait=1.0)
 
     def note_words(self, error: BaseException) -> None:
-        """An exception that the program may yet handle: told to those who ask where this rank is."""
+        """An exception has ended forward. The program may handle it: told to those who ask where this rank is."""
+        self._forward_ended_ns = time.monotonic_ns()
         if self._dog is not None:
             self._dog.note_words(watchdog.exception_text(error))
 
@@ -113,6 +115,8 @@ class StallInspector:
         phase = "between" if moments[latest] < 0 else _PHASES[latest]
         if position["phase"] == _C.Phase.INCOMPLETE:
             phase = "backward"
+        elif phase == "forward" and self._forward_ended_ns > moments[latest]:
+            phase = "between"
         iteration = position["iteration"] + (phase in ("forward", "loss"))
         missing = position["missing"] if phase == "backward" else []
         return self.key, {"phase": phase, "iteration": iteration, "missing": missing}

@@ -65,6 +65,7 @@ class Watchdog:
         self._question = -1  # the last one that this rank has answered
         self._asked = float("-inf")  # when somebody last asked
         self._asked_since: float | None = None  # since when this rank has been asking, without a pause
+        self._asked_for = ""
         self._gone: dict[int, float] = {}
         self._words = ""
         self._told = False
@@ -209,9 +210,14 @@ class Watchdog:
         return wait is not None and time.monotonic() - wait[0] < 3
 
     def _ask(self, board: Board) -> None:
-        now = time.monotonic()
-        if self._asked_since is None:
-            self._asked_since = now
+        now, wait = time.monotonic(), self._wait
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        if self._asked_since is None or (wait is not None and wait[1].key != self._asked_for):
+            self._asked_since, self._asked_for = now, wait[1].key if wait is not None else ""
+            self._asked = float("-inf")
+            before = board.places(others)  # which says nothing about this wait
+            with self._lock:
+                self._answers = {rank: (float("-inf"), place) for rank, place in before.items()}
         for entry in board.news():
             with self._lock:
                 self.failures[entry["rank"]] = entry
@@ -220,14 +226,13 @@ class Watchdog:
         if now - self._asked > 2 * self.interval:
             self._asked = now
             board.ask()
-        others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:
             if rank not in self.processes and (process := board.process(rank)) is not None:
                 self.know({rank: process})
         for rank, place in board.places(others).items():
             with self._lock:
-                before = self._answers.get(rank)
-                if before is None or before[1] != place:
+                last = self._answers.get(rank)
+                if last is None or last[1] != place:
                     self._answers[rank] = (now, place)
 
     def _place(self) -> dict[str, Any]:

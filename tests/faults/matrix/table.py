@@ -12,13 +12,13 @@ WORDS = ("told", "not named", "late", "not told", "unharmed", "wrong weights", "
 
 _PAGE = """# What the others are told when one rank meets a fault
 
-Written by `make faults`, cell by cell: real processes train a small model; in its fourth step one of them meets a fault
-at the named place. "Told": each other rank raises within 10 seconds of the fault (a cut link: {cut:.0f}), with an
-error that names the faulty rank, its weights until then are those of a run without a fault (a swallowed exception gives
-the others another batch: not compared), and its process ends. Else: "not named" (an error that does not say who),
-"late", "stuck" (still running {stuck} seconds after the fault), "unharmed" (ended as if nothing had been). The group's
-timeout is {group} s, `desync_timeout` {desync} s; a stopped process goes on after twelve seconds. Torch's class had the
-same cells.
+Written by `make faults`, cell by cell: real processes train a small model; in its fourth step one of them meets a
+fault at the named place. "Told": each other rank raises within 10 seconds of the fault (a cut link: {cut:.0f}), with
+an error that names the faulty rank, its weights until then are those of a run without a fault (a swallowed exception
+gives the others another batch: not compared), and its process ends. Else: "not named" (an error that does not say
+who), "late", "stuck" (still running {stuck} seconds after the fault), "unharmed" (ended as if nothing had been). The
+group's timeout is {group} s, `desync_timeout` {desync} s; a stopped process goes on after twelve seconds. Torch's
+class had the same cells.
 
 {summary}
 
