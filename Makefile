@@ -4,6 +4,7 @@
 # make lint         ruff, mypy, clang-format; make format applies what can be applied
 # make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class
 # make fuzz         random programs with torch's class and with ours; ARGS="--programs 20000 --seed 1 --ranks 2,2,3"
+# make faults       faults of one rank at each place of training, beside torch's class; writes docs/faults.md
 # make mutants      plants faults in a copy, each of which a test must catch; ARGS="--only reducer- --folder /tmp/m"
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
 # make check-torch  builds and tests with each release in TORCHES, aside; ARGS="--turn 1/3": a third of the tests
@@ -22,8 +23,8 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test libraries lint format conformance fuzz mutants tutorials bench check-torch check-cuda gpu-check
-.PHONY: clean distclean
+.PHONY: build demo test libraries lint format conformance fuzz faults mutants tutorials bench check-torch check-cuda
+.PHONY: gpu-check clean distclean
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -110,6 +111,10 @@ endif
 
 fuzz: $(BUILT) $(call needs,test)
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
+
+faults: $(BUILT) $(call needs,test)
+	@mkdir -p build
+	OMP_NUM_THREADS=1 $(PY) -m tests.faults.matrix --json build/faults.json --page docs/faults.md $(ARGS)
 
 mutants: $(BUILT) $(call needs,test)
 	$(PY) -m tests.mutants $(ARGS)
