@@ -30,6 +30,7 @@ The native half is ``csrc/shm/``; its ``shm_backend.h`` gives the reading order.
 
 from __future__ import annotations
 
+import platform
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -39,7 +40,7 @@ import torch.distributed as dist
 
 from ._extension import load
 
-__all__ = ["BACKEND", "empty", "is_shared"]
+__all__ = ["BACKEND", "empty", "is_available", "is_shared"]
 
 BACKEND = "shm"
 """The name under which the backend is registered."""
@@ -48,9 +49,23 @@ BACKEND = "shm"
 _MOST_ELEMENTS = 2**63 - 1
 
 
+def is_available() -> bool:
+    """Whether the transport is part of this build: it is on Linux, unless built with ``MINDDP_SHM=0``."""
+    return hasattr(load(), "shm_backend")
+
+
+def _native() -> Any:
+    if not is_available():
+        raise RuntimeError(
+            f'minddp was built without the backend "shm", which needs Linux (this is {platform.system()}): '
+            'use backend "gloo"'
+        )
+    return load()
+
+
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     try:
-        extension = load()
+        extension = _native()
     except Exception as error:
         _tell_others(store, rank, error)
         raise
@@ -94,13 +109,13 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup
     numel = prod(shape)
     if numel > _MOST_ELEMENTS:
         raise MemoryError(f"minddp.shm.empty: shape {tuple(shape)} has {numel} elements, more than can be addressed")
-    tensor: torch.Tensor = load().shm_empty(_backend_of(group), numel, dtype or torch.get_default_dtype())
+    tensor: torch.Tensor = _native().shm_empty(_backend_of(group), numel, dtype or torch.get_default_dtype())
     return tensor.view(shape)
 
 
 def is_shared(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
     """Whether the tensor lies in this rank's part of the group's shared memory and is contiguous."""
-    return bool(load().shm_is_shared(_backend_of(group), tensor))
+    return bool(_native().shm_is_shared(_backend_of(group), tensor))
 
 
 def _register() -> None:
