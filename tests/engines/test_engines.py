@@ -30,6 +30,7 @@ def test_each_block_of_the_page_is_run_by_an_engine() -> None:
         "torchrun, several machines": 1,
         "SLURM": 2,
         "Kubernetes": 1,
+        "Containers": 0,  # tests/shm/test_containers.py
         "mpirun": 1,
         "Ray Train": 3,
     }
