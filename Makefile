@@ -1,9 +1,12 @@
 # make demo         trains a small convolutional net on two ranks (TORCH_DDP=1: with PyTorch's class)
 # make test         the tests
 # make libraries    Accelerate, Lightning, transformers and more, by unmodified scripts
+# make engines      one script under torchrun, Ray, SLURM's variables, mpirun...; ARGS="--only ray"
+# make package      sdist and wheel, built and installed in empty environments
 # make lint         ruff, mypy, clang-format; make format applies what can be applied
 # make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class
 # make fuzz         random programs with torch's class and with ours; ARGS="--programs 20000 --seed 1 --ranks 2,2,3"
+# make faults       faults of one rank at each place of training, beside torch's class; writes docs/faults.md
 # make mutants      plants faults in a copy, each of which a test must catch; ARGS="--only reducer- --folder /tmp/m"
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
 # make check-torch  builds and tests with each release in TORCHES, aside; ARGS="--turn 1/3": a third of the tests
@@ -22,8 +25,8 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test libraries lint format conformance fuzz mutants tutorials bench check-torch check-cuda gpu-check
-.PHONY: clean distclean
+.PHONY: build demo test libraries engines package lint format conformance fuzz faults mutants tutorials bench
+.PHONY: check-torch check-cuda gpu-check clean distclean
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -82,11 +85,19 @@ demo: $(BUILT) $(call needs,tutorials)
 	  $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
 
 test: $(BUILT) $(call needs,test)
-	$(PY) -m pytest --ignore tests/libraries $(ARGS)
+	$(PY) -m pytest --ignore tests/libraries --ignore tests/package $(ARGS)
 
 # Users' libraries, by unmodified scripts under torchrun.
 libraries: $(BUILT) $(call needs,test) $(call needs,libraries)
 	$(PY) -m pytest tests/libraries $(ARGS)
+
+# The lines of docs/launching.md. Ray gets an environment of its own, which adds to this one.
+engines: $(BUILT) $(call needs,test)
+	$(PY) -m tests.engines $(ARGS)
+
+# Makes its own environments; needs nothing built here.
+package: $(BUILT) $(call needs,test)
+	$(PY) -m pytest tests/package $(ARGS)
 
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
 FORMATTED := $(filter-out setup.py,$(SOURCES))
@@ -110,6 +121,10 @@ endif
 
 fuzz: $(BUILT) $(call needs,test)
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
+
+faults: $(BUILT) $(call needs,test)
+	@mkdir -p build
+	OMP_NUM_THREADS=1 $(PY) -m tests.faults.matrix --json build/faults.json --page docs/faults.md $(ARGS)
 
 mutants: $(BUILT) $(call needs,test)
 	$(PY) -m tests.mutants $(ARGS)

@@ -375,7 +375,8 @@ void Reducer::end_iteration() {
 
 void Reducer::wait(Future& future, size_t bucket) {
   if (!callbacks_.on_stall) return future.waitAndThrow();
-  wait_watching(future, [&](double seconds) { callbacks_.on_stall(seconds, bucket); });
+  wait_watching(
+      future, [&](double seconds, const std::string& error) { callbacks_.on_stall(seconds, bucket, error); });
 }
 
 }  // namespace minddp

@@ -78,8 +78,8 @@ struct ReducerOptions {
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // at the end of backward; may issue collectives of its own
   std::function<double()> post_scale;       // in place of the option's, called once before unpacking
-  std::function<void(const std::string& why)> on_interrupted;   // an exception has ended an iteration's backward
-  std::function<void(double seconds, size_t bucket)> on_stall;  // each second without an end, and at a failed end
+  std::function<void(const std::string& why)> on_interrupted;  // an exception has ended an iteration's backward
+  std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // wait.h
 };
 
 class Reducer : public std::enable_shared_from_this<Reducer> {
@@ -146,6 +146,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   Phase phase() const { return phase_; }
   const std::vector<Bucket>& buckets() const { return buckets_; }
+  size_t next_bucket() const { return next_bucket_; }
   const Trace& trace() const { return *trace_; }
   bool has_recorded() const { return recorded_; }            // the first synchronized backward is over
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time

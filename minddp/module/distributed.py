@@ -99,6 +99,10 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         check_finite: before ``optimizer.step()`` (and at the next forward), raise on every rank when a rank's own
             gradient, before the average, held NaN or infinity; names parameters and ranks. Reads each bucket
             once more, and the host waits for the answer; not for a ``GradScaler``, which expects infinities.
+        desync_timeout: seconds after which ranks that wait raise, with the culprit's name, when another cannot come:
+            it is gone, stopped, cut off, waits for something else, or stands still inside of forward or backward. A
+            rank that answers from between two iterations (an evaluation, a checkpoint) is waited for as long as the
+            group's timeout says, with a warning. ``None``: warn only.
 
     Raises:
         RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models
@@ -136,6 +140,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         predivide_factor: float | None = None,
         bucket_plan: Any = None,
         check_finite: bool = False,
+        desync_timeout: float | None = 30.0,
     ):
         arguments = locals().copy()
         TorchBase.__init__(self)
@@ -253,6 +258,10 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         _TorchDDP._active_ddp_module = self
         try:
             return _run_module(self.module, inputs, kwargs)
+        except Exception as error:
+            if self._engine is not None:
+                self._engine.note_words(error)
+            raise
         finally:
             _TorchDDP._active_ddp_module = outer
 

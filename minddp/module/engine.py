@@ -165,7 +165,10 @@ class Engine:
 
     def _make_guards(self) -> None:
         has_store = dist.is_initialized() and not self.has_foreign_group
-        self.inspector = StallInspector(self.group) if has_store else None
+        timeout = self.config.desync_timeout
+        self.inspector = (
+            StallInspector(self.group, self.reducer, self.parameters.names, timeout) if has_store else None
+        )
         if self.inspector is not None:
             self.reducer.set_callbacks(
                 on_stall=weakly(self.inspector.on_stall), on_interrupted=weakly(self._on_interrupted)
@@ -288,6 +291,11 @@ class Engine:
             self.finite.forget()
         if self.inspector is not None:
             self.inspector.take_back()
+
+    def note_words(self, error: BaseException) -> None:
+        """An exception in the module's forward, which the program may handle."""
+        if self.inspector is not None:
+            self.inspector.note_words(error)
 
     def _on_interrupted(self, why: str) -> None:
         """An exception has ended a backward after its first gradient; whose, the reducer knows only of its own."""

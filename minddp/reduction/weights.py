@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _C
+from ..ranks import waiting
 
 
 class Weights:
@@ -55,10 +55,9 @@ class Weights:
             RuntimeError: on every rank, where a rank gave no weight or the weights are not positive together. The
                 weights are forgotten.
         """
-        _C.wait_for(self._work)
+        waiting.wait_for(self._work, self._group, "the sum of all ranks' weights")
         assert self._sum is not None
         total, mine = self._sum.item(), self._sent
-        self._sent, self._work = None, None
         rank = self._group.rank()
         if math.isnan(total):
             who = "this rank did not call it" if mine is None else "another rank did not call it"

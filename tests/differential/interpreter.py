@@ -12,6 +12,7 @@ import copy
 import inspect
 import pickle
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from .nets import Net, Planned, head_of
+
+GROUP_SECONDS = 4  # what a collective waits for its peers
 
 __all__ = ["Run", "class_named", "run_program"]
 
@@ -139,7 +142,8 @@ class Run:
             getattr(self, name).clear()
 
     def _new_group(self) -> Any:
-        self.groups.append(dist.new_group(list(range(self.program["world"]))))
+        everyone = list(range(self.program["world"]))
+        self.groups.append(dist.new_group(everyone, timeout=timedelta(seconds=GROUP_SECONDS)))
         return self.groups[-1]
 
     def _wrap(self, net: Any, arguments: dict[str, Any]) -> Any:
