@@ -112,7 +112,7 @@ class TorchNames:
         return list(self._config.caps) if len(self._config.caps) > 1 else []
 
     @property
-    def check_finite(self) -> bool:
+    def check_finite(self) -> str | None:
         return self._config.check_finite
 
     @classmethod
