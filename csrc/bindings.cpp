@@ -165,7 +165,9 @@ void bind_enums(py::module_& module) {
   py::enum_<Phase>(module, "Phase")
       .value("IDLE", Phase::kIdle)
       .value("BACKWARD", Phase::kBackward)
-      .value("INCOMPLETE", Phase::kIncomplete);
+      .value("INCOMPLETE", Phase::kIncomplete)
+      .value("LAUNCHED", Phase::kLaunched)
+      .value("SPOILED", Phase::kSpoiled);
   py::enum_<GraphMode>(module, "GraphMode")
       .value("ALL_USED", GraphMode::kAllUsed)
       .value("FIND_UNUSED", GraphMode::kFindUnused)
@@ -192,7 +194,9 @@ void bind_options(py::module_& module) {
       .def_readwrite("skip_all_reduce_unused", &ReducerOptions::skip_all_reduce_unused)
       .def_readwrite("keep_base", &ReducerOptions::keep_base)
       .def_readwrite("any_grad_dtype", &ReducerOptions::any_grad_dtype)
-      .def_readwrite("always_reduce", &ReducerOptions::always_reduce);
+      .def_readwrite("always_reduce", &ReducerOptions::always_reduce)
+      .def_readwrite("lazy_bucket_allocation", &ReducerOptions::lazy_bucket_allocation)
+      .def_readwrite("manual_finalization", &ReducerOptions::manual_finalization);
 }
 
 void bind_reducer(py::module_& module) {
@@ -229,15 +233,23 @@ void bind_reducer(py::module_& module) {
       .def(
           "wait_after_backward", [](Reducer& r, const PythonFuture& future) { r.wait_after_backward(future->fut); },
           py::arg("future"))
+      .def(
+          "set_manual_finalization", [](Reducer& r, bool required) { r.options().manual_finalization = required; },
+          py::arg("required"))
+      .def("expects_backward", &Reducer::expects_backward)
+      .def("ready_to_finalize", &Reducer::ready_to_finalize)
+      .def("finalize_backward_manual", &Reducer::finalize_backward_manual, Release())
       .def("set_scales", &set_scales, py::arg("before"), py::arg("after"))
       .def("set_callbacks", &set_callbacks, py::arg("after_last_launch") = nullptr, py::arg("post_scale") = nullptr,
           py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr)
       .def("abort_iteration", &Reducer::abort_iteration)
       .def("bypassed", &Reducer::bypassed)
+      .def("share", &Reducer::share, py::arg("other"), py::arg("theirs"))
       .def("arrived_in", &Reducer::arrived_in, py::arg("index"))
       .def_readwrite("sync_enabled", &Reducer::sync_enabled)
       .def_readwrite("optimizer_in_backward", &Reducer::optimizer_in_backward)
       .def("phase", &Reducer::phase)
+      .def("interrupted", &Reducer::interrupted)
       .def("missing", &Reducer::missing)
       .def("has_recorded", &Reducer::has_recorded)
       .def("iteration", [](const Reducer& r) { return r.trace().iteration; })

@@ -50,6 +50,9 @@ class Config:
     check_replicas_every: int | None
     desync_timeout: float | None
     mixed_precision: _MixedPrecision | None
+    # Defaults for wrappers that were pickled without them.
+    lazy_bucket_allocation: bool = False
+    manual_finalization: bool = False  # no argument: an attribute of the wrapper, which may change
 
     @property
     def cap(self) -> int:
@@ -99,6 +102,7 @@ _FLAGS = (
     "gradient_as_bucket_view",
     "skip_all_reduce_unused_params",
     "batched_grad_copy",
+    "lazy_bucket_allocation",
 )
 
 

@@ -30,6 +30,7 @@ from .comm_hooks import HookRegistration
 from .config import make_config
 from .delayed_params import DelayedAllReduce
 from .engine import Engine
+from .finalization import ManualFinalization
 from .find_tensors import find_tensors
 from .groups import choose_group
 from .join import DDPJoinHook, agree_on_sync
@@ -50,7 +51,9 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
     return module(*inputs, **kwargs)
 
 
-class DistributedDataParallel(BufferSync, HookRegistration, Replicas, TorchNames, TorchBase):  # type: ignore[override,misc]
+class DistributedDataParallel(  # type: ignore[override,misc]
+    BufferSync, HookRegistration, ManualFinalization, Replicas, TorchNames, TorchBase
+):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
     Takes torch's arguments in torch's order; replaces ``torch.nn.parallel.DistributedDataParallel``
@@ -84,6 +87,8 @@ class DistributedDataParallel(BufferSync, HookRegistration, Replicas, TorchNames
         bucket_cap_mb_list: one cap a bucket, in launch order; the last one repeats.
         batched_grad_copy: accepted; packing is always one pass per bucket here.
         forward_sync_buffers: broadcast rank 0's buffers before each forward (default ``True``).
+        lazy_bucket_allocation: a bucket has memory from its first gradient to the end of backward only; where a
+            gradient is reduced in its own memory (see ``gradient_as_bucket_view``), none at all.
         reduction: ``"mean"`` over ranks, ``"sum"``, or ``"weighted"``: the sum of gradients over the sum
             of what every rank passed to :meth:`add_weight`, exactly the large batch's gradient for
             losses summed over samples, however uneven the shares.
@@ -129,6 +134,7 @@ class DistributedDataParallel(BufferSync, HookRegistration, Replicas, TorchNames
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         reduction: str = "mean",
         reduce_dtype: torch.dtype | None = None,

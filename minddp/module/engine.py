@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _C, environment
+from ..guards import optimizer_guard
 from ..guards.finite_check import FiniteCheck
-from ..guards.local_gradients import LocalGradients
+from ..guards.local_gradients import LocalGradients, has_values
 from ..guards.module_changes import ModuleChanges
 from ..guards.rpc_context import refuse_rpc_context
 from ..guards.stall_inspector import StallInspector
@@ -101,6 +102,7 @@ class Engine:
         self.logger = LoggingData(self.module, self.config, self.parameters, self.reducer, self.devices)
         if facts is not None and facts.comm_hook is not None:
             self.logger.set("comm_hook", facts.comm_hook)
+        self._note_sharers()
         self._make_guards()
         self._place_hook()
         if self.mixed is None:  # it keeps the parameters' two precisions, and asks for the reducer of the moment
@@ -114,6 +116,17 @@ class Engine:
         if planned is not None:
             self.reducer.set_buckets(planned)
         self.tuner = self._make_tuner()
+
+    def _note_sharers(self) -> None:
+        """Other wrappers of some of these parameters, where gradients are windows on the buckets of one."""
+        for other in optimizer_guard.watched():
+            if other is self or not (self.config.gradient_as_bucket_view or other.config.gradient_as_bucket_view):
+                continue
+            for one, two in ((self, other), (other, self)):
+                index = {id(p): i for i, p in enumerate(two.parameters.reduced)}
+                theirs = [index.get(id(p), -1) for p in one.parameters.reduced]
+                if any(i >= 0 for i in theirs):
+                    one.reducer.share(two.reducer, theirs)
 
     def detach(self) -> None:
         """The parameters are nobody's any more."""
@@ -130,6 +143,8 @@ class Engine:
             reduction=config.reduction,
             reduce_dtype=self._reduce_dtype(),
             mixed_precision=config.mixed_precision is not None,
+            lazy_bucket_allocation=config.lazy_bucket_allocation,
+            manual_finalization=config.manual_finalization,
             predivide_factor=config.predivide_factor,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             skip_all_reduce_unused=config.skip_all_reduce_unused_params,
@@ -274,7 +289,7 @@ class Engine:
         """Gives up the iteration that is under way: back to the state between two."""
         self.reducer.abort_iteration()
         if self.reducer.weights is not None:
-            self.reducer.weights.clear()
+            self.reducer.weights.forget()
         if self.finite is not None:
             self.finite.forget()
         if self.inspector is not None:
@@ -295,7 +310,8 @@ class Engine:
     def may_refuse_step(self) -> bool:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
         reducer = self.reducer
-        return reducer.phase() != _C.Phase.IDLE or self.finite is not None or bool(reducer.bypassed())
+        unfinished = reducer.phase() != _C.Phase.IDLE or reducer.interrupted()
+        return unfinished or self.finite is not None or bool(reducer.bypassed())
 
     def parameter_ids(self) -> set[int]:
         return {id(parameter) for parameter in self.parameters.reduced}
@@ -314,6 +330,7 @@ class Engine:
         """
         self.report_failure(self._check_not_within)
         self.report_failure(self.reducer.check_finished)
+        self.report_failure(self._check_not_interrupted)
         skips = self.finite is not None and self.finite.check()
         names, parameters = self.parameters.names, self.parameters.reduced
         bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
@@ -335,6 +352,19 @@ class Engine:
             raise RuntimeError(
                 "optimizer.step() inside of backward() would use gradients before they are averaged over ranks: step "
                 "after backward, or in a communication hook (torch's _apply_optimizer_in_backward does)."
+            )
+
+    def _check_not_interrupted(self) -> None:
+        """After an exception that the program caught: what has arrived is this rank's own."""
+        if not self.reducer.interrupted():
+            return
+        named = zip(self.parameters.names, self.parameters.reduced)
+        found = [name for name, p in named if p.grad is not None and has_values(p.grad)]
+        if found:
+            raise RuntimeError(
+                f"optimizer.step() on rank {self.group.rank()} would use gradients that were never averaged, of "
+                f"{found[:10]}: an exception has ended their backward. Call zero_grad() first, on every rank, or "
+                "restart from a checkpoint."
             )
 
     def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:

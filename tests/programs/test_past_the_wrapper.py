@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.testing import run_ranks
+from minddp.testing import RankError, run_ranks
 
 
 def _net():
@@ -242,7 +242,7 @@ class _Checkpointed(nn.Module):
 
 
 def old_wrapper_and_a_reentrant_checkpoint(wrap, rank):
-    """The old wrapper sees the new one's gradients, nested ones too, on a rank whose peers have run out of batches."""
+    """The old wrapper sees the new one's gradients, nested ones too, where the other ranks are out of batches."""
     torch.manual_seed(0)
     old = wrap(_Checkpointed())
     model = wrap(old.module)
@@ -263,6 +263,7 @@ def forward_on_one_rank_after_a_step(wrap, rank):
         model(_batch(rank, i)).pow(2).sum().backward()
         if rank == 1:
             model(_batch(rank, i + 1)).detach()
+        torch.distributed.barrier()
         _sgd(model).step()
     return _weights(model)
 
@@ -420,3 +421,37 @@ def _assigned_by_hand(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gradient_assigned_by_hand_is_summed(world_size):
     assert run_ranks(_assigned_by_hand, world_size) == [True] * world_size
+
+
+# ---- two wrappers of one parameter, both in one loss
+
+
+def _shared_layer(rank, world_size, views):
+    """Chained: the second's input is the first's output. Without views, as a single process that has both batches."""
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    first = minddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), shared), gradient_as_bucket_view=views[0])
+    second = minddp.DistributedDataParallel(nn.Sequential(shared, nn.Linear(4, 1)), gradient_as_bucket_view=views[1])
+    parameters = [*{id(p): p for m in (first, second) for p in m.parameters()}.values()]
+    alone = copy.deepcopy(nn.ModuleList([first.module, second.module]))
+    for i in range(3):
+        for p in (*parameters, *alone.parameters()):
+            p.grad = None
+        x = _batch(rank, i)
+        hidden = first(x)
+        (second(hidden).sum() + hidden.pow(2).sum()).backward()
+        everyone = torch.cat([_batch(other, i) for other in range(world_size)])
+        hidden = alone[0](everyone)
+        ((alone[1](hidden).sum() + hidden.pow(2).sum()) / world_size).backward()
+    return [torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5) for p, q in zip(parameters, alone.parameters())]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_layer_that_two_wrappers_reduce_in_one_backward(world_size):
+    assert all(all(same) for same in run_ranks(_shared_layer, world_size, (False, False)))
+    for views in ((True, True), (True, False), (False, True)):
+        with pytest.raises(RankError) as raised:
+            run_ranks(_shared_layer, world_size, views)
+        for text in raised.value.failures.values():
+            assert "belongs to two wrappers that both reduce its gradient in this backward" in text
+            assert "Parameter '1.weight'" in text or "Parameter '0.weight'" in text or ".bias'" in text
