@@ -7,7 +7,7 @@
 # make mutants      plants faults in a copy, each of which a test must catch; ARGS="--only reducer- --folder /tmp/m"
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
 # make check-cuda   compiles the CUDA build against a CUDA torch; needs nvcc, but no GPU
-# make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half)
+# make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half); ARGS=A, B or C; ARGS=--plan
 #
 # Each makes what it needs: .venv with torch, the extension built in place. PYTHON=/path/to/python uses an
 # environment that exists instead (nothing is installed there). TORCH= is the torch that .venv gets.
@@ -137,7 +137,7 @@ $(CUDA_BUILD)/.built: $(SOURCES) $(wildcard minddp/*.py minddp/*/*.py) | .venv-c
 	  .venv-cuda/bin/python setup.py -q build --build-base $(CUDA_BUILD) --build-lib $(CUDA_BUILD)/lib
 	@touch $@
 
-gpu-check: $(BASE) $(call needs,test) $(call needs,bench)
+gpu-check: $(BASE) $(call needs,test) $(call needs,bench)  # builds by itself, with a limit of its own
 	$(PY) benchmarks/gpu_check.py $(ARGS)
 
 clean:

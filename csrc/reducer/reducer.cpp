@@ -252,6 +252,7 @@ void Reducer::launch_or_skip(size_t index) {
 void Reducer::launch(size_t index) {
   Bucket& bucket = buckets_[index];
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
+  bucket.before_launch();
   trace_->note(index, BucketEvent::kLaunch);
   Flight flight;
   if (passes_through()) {
@@ -303,6 +304,7 @@ void Reducer::finalize_backward() {
       fail(errors::wrong_hook_result(group_->getRank(), i, result.numel(), bucket.numel()));
     trace_->note(i, BucketEvent::kUnpackBegin);
     if (!optimizer_in_backward) bucket.unpack(result, scale, used);
+    bucket.hold_back_streams();
     trace_->note(i, BucketEvent::kUnpackEnd);
   }
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets_.size());
