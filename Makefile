@@ -84,7 +84,7 @@ libraries: $(BUILT) $(call needs,test) $(call needs,libraries)
 	$(PY) -m pytest tests/libraries $(ARGS)
 
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
-FORMATTED := $(filter-out setup.py,$(SOURCES))
+FORMATTED := $(filter-out setup.py,$(SOURCES)) $(wildcard tests/streams/*.h tests/streams/*.cpp)
 
 lint: $(call needs,dev) $(call needs,test)
 	$(PY) -m ruff check .

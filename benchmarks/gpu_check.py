@@ -6,7 +6,7 @@
     python benchmarks/gpu_check.py C --cpu-half      # what can be tried of it without a GPU
 
 A  builds with CUDA; the kernel's tests, the same under compute-sanitizer, the reducer's tests
-B  collectives that are late, memory, what a step launches and waits for, graphs, SyncBatchNorm, functional, GradScaler
+B  late collectives, memory, what a step launches and waits for, graphs, SyncBatchNorm, functional, GradScaler
 C  what minddp adds to a step beside torch's class, and packing beside a copy of the device
 
 Each part is a process of its own with a limit of its own: one that fails or hangs ends no other. What has passed is

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # minddp as built in place
 VARIANTS = ["torch", "torch-views", "minddp", "minddp-views"]
 OURS = "scaled_copy_kernel"
 BUCKET_BYTES = 25 << 20
@@ -106,7 +107,7 @@ def bandwidth(device: str) -> dict[str, Any]:
         targets = [torch.empty(numel, dtype=target_type, device=device) for _ in range(SETS)]
         moved = numel * (source_type.itemsize + target_type.itemsize)
         like = [torch.empty(2, moved // 2, dtype=torch.uint8, device=device) for _ in range(SETS)]
-        calls: dict[str, list[Callable[[], None]]] = {"copy": [lambda a=pair[0], b=pair[1]: a.copy_(b) for pair in like]}
+        calls: dict[str, list[Callable[[], None]]] = {"copy": [lambda a=a, b=b: a.copy_(b) for a, b in like]}
         for name, count in SEGMENTS.items():
             calls[name] = [_pack_call(device, a, b, scale, count) for a, b in zip(sources, targets, strict=True)]
         seconds = _interleaved_seconds(calls, device)

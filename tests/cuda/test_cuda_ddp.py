@@ -34,7 +34,7 @@ def device() -> torch.device:
 def make_model() -> nn.Module:
     """Convolutions in channels-last, float16 beside float32 parameters, many small ones.
 
-    Orthogonal layers keep what flows back as large as it came: by default it would be below any tolerance 20 layers on.
+    Orthogonal layers keep what flows back as large as it came: by default it is below any tolerance after 20 layers.
     """
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Flatten()]

@@ -215,7 +215,7 @@ def test_captured_steps_replay() -> None:
 
 
 def scaled(rank: int, world_size: int) -> tuple[float, list[float]]:
-    """Trained with autocast and a scaler, with an overflow on the way: how far from the bare module, and the scales."""
+    """Trained with autocast and a scaler, an overflow on the way: how far from the bare module, and the scales."""
 
     def train(wrap: Callable[[nn.Module], nn.Module]) -> tuple[list[Tensor], list[float]]:
         model = wrap(make_model())

@@ -150,7 +150,7 @@ def group(backend: str = extension.NAME) -> Iterator[None]:
 
 def batches(device: str) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    made = [(torch.randn(3, 5, generator=generator), torch.randn(3, 5, generator=generator)) for _ in range(ITERATIONS)]
+    made = torch.randn(ITERATIONS, 2, 3, 5, generator=generator)
     return [(x.to(device), y.to(device)) for x, y in made]
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from minddp.testing import run_ranks
-
 from tests.streams import extension, programs
 
 SEEDS = list(range(6))
