@@ -55,7 +55,7 @@ class Part:
 
 KERNEL = "tests/cuda/test_cuda_scaled_copy.py"
 FEW = (KERNEL, "-k", "gpu and (in_place or special or complex)", "--timeout=150")
-SYNC_BATCH_NORM = "tests/parallel/test_sync_batchnorm.py::test_equals_batch_norm_over_the_whole_batch"
+SYNC_BATCH_NORM = "tests/sync_batchnorm/test_sync_batchnorm.py::test_equals_batch_norm_over_the_whole_batch"
 STEPS = "tests/cuda/test_cuda_steps.py"
 CALLS: dict[str, dict[str, Part]] = {
     "A": {

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from losses import MinibatchStdDev
 from torch import nn
 
-from minddp import DistributedDataParallel, ordering
+from minddp import DistributedDataParallel
 from minddp import functional as F
+from minddp.ranks import ordering
 from minddp.testing import run_ranks
 
 BATCH, RANKS = 4, 2

@@ -51,7 +51,7 @@ class Producers {
   // `tensor` is about to be freed while the current stream may still read it. On which stream it was allocated nobody
   // tells; the allocator does nothing where it is this one.
   void keep(at::Tensor& tensor) const {
-    if (!device_.is_cpu()) tensor.record_stream(current());
+    if (!device_.is_cpu() && tensor.defined() && !tensor.is_sparse()) tensor.record_stream(current());
   }
 
  private:

@@ -98,10 +98,12 @@ class Bucket {
   void before_launch() const { producers_.wait_packed(); }
   // The streams that made this backward's gradients go on after its end, on the current stream.
   void hold_back_streams() const { producers_.hold_back(); }
-  // Forgets a collective that nobody waits for any more. It may still write to the buffer, which it keeps alive.
+  // Forgets buffer and collective, which nobody waits for any more. It may still write to the buffer, and keeps that
+  // alive. So may what this device's current stream has been given to do.
   void abandon() {
     flight_ = {};
-    if (state_ == State::kLaunched) release();
+    producers_.keep(buffer_);
+    release();
     begin_backward();
   }
   // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those that do not
