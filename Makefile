@@ -11,7 +11,7 @@
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
 # make check-torch  builds and tests with each release in TORCHES, aside; ARGS="--turn 1/3": a third of the tests
 # make check-cuda   compiles the CUDA build against a CUDA torch; needs nvcc, but no GPU
-# make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half)
+# make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half); ARGS=A, B or C; ARGS=--plan
 #
 # Each makes what it needs: .venv with torch, the extension built in place. PYTHON=/path/to/python uses an
 # environment that exists instead (nothing is installed there). TORCH= is the torch that .venv gets; conformance
@@ -100,7 +100,7 @@ package: $(BUILT) $(call needs,test)
 	$(PY) -m pytest tests/package $(ARGS)
 
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
-FORMATTED := $(filter-out setup.py,$(SOURCES))
+FORMATTED := $(filter-out setup.py,$(SOURCES)) $(wildcard tests/streams/*.h tests/streams/*.cpp)
 
 lint: $(call needs,dev) $(call needs,test)
 	$(PY) -m ruff check .
@@ -185,7 +185,7 @@ $(CUDA_BUILD)/.built: $(SOURCES) $(wildcard minddp/*.py minddp/*/*.py) | .venv-c
 	  .venv-cuda/bin/python setup.py -q build --build-base $(CUDA_BUILD) --build-lib $(CUDA_BUILD)/lib
 	@touch $@
 
-gpu-check: $(BASE) $(call needs,test) $(call needs,bench)
+gpu-check: $(BASE) $(call needs,test) $(call needs,bench)  # builds by itself, with a limit of its own
 	$(PY) benchmarks/gpu_check.py $(ARGS)
 
 clean:
