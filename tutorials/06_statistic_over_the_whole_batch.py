@@ -15,7 +15,7 @@ import torch.distributed as dist
 from losses import MinibatchStdDev
 from torch import nn
 
-from minddp import DistributedDataParallel, ordering
+from minddp import DistributedDataParallel
 from minddp import functional as F
 from minddp.testing import run_ranks
 
