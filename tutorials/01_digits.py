@@ -20,6 +20,7 @@ import hashlib
 import os
 from pathlib import Path
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,6 +36,11 @@ HELD_OUT = 357  # of 1,797; the other 1,440 divide evenly by 2, 3 or 4 ranks' ba
 BATCH = 30  # per rank
 LEARNING_RATE = 4e-3  # at the start; falls linearly to 0
 GOAL = 0.97
+
+# %% [markdown]
+# ## The net
+
+# %%
 
 
 class DigitNet(nn.Module):
@@ -52,10 +58,20 @@ class DigitNet(nn.Module):
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         return self.out(F.relu(self.hidden(x.flatten(1))))
 
+# %% [markdown]
+# ## The line that makes it data-parallel
+
+# %%
+
 
 def wrap(model: nn.Module, torch_ddp: bool) -> nn.Module:
     """The line that makes training data-parallel: the same for both classes."""
     return nn.parallel.DistributedDataParallel(model) if torch_ddp else minddp.DistributedDataParallel(model)
+
+# %% [markdown]
+# ## The data
+
+# %%
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -74,6 +90,13 @@ def digest(model: nn.Module) -> str:
     for value in model.state_dict().values():
         sha.update(value.contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
+
+# %% [markdown]
+# ## A training run
+#
+# Both classes are used in the same way, so the run takes either.
+
+# %%
 
 
 class Run:
@@ -138,6 +161,11 @@ class Run:
         dist.all_reduce(right)
         return right.item() / len(held_out)
 
+# %% [markdown]
+# ## What is checked
+
+# %%
+
 
 def gradient_difference(run: Run, training: TensorDataset) -> tuple[float, float]:
     """(largest difference, largest gradient): the ranks' averaged gradients beside one process's."""
@@ -173,6 +201,11 @@ def everyone(text: str) -> list[str]:
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
+
+# %% [markdown]
+# ## All of it
+
+# %%
 
 
 def main() -> None:

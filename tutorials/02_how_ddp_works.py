@@ -14,6 +14,7 @@ Below it is built five times, each time a little more like the real one, and eac
 import time
 from collections.abc import Callable
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,7 +27,10 @@ from minddp.timeline import step_times
 
 RANKS = 2
 
-# ------------------------------------------------------------------- 1. what is synchronized, and when
+# %% [markdown]
+# ## 1. What is synchronized, and when
+
+# %%
 
 
 def two_and_four(rank: int, world_size: int) -> dict[str, float]:
@@ -54,7 +58,10 @@ def what_is_synchronized() -> None:
     assert all((rank["before"], rank["gradient"], rank["weight"]) == (None, 3.0, 7.0) for rank in ranks)
 
 
-# ---------------------------------------------------------------------- 2. replicas left to themselves
+# %% [markdown]
+# ## 2. Replicas left to themselves
+
+# %%
 
 
 def distances(rank: int, world_size: int, synchronized: bool) -> list[float]:
@@ -88,7 +95,10 @@ def replicas_alone() -> None:
     print()
 
 
-# ----------------------------------------------------------------------------------- 3. the ladder
+# %% [markdown]
+# ## 3. The ladder
+
+# %%
 
 
 class PerParameter:
@@ -281,7 +291,10 @@ def ladder() -> None:
     print("   Every rung has the same gradients as the one below, bit for bit, and both ranks have them.\n")
 
 
-# ------------------------------------------------------------------- 4. following gradients through it
+# %% [markdown]
+# ## 4. Following gradients through it
+
+# %%
 
 
 def timeline(rank: int, world_size: int) -> dict:
@@ -321,7 +334,10 @@ def follow_gradients() -> None:
     print(f"   {during} of {len(launches)} allreduces were launched while backward was still running.\n")
 
 
-# ------------------------------------------------------------------------- 5. the model cut instead
+# %% [markdown]
+# ## 5. The model cut instead
+
+# %%
 
 
 def two_halves(rank: int, world_size: int) -> dict[str, float]:

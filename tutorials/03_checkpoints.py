@@ -12,6 +12,7 @@ import signal
 import tempfile
 from pathlib import Path
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -43,7 +44,10 @@ def largest_difference(model: nn.Module) -> float:
     return max((other - everyone[0]).abs().max().item() for other in everyone)
 
 
-# ------------------------------------------------------------------------------------ save and resume
+# %% [markdown]
+# ## Save and resume
+
+# %%
 
 
 def save(path: Path, net: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
@@ -109,7 +113,10 @@ def killed_and_resumed(folder: Path) -> None:
     assert len(same) == len(unbroken["model"])
 
 
-# ------------------------------------------------------------------------------------- who may load
+# %% [markdown]
+# ## Who may load
+
+# %%
 
 
 def one_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ Averaging gradients makes M ranks one training run only if the rest is in order 
 import math
 from itertools import chain
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,7 +23,10 @@ import minddp
 from minddp.sync_batchnorm import convert_sync_batchnorm
 from minddp.testing import run_ranks
 
-# ----------------------------------------------------------------------------------- 1. the sampler
+# %% [markdown]
+# ## 1. The sampler
+
+# %%
 
 
 def samplers() -> None:
@@ -49,7 +53,10 @@ def samplers() -> None:
     assert len([*chain(*dropped)]) == len({*chain(*dropped)}) == 9
 
 
-# ---------------------------------------------------------------------------- 2. branches that ranks skip
+# %% [markdown]
+# ## 2. Branches that ranks skip
+
+# %%
 
 
 class Branches(nn.Module):
@@ -95,7 +102,10 @@ def branches() -> None:
     print()
 
 
-# -------------------------------------------------------------------------- 3. cats, dogs and cars
+# %% [markdown]
+# ## 3. Cats, dogs and cars
+
+# %%
 
 KINDS = ("cats", "dogs", "cars")
 FEATURES = 8

@@ -9,6 +9,7 @@ checked, to rounding.
 
 import time
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -42,7 +43,10 @@ def whole_batch_gradient(loss_reduction: str) -> Tensor:
     return gradient(model)
 
 
-# ------------------------------------------------------------------------------------ mean and sum
+# %% [markdown]
+# ## Mean and sum
+
+# %%
 
 
 def ddp_gradients(rank: int, world_size: int) -> dict[str, Tensor]:
@@ -107,7 +111,10 @@ def mean_and_sum() -> dict[str, Tensor]:
     return found
 
 
-# --------------------------------------------------------------------------------- where to divide
+# %% [markdown]
+# ## Where to divide
+
+# %%
 
 LARGE, SMALL = 30_000.0, 2.0**-23  # float16 ends at 65,504 and 2^-24
 
@@ -203,7 +210,10 @@ def passes_over_memory() -> None:
     print("   in the collective: no pass of its own (AVG, where the engine has it, as NCCL)\n")
 
 
-# ------------------------------------------------------------------------ batch size and learning rate
+# %% [markdown]
+# ## Batch size and learning rate
+
+# %%
 
 
 def sgd(rank: int, world_size: int, rate: float, steps: int, rows: int) -> Tensor:

@@ -10,6 +10,7 @@ can carry the statistic across, value *and* gradient?
 import os
 import textwrap
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 from losses import MinibatchStdDev
@@ -17,6 +18,7 @@ from torch import nn
 
 from minddp import DistributedDataParallel
 from minddp import functional as F
+from minddp.ranks import ordering
 from minddp.testing import run_ranks
 
 BATCH, RANKS = 4, 2
@@ -24,6 +26,11 @@ BATCH, RANKS = 4, 2
 
 def say(text):
     print(textwrap.fill(" ".join(text.split()), 100), end="\n\n")
+
+# %% [markdown]
+# ## Ways to carry a statistic over ranks
+
+# %%
 
 
 def features():
@@ -101,6 +108,11 @@ def compare_the_ways():
     say("""The plain all_reduce is the treacherous one: its value is right. Its gradient lacks what this
         rank's samples do to the other rank's loss.""")
 
+# %% [markdown]
+# ## Under DistributedDataParallel
+
+# %%
+
 
 class Discriminator(nn.Module):
     def __init__(self, statistic):
@@ -153,6 +165,11 @@ def compare_under_ddp():
     say("""One sample per rank works, where a local deviation would be 0. Both groups work as long as all
         ranks issue their collectives in the same order: with one model on all ranks they do.""")
 
+# %% [markdown]
+# ## A buffer is no answer
+
+# %%
+
 
 class StatisticInABuffer(nn.Module):
     """The hope: register the statistic as a buffer, and DDP will synchronize it."""
@@ -180,6 +197,11 @@ def a_buffer_is_no_answer():
     say(f"""A registered buffer is not the answer. The ranks' means are 10 and 20; in the next forward
         both find {values[0]:g} in it: DDP broadcasts rank 0's buffer. It averages nothing, and a buffer
         has no gradient.""")
+
+# %% [markdown]
+# ## What a wrong order does
+
+# %%
 
 
 def in_another_order(rank, size):

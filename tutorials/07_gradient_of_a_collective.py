@@ -9,6 +9,7 @@ the sum of all ranks' losses: what a single process would differentiate if it ra
 import textwrap
 import warnings
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as torch_nn
@@ -20,6 +21,11 @@ from minddp.testing import run_ranks
 
 def say(text):
     print(textwrap.fill(" ".join(text.split()), 100), end="\n\n")
+
+# %% [markdown]
+# ## Three ways to reduce
+
+# %%
 
 
 def plain_all_reduce(xx, op="sum"):
@@ -38,6 +44,12 @@ WAYS = {
     "torch.distributed.nn": torch_all_reduce,
     "minddp.functional": F.all_reduce,
 }
+
+# %% [markdown]
+# ## The programs and the truth
+
+# %%
+
 
 # Each program: xx, the rank and a way to reduce -> this rank's loss.
 PROGRAMS = {
@@ -100,6 +112,11 @@ def the_numbers_of_the_question(ranks):
     assert gradients("(rank + 2) * all_reduce(xx, product)", "minddp.functional") == [30, 30]
     assert gradients("rank * all_reduce(xx)", "minddp.functional") == [2, 3]
 
+# %% [markdown]
+# ## One loss, or two?
+
+# %%
+
 
 def one_loss_or_two(rank, size):
     """x.grad of all_reduce(xx)**2 under both readings."""
@@ -141,6 +158,11 @@ def a_wrong_claim_raises():
     assert 'use loss="per_rank"' in texts[0]
     say("The claim is checked. With a different factor on each rank it is false, and every rank is told:")
     print(textwrap.indent(textwrap.fill(texts[0], 96), "  | "), end="\n\n")
+
+# %% [markdown]
+# ## A gradient of zero
+
+# %%
 
 
 def distance_from_the_mean(rank, size):

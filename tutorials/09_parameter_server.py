@@ -22,6 +22,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -32,6 +33,11 @@ from minddp.testing import run_ranks
 
 STEPS = 4
 WIDTH = 256
+
+# %% [markdown]
+# ## A link that counts
+
+# %%
 
 
 class Link:
@@ -61,6 +67,11 @@ def unflatten(vector: Tensor, tensors: list[Tensor]) -> None:
     for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.data.copy_(part.view_as(tensor))
 
+# %% [markdown]
+# ## The parameter server
+
+# %%
+
 
 def server_step(model: nn.Module, link: Link, rate: float) -> None:
     """Rank 0 is the server and a worker at once; the others push gradients and pull weights."""
@@ -80,6 +91,11 @@ def server_step(model: nn.Module, link: Link, rate: float) -> None:
         link.exchange(gradient, 0, None, -1)
         link.exchange(None, -1, weights, 0)
     unflatten(weights, parameters)
+
+# %% [markdown]
+# ## The ring
+
+# %%
 
 
 def ring_allreduce(vector: Tensor, link: Link) -> None:
@@ -111,6 +127,12 @@ def ddp_step(model: nn.Module, link: Link, rate: float) -> None:
             parameter -= rate * parameter.grad
 
 
+# %% [markdown]
+# ## What the kernel counted
+
+# %%
+
+
 # Offsets of 64-bit counters in Linux's struct tcp_info.
 TCP_INFO_RECEIVED, TCP_INFO_SENT, TCP_INFO_SENT_AGAIN = 128, 200, 208
 
@@ -132,6 +154,11 @@ def socket_bytes() -> tuple[int, int]:
             out -= struct.unpack_from("Q", info, TCP_INFO_SENT_AGAIN)[0]
             into += struct.unpack_from("Q", info, TCP_INFO_RECEIVED)[0]
     return out, into
+
+# %% [markdown]
+# ## The same training on each way
+
+# %%
 
 
 def train(rank: int, world_size: int, way: str) -> dict:

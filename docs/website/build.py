@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -112,7 +113,8 @@ def order_page(title: str, text: str, paths: list[str], layout: Layout) -> str:
     """A page that lists annotated files in reading order. REQUIRES: it stands in the folder source/."""
     names = [layout.pages[path].removeprefix("source/") for path in paths]
     rows = [f"{place}. [`{path}`]({name}.md)" for place, (path, name) in enumerate(zip(paths, names), 1)]
-    return f"# {title}\n\n{text}\n\n" + "\n".join(rows) + "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n"
+    toctree = "```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n"
+    return f"# {title}\n\n{text}\n\n" + "\n".join(rows) + "\n\n" + toctree
 
 
 def toctrees() -> str:
@@ -137,7 +139,8 @@ def assemble(with_tutorials: bool) -> Layout:
         tutorials.ensure_outputs(layout)
     for path in layout.tutorials:
         page = layout.pages[path]
-        writer.write(page, tutorials.render(path, page, pages, with_tutorials))
+        translate = functools.partial(writer.translate, page=page, path=path)
+        writer.write(page, tutorials.render(path, page, pages, with_tutorials, translate))
     writer.write("tutorials", tutorials.index(layout))
     intro = "Each file is shown as it is, its comments beside the code that they stand above."
     writer.write("source/cpp", order_page("The reducer, annotated: C++", intro, layout.cpp, layout))

@@ -1,7 +1,7 @@
-"""Pictures made from the code: SVG that takes its text's colour from the page, so that it can be read in the dark, too.
+"""Pictures made from the code: SVG that takes its text's colour from the page, so that it can be read in the dark.
 
-Each function returns one picture. What it shows is read from the sources, or computed by the package itself: the phases
-from `reducer.h`, the buckets by `assign_buckets`, the launches by the rule that the reducer follows.
+Each function returns one picture. What it shows is read from the sources, or computed by the package itself: the
+phases from `reducer.h`, the buckets by `assign_buckets`, the launches by the rule that the reducer follows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def words(x: float, y: float, text: str, size: int = 13, anchor: str = "start", 
     )
 
 
-def box(x: float, y: float, width: float, height: float, colour: str, opacity: float = 0.3, dash: bool = False) -> str:
+def box(
+    x: float, y: float, width: float, height: float, colour: str, opacity: float = 0.3, dash: bool = False
+) -> str:
     dashes = ' stroke-dasharray="4 3"' if dash else ""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="4" fill="{colour}" '
@@ -47,7 +49,8 @@ def line(x1: float, y1: float, x2: float, y2: float, colour: str = GREY, width: 
 
 def arrow(path: str, tip: tuple[float, float], turn: float, colour: str = GREY) -> str:
     x, y = tip
-    head = f'<path d="M0,0 L-9,-4.5 L-9,4.5 Z" fill="{colour}" transform="translate({x:.1f},{y:.1f}) rotate({turn})"/>'
+    place = f"translate({x:.1f},{y:.1f}) rotate({turn})"
+    head = f'<path d="M0,0 L-9,-4.5 L-9,4.5 Z" fill="{colour}" transform="{place}"/>'
     return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>{head}'
 
 
@@ -71,7 +74,8 @@ def phases() -> str:
     total = 40 + len(names) * width + (len(names) - 1) * gap
     parts = []
     for index, name in enumerate(names):
-        parts += [box(x[name], top, width, 46, COLOURS[index]), words(x[name] + width / 2, top + 28, name, 15, "middle")]
+        parts.append(box(x[name], top, width, 46, COLOURS[index]))
+        parts.append(words(x[name] + width / 2, top + 28, name, 15, "middle"))
     for number, (begin, _, end) in enumerate(moves, 1):
         if begin not in x or end not in x:
             continue  # from anywhere, or to an error: only listed
@@ -84,9 +88,8 @@ def phases() -> str:
         parts.append(arrow(path, (b, edge), 90 if forwards else -90))
         middle = (a + b) / 2, edge + 0.75 * (bend - edge)
         parts.append(f'<circle cx="{middle[0]}" cy="{middle[1]}" r="10" fill="{COLOURS[0]}"/>')
-        parts.append(
-            f'<text x="{middle[0]}" y="{middle[1] + 4}" font-size="12" text-anchor="middle" style="fill:#fff">{number}</text>'
-        )
+        place = f'x="{middle[0]}" y="{middle[1] + 4}" font-size="12" text-anchor="middle"'
+        parts.append(f'<text {place} style="fill:#fff">{number}</text>')
     for number, (begin, why, end) in enumerate(moves, 1):
         parts.append(words(20, 230 + 21 * number, f"{number}   {begin} → {end}: {why}", 13))
     return svg(total, 245 + 21 * len(moves), parts, "The phases of an iteration and what leads from one to another")
@@ -127,7 +130,8 @@ def launch_order() -> str:
         parts.append(box(left, y + 24, scale * max(ready), 22, GREY, 0.15))
         for bucket, moment in enumerate(ready):
             x = left + scale * moment
-            parts += [line(x, y + 18, x, y + 46, COLOURS[bucket], 3), words(x, y + 14, f"{bucket} complete", 11, "middle")]
+            parts.append(line(x, y + 18, x, y + 46, COLOURS[bucket], 3))
+            parts.append(words(x, y + 14, f"{bucket} complete", 11, "middle"))
             if leave[rank][bucket] > moment:
                 later = left + scale * leave[rank][bucket]
                 parts.append(line(x, y + 60, later, y + 60, COLOURS[bucket], 2, "3 3"))
@@ -138,7 +142,7 @@ def launch_order() -> str:
         parts.append(box(left + scale * begin, y, scale * (end - begin), 24, COLOURS[bucket]))
         parts.append(words(left + scale * (begin + end) / 2, y + 17, f"bucket {bucket}", 12, "middle"))
     width = left + int(scale * moved[-1][1]) + 20
-    return svg(width, y + 40, parts, "Two ranks complete buckets in different orders and launch them in the same order")
+    return svg(width, y + 40, parts, "Two ranks complete buckets in different orders and launch them in one order")
 
 
 # --- threads -------------------------------------------------------------------------------------------------
@@ -235,12 +239,13 @@ def ring() -> str:
             y = 34 + rank * 44
             for chunk, content in enumerate(chunks):
                 whole = len(content) == ranks
-                parts.append(box(x + chunk * cell, y, cell, cell, GREEN if whole else BLUE, 0.15 + 0.25 * len(content)))
+                colour = GREEN if whole else BLUE
+                parts.append(box(x + chunk * cell, y, cell, cell, colour, 0.15 + 0.25 * len(content)))
                 parts.append(words(x + (chunk + 0.5) * cell, y + 17, str(len(content)), 12, "middle"))
     for rank in range(ranks):
         parts.append(words(8, 34 + rank * 44 + 18, f"rank {rank}", 14, weight="bold"))
     width = left + len(steps) * (ranks * cell + 46)
-    return svg(width, 40 + ranks * 44, parts, "Ring allreduce on three ranks: how many ranks' numbers each chunk holds")
+    return svg(width, 40 + ranks * 44, parts, "Ring allreduce on three ranks: whose numbers each chunk holds")
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {

@@ -1,4 +1,4 @@
-"""Every message that the sources can raise, as they word it. A part that is filled in when it happens stands in ‹…›."""
+"""Every message that the sources can raise, as they word it; what is filled in when it happens stands in ‹…›."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A Markdown file of the repository as a page of the site.
 
-What changes is where links lead: to the page that shows a file, or to a copy of the file where no page does. A link to
-what does not exist is an error. A file that is named in backticks, and has a page, becomes a link to it.
+What changes is where links lead: to the page that shows a file, or to a copy of the file where no page does. A
+link to what does not exist is an error. A file that is named in backticks, and has a page, becomes a link to it.
 """
 
 from __future__ import annotations

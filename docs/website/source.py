@@ -114,9 +114,10 @@ def python_rows(text: str) -> list[Row]:
 
 def _python_notes(node: ast.AST, owner: str, notes: dict, titles: dict) -> None:
     body = getattr(node, "body", [])
-    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node):
-        constant = body[0]
-        notes[constant.lineno] = (constant.end_lineno, (ast.get_docstring(node) or "").splitlines())
+    documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    text = ast.get_docstring(node) if documented else None
+    if text:
+        notes[body[0].lineno] = (body[0].end_lineno, text.splitlines())
     for child in body:
         if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             name = f"{owner}{child.name}"

@@ -1,8 +1,8 @@
 """A tutorial as a page: its cells, what it prints, its pictures.
 
-A tutorial is a program. Its docstring is the page's beginning; after that, a line `# %% [markdown]` begins prose, which
-stands in comments, and a line `# %%` begins code. Ranks are processes that import the file, so a tutorial's cells define
-functions, and its last one runs them.
+A tutorial is a program. Its docstring is the page's beginning; after that, a line `# %% [markdown]` begins prose,
+which stands in comments, and a line `# %%` begins code. Ranks are processes that import the file, so a tutorial's
+cells define functions, and its last one runs them.
 
 What it prints comes from run_all.py, which keeps it in build/tutorials and compares it with tutorials/expected.
 """
@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from .layout import ROOT, Layout
@@ -83,13 +84,14 @@ def fence(text: str, language: str = "text") -> str:
     return f"```{language}\n{text}\n```\n"
 
 
-def render(path: str, page: str, source: Path, with_output: bool) -> str:
+def render(path: str, page: str, source: Path, with_output: bool, translate: Callable[[str], str]) -> str:
     text = (ROOT / path).read_text()
     lines = text.splitlines()
     number = Path(path).name[:2]
     docstring = (ast.get_docstring(ast.parse(text)) or "").split("\n", 1)
     parts = [f"# {number}. {title(text)}\n", docstring[0].partition(": ")[2] and _sentence(docstring[0])]
-    parts += [docstring[1] if len(docstring) > 1 else "", f"\nThe program: [`{path}`]({_copy(path, page, source)}).\n"]
+    parts.append(translate(docstring[1] if len(docstring) > 1 else ""))
+    parts.append(f"\nThe program: [`{path}`]({_copy(path, page, source)}).\n")
     numbered, rest = sections(printed(path)) if with_output else ({}, "")
     file = os.path.relpath(ROOT / path, (source / page).parent)
     section = ""
@@ -99,14 +101,14 @@ def render(path: str, page: str, source: Path, with_output: bool) -> str:
             if heading:
                 parts.append(_output(numbered.pop(section, "")))
                 section = heading[1] or ""
-            parts.append("\n".join(re.sub(r"^# ?", "", line) for line in lines[first - 1 : last]) + "\n")
+            parts.append(translate("\n".join(re.sub(r"^# ?", "", line) for line in lines[first - 1 : last])))
         else:
             parts.append(f"```{{literalinclude}} {file}\n:language: python\n:lines: {first}-{last}\n```\n")
     parts.append(_output(numbered.pop(section, "")))
     left = "\n\n".join([rest, *numbered.values()]).strip("\n")
     if left:
         parts += ["## What it prints\n", _output(left)]
-    for picture in sorted(OUTPUT.glob(f"{Path(path).stem}*.png")):
+    for picture in sorted((ROOT / "tutorials" / "output").glob(f"{Path(path).stem}*.png")):
         target = source / Path(page).parent / picture.name
         shutil.copyfile(picture, target)
         parts.append(f"![{title(text)}]({picture.name})\n")
