@@ -5,12 +5,12 @@ from torch import Tensor, nn
 
 
 def average_gradients(model: nn.Module) -> None:
-    """1. After a backward on each rank: every ``.grad`` becomes the mean over ranks, by one allreduce of one buffer."""
+    """1. After a backward on each rank: make every ``.grad`` the mean over ranks, by one allreduce."""
     raise NotImplementedError("exercise 1")
 
 
 def cut(nbytes: list[int], cap: int) -> list[list[int]]:
-    """2. Parameters' indices by bucket, from the last one to the first; a bucket closes once it holds ``cap`` bytes."""
+    """2. Indices by bucket, from the last one to the first; a bucket closes when it holds ``cap`` bytes."""
     raise NotImplementedError("exercise 2")
 
 
