@@ -56,7 +56,7 @@ def build(device: str) -> dict[str, Any]:
 
 def tests(device: str) -> dict[str, Any]:
     """Runs the tests that use a GPU; the closing line and what failed."""
-    layers = "tests/parallel/test_sync_batchnorm.py::test_equals_batch_norm_over_the_whole_batch"
+    layers = "tests/sync_batchnorm/test_sync_batchnorm.py::test_equals_batch_norm_over_the_whole_batch"
     command = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=short", "tests/cuda", layers]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)

@@ -54,6 +54,18 @@ inline std::string ready_twice(int rank, const Parameter& p, int arrivals) {
       rank, "]");
 }
 
+// Two wrappers reduce one gradient, which is a window on one's bucket, in the same backward.
+inline std::string shared_view(int rank, const Parameter& p) {
+  return c10::str("Parameter '", p.name,
+      "' belongs to two wrappers that both reduce its gradient in this backward, one "
+      "of them with gradient_as_bucket_view=True: its gradient would be a window on one's bucket, and be changed "
+      "while "
+      "the other sends it. Construct both with gradient_as_bucket_view=False, or wrap once the module that holds "
+      "both. "
+      "[rank ",
+      rank, "]");
+}
+
 // static_graph, but a parameter that no rank used in the first iteration got a gradient.
 inline std::string graph_changed(int rank, const Parameter& p) {
   return c10::str("Your training graph has changed in this iteration: static_graph=True, but parameter '", p.name,

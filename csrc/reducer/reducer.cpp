@@ -190,6 +190,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   if (defined) usage_.local_used_map[index] = 1;
   if (defined) note_origin(index);
   if (backward_.origin != Origin::kSynchronized) return;
+  refuse_shared_view(index);
   if (phase_ != Phase::kBackward) begin_iteration();
   if (used_map_.known_unused(index)) fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
   if (torch::autograd::get_current_graph_task_id() != backward_.graph_task) usage_.nested[index] = 1;
@@ -198,6 +199,15 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
     case ParamUsage::Arrival::kEarly: break;
     case ParamUsage::Arrival::kLast: mark_variable_ready(index, contribution); break;
     case ParamUsage::Arrival::kExtra: gradient_grew(index); break;
+  }
+}
+
+void Reducer::refuse_shared_view(size_t index) const {
+  for (const Sharer& sharer : sharers_) {
+    auto other = sharer.theirs[index] < 0 ? nullptr : sharer.reducer.lock();
+    if (other && other->backward_.origin == Origin::kSynchronized &&
+        other->usage_.arrived_in[sharer.theirs[index]] == torch::autograd::get_current_graph_task_id())
+      fail(errors::shared_view(group_->getRank(), {index, names_[index]}));
   }
 }
 

@@ -118,6 +118,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     recorded_ = true;
   }
 
+  // `other` reduces some of these parameters too (theirs[i] is parameter i's index there, or -1), and one of the two
+  // makes gradients views: a backward through both is refused.
+  void share(const std::shared_ptr<Reducer>& other, std::vector<int64_t> theirs) {
+    std::erase_if(sharers_, [&](const Sharer& s) { return s.reducer.expired() || s.reducer.lock() == other; });
+    sharers_.push_back({other, std::move(theirs)});
+  }
+
   ReducerOptions& options() { return options_; }
   ReducerCallbacks& callbacks() { return callbacks_; }
   bool sync_enabled = true;            // outside of no_sync, for a warning only: forward decides
@@ -142,6 +149,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void watch(const std::vector<at::Tensor>& outputs, bool synchronized);
   void enter_backward(std::optional<bool> through_synchronized_forward);
   void begin_iteration();
+  void refuse_shared_view(size_t index) const;
   void mark_variable_ready(size_t index, const at::Tensor& contribution);
   void note_origin(size_t index);
   void gradient_grew(size_t index);
@@ -201,6 +209,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   } backward_;
   ParamUsage usage_;
   UsedMap used_map_;
+  struct Sharer {
+    std::weak_ptr<Reducer> reducer;
+    std::vector<int64_t> theirs;
+  };
+  std::vector<Sharer> sharers_;
   std::vector<c10::intrusive_ptr<Future>> extra_futures_;
   std::shared_ptr<Trace> trace_;  // shared with the collectives' completion callbacks
 };

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C, environment
+from ..guards import optimizer_guard
 from ..guards.finite_check import FiniteCheck
 from ..guards.local_gradients import LocalGradients
 from ..guards.module_changes import ModuleChanges
@@ -100,6 +101,7 @@ class Engine:
         self.logger = LoggingData(self.module, self.config, self.parameters, self.reducer, self.devices)
         if facts is not None and facts.comm_hook is not None:
             self.logger.set("comm_hook", facts.comm_hook)
+        self._note_sharers()
         self._make_guards()
         self._place_hook()
         if self.mixed is None:  # it keeps the parameters' two precisions, and asks for the reducer of the moment
@@ -113,6 +115,17 @@ class Engine:
         if planned is not None:
             self.reducer.set_buckets(planned)
         self.tuner = self._make_tuner()
+
+    def _note_sharers(self) -> None:
+        """Other wrappers of some of these parameters, where gradients are windows on the buckets of one."""
+        for other in optimizer_guard.watched():
+            if other is self or not (self.config.gradient_as_bucket_view or other.config.gradient_as_bucket_view):
+                continue
+            for one, two in ((self, other), (other, self)):
+                index = {id(p): i for i, p in enumerate(two.parameters.reduced)}
+                theirs = [index.get(id(p), -1) for p in one.parameters.reduced]
+                if any(i >= 0 for i in theirs):
+                    one.reducer.share(two.reducer, theirs)
 
     def detach(self) -> None:
         """The parameters are nobody's any more."""

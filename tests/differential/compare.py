@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,37 +146,54 @@ def _is_mean_of_local(
 
 
 def _asks_for_local(program: dict[str, Any], step: int) -> bool:
-    """Whether gradients are meant to be local here: no_sync, or a forward through ``.module``, since zero_grad."""
-    for verb, a in reversed(program["steps"][: step + 1]):
+    """Whether gradients are meant to be local: of a forward under no_sync or past the wrapper, since zero_grad."""
+    local = False
+    for verb, _, ways in _backwards(program, step):
         if verb == "zero":
-            return False
-        if (verb == "forward" and a.get("sync") is False) or a.get("via", "ddp") != "ddp":
-            return True
-    return False
+            local = False
+        elif verb == "backward":
+            local = local or any(sync is False or via != "ddp" for _, via, sync in ways)
+    return local
 
 
 def _past_a_forward_that_waits(program: dict[str, Any], step: int) -> bool:
     """Whether a backward through ``.module`` since zero_grad found a forward of its wrapper without a backward."""
     waiting: set[int] = set()
-    outputs: dict[str, list[tuple[int, str]]] = {}  # by variable: wrapper and way of the forwards that it came from
     found = False
-    for verb, a in program["steps"][: step + 1]:
-        if verb == "forward" and a.get("grad") is not False:
-            outputs[a.get("out", "_")] = [(a.get("w", 0), a.get("via", "ddp"))]
-            if a.get("via", "ddp") == "ddp" and a.get("sync") is not False:
-                waiting.add(a.get("w", 0))
-        elif verb == "jacobian":
+    for verb, a, ways in _backwards(program, step):
+        if verb == "jacobian" or (verb == "forward" and ways[0][1:] == ("ddp", True)):
             waiting.add(a.get("w", 0))
-        elif verb in ("loss", "penalty"):
-            outputs[a.get("out", "_")] = [way for name in a.get("of", []) for way in outputs.get(name, [])]
         elif verb == "backward":
-            ways = outputs.get(a["loss"], [])
-            through = {w for w, via in ways if via == "ddp"}
-            found = found or any(via == "module" and w in waiting - through for w, via in ways)
+            through = {w for w, via, _ in ways if via == "ddp"}
+            found = found or any(via == "module" and w in waiting - through for w, via, _ in ways)
             waiting -= through
         elif verb == "zero":
             found = False
     return found
+
+
+_Ways = list[tuple[int, str, bool]]
+
+
+def _backwards(program: dict[str, Any], step: int) -> Iterator[tuple[str, dict[str, Any], _Ways]]:
+    """The steps up to ``step`` that matter for whose a gradient is, each with the forwards it comes from.
+
+    A forward is (wrapper, way, whether it is synchronized).
+    """
+    outputs: dict[str, _Ways] = {}
+    for verb, a in program["steps"][: step + 1]:
+        ways: _Ways = []
+        if verb == "forward" and a.get("grad") is not False:
+            ways = [(a.get("w", 0), a.get("via", "ddp"), a.get("sync") is not False)]
+            ways += outputs.get(a.get("input", "x"), [])
+        elif verb in ("loss", "penalty"):
+            ways = [way for name in a.get("of", []) for way in outputs.get(name, [])]
+        elif verb == "backward":
+            ways = outputs.get(a["loss"], [])
+        if verb in ("forward", "loss", "penalty") and ways:
+            outputs[a.get("out", "_")] = ways
+        if ways or verb in ("zero", "jacobian"):
+            yield verb, a, ways
 
 
 def _under_no_sync(program: dict[str, Any], step: int) -> bool:

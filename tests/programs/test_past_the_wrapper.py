@@ -7,12 +7,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.testing import run_ranks
+from minddp.testing import RankError, run_ranks
 
 
 def _net():
@@ -229,7 +230,72 @@ def with_a_closure(wrap, rank):
     return _weights(model)
 
 
+class _Checkpointed(nn.Module):
+    """A reentrant checkpoint: its parameters' gradients come in a graph task of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return checkpoint(self.inner, self.first(x), use_reentrant=True)
+
+
+def old_wrapper_and_a_reentrant_checkpoint(wrap, rank):
+    """The old wrapper sees the new one's gradients, nested ones too, where the other ranks are out of batches."""
+    torch.manual_seed(0)
+    old = wrap(_Checkpointed())
+    model = wrap(old.module)
+    optimizer = _sgd(old)
+    with model.join():
+        for i in range(3 if rank == 0 else 2):
+            optimizer.zero_grad()
+            model(_batch(rank, i)[: 2 + rank]).pow(2).sum().backward()
+            optimizer.step()
+    return _weights(model)
+
+
+def forward_on_one_rank_after_a_step(wrap, rank):
+    """With find_unused_parameters, and no buffers, forward has no collective in it."""
+    model = wrap(_net(), find_unused_parameters=True)
+    for i in range(3):
+        model.zero_grad()
+        model(_batch(rank, i)).pow(2).sum().backward()
+        if rank == 1:
+            model(_batch(rank, i + 1)).detach()
+        torch.distributed.barrier()
+        _sgd(model).step()
+    return _weights(model)
+
+
+def a_hook_after_the_first_steps(wrap, rank):
+    model = wrap(_net())
+    for i in range(6):
+        if i in (2, 4):
+            model = wrap(model.module) if i == 4 else model
+            model.register_comm_hook(None, fp16_compress_hook if i == 2 else allreduce_hook)
+        model.zero_grad()
+        model(_batch(rank, i)).pow(2).sum().backward()
+        _sgd(model).step()
+    return _weights(model)
+
+
+def a_builtin_hook_after_the_first_steps(wrap, rank):
+    model = wrap(_net())
+    for i in range(4):
+        if i == 2:
+            model._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
+        model.zero_grad()
+        with model.no_sync():
+            model(_batch(rank, i + 1)).pow(2).sum().backward()
+        model(_batch(rank, i)).pow(2).sum().backward()
+        _sgd(model).step()
+    return _weights(model)
+
+
 RIGHT = [
+    old_wrapper_and_a_reentrant_checkpoint, forward_on_one_rank_after_a_step, a_hook_after_the_first_steps,
+    a_builtin_hook_after_the_first_steps,
     logged_forward_then_no_sync, penalty_then_probe, penalty_then_weight_penalty, probe_in_another_thread,
     forward_returns_a_parameter, hidden_output_of_a_checkpoint, hidden_output_and_many_forwards,
     penalty_with_a_forward_between, penalty_on_weights_with_zero, copied_on_one_rank, probe_then_own_gradients,
@@ -355,3 +421,37 @@ def _assigned_by_hand(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gradient_assigned_by_hand_is_summed(world_size):
     assert run_ranks(_assigned_by_hand, world_size) == [True] * world_size
+
+
+# ---- two wrappers of one parameter, both in one loss
+
+
+def _shared_layer(rank, world_size, views):
+    """Chained: the second's input is the first's output. Without views, as a single process that has both batches."""
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    first = minddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), shared), gradient_as_bucket_view=views[0])
+    second = minddp.DistributedDataParallel(nn.Sequential(shared, nn.Linear(4, 1)), gradient_as_bucket_view=views[1])
+    parameters = [*{id(p): p for m in (first, second) for p in m.parameters()}.values()]
+    alone = copy.deepcopy(nn.ModuleList([first.module, second.module]))
+    for i in range(3):
+        for p in (*parameters, *alone.parameters()):
+            p.grad = None
+        x = _batch(rank, i)
+        hidden = first(x)
+        (second(hidden).sum() + hidden.pow(2).sum()).backward()
+        everyone = torch.cat([_batch(other, i) for other in range(world_size)])
+        hidden = alone[0](everyone)
+        ((alone[1](hidden).sum() + hidden.pow(2).sum()) / world_size).backward()
+    return [torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5) for p, q in zip(parameters, alone.parameters())]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_layer_that_two_wrappers_reduce_in_one_backward(world_size):
+    assert all(all(same) for same in run_ranks(_shared_layer, world_size, (False, False)))
+    for views in ((True, True), (True, False), (False, True)):
+        with pytest.raises(RankError) as raised:
+            run_ranks(_shared_layer, world_size, views)
+        for text in raised.value.failures.values():
+            assert "belongs to two wrappers that both reduce its gradient in this backward" in text
+            assert "Parameter '1.weight'" in text or "Parameter '0.weight'" in text or ".bias'" in text

@@ -1,6 +1,6 @@
 """Holds ``minddp/`` to its rooms: imports point down only, no two files know each other, and none grows too long.
 
-``python -m tests.unit.test_rooms`` prints the graph.
+``python -m tests.project.test_rooms`` prints the graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `minddp tune` makes of its arguments; the tuning itself is in tests/parallel."""
+"""What `minddp tune` makes of its arguments; the tuning itself is in tests/planner."""
 
 import sys
 import types

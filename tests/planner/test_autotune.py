@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minddp import autotune
-from minddp.planner import BucketPlan, LinearCost, bucket_spans
+from minddp.planner import BucketPlan, LinearCost, autotune, bucket_spans
 from minddp.planner.autotune import AutoTuner, TunerSettings
 from minddp.testing import run_ranks
 
