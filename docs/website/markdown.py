@@ -56,8 +56,8 @@ class Writer:
             elif fenced or line.startswith("    "):
                 lines.append(line)
             else:
-                line = NAMED.sub(lambda match: self._named(match, page, path), line)
-                lines.append(LINK.sub(lambda match: self._link(match, page, path), line))
+                line = LINK.sub(lambda match: self._link(match, page, path), line)
+                lines.append(NAMED.sub(lambda match: self._named(match, page, path), line))
         return "\n".join(lines) + "\n"
 
     def _named(self, match: re.Match[str], page: str, path: str) -> str:

@@ -1,7 +1,7 @@
 """Every command that the docs show, taken from the pages, in a copy of the sources as a fresh clone has them.
 
-A command that takes seconds is run. Of the others it is tested that what they name is there and takes these arguments:
-scripts parse them and stop, make shows what it would do, pytest finds the tests that are meant.
+A command that takes seconds is run. Of the others it is tested that what they name is there and takes these
+arguments: scripts parse them and stop, make shows what it would do, pytest finds the tests that are meant.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def test_scripts_take_these_arguments(clone):
     for command, parts in [*of("python"), *of("minddp")]:
         parts = without_placeholders(parts)
         if parts[0] == "minddp":
-            # `minddp run` passes on what it does not know. Two words name a command, and are not to be run as they are.
+            # `minddp run` passes on what it does not know. Two words only name a command.
             assert len(parts) < 2 or parts[1] in SUBCOMMANDS, command
             if len(parts) > 2 and parts[1] != "run":
                 asked.append((command, "module", "minddp", parts[1:]))
