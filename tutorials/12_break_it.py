@@ -248,6 +248,86 @@ def break_module() -> None:
 #
 # The same on all ranks, which is easier to write by mistake. Nobody waits, and the replicas drift apart.
 
+# %% [markdown]
+# ## 7. A second backward of one graph
+#
+# `loss.backward(retain_graph=True)`, then `loss.backward()` again. With torch's class, forward prepares for one
+# backward. The second one adds gradients that are this rank's own.
+
+# %%
+
+
+def second_backward(rank: int, wrap: Any, extra: dict, model: Any):
+    model.append(nn.Linear(4, 4))
+    ddp = wrap(model[0])
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    loss = ddp(torch.ones(2, 4) + rank).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    yield "step 0 done"
+
+
+def break_second_backward() -> None:
+    found = show("7. A second backward of one graph", second_backward)
+    assert all(map(ended_well, found["torch"][0])) and found["torch"][1] is False
+    assert all(map(ended_well, found["minddp"][0])) and found["minddp"][1] is True
+
+
+# %% [markdown]
+# ## 8. An exception in one rank's backward
+#
+# Rank 1 meets an exception in backward, catches it, and goes to the next batch, as a loop that skips bad batches
+# does. It
+# never sends its buckets. With torch's class rank 0 waits until the group's timeout. With minddp's it is told.
+
+# %%
+
+
+def skipped_batch(rank: int, wrap: Any, extra: dict, model: Any):
+    model.append(nn.Linear(4, 4))
+    ddp = wrap(model[0])
+    for step in range(2):
+        if rank == 1 and step == 1:
+            model[0].weight.register_hook(lambda _: 1 / 0)
+        try:
+            ddp(torch.ones(2, 4)).sum().backward()
+            yield f"step {step} done"
+        except ZeroDivisionError:
+            yield "bad batch, skipped"
+
+
+def break_exception() -> None:
+    found = show("8. An exception in one rank's backward", skipped_batch)
+    assert found["torch"][0][0][-1] == WAITS
+    assert "Error" in found["minddp"][0][0][-1] and "rank 1" in found["minddp"][0][0][-1]
+
+
+# %% [markdown]
+# ## 9. A layer unfrozen after wrapping
+#
+# Fine-tuning: a frozen layer is thawed later. Torch's class made its hooks at construction, and knows nothing of it.
+
+# %%
+
+
+def unfrozen(rank: int, wrap: Any, extra: dict, model: Any):
+    model.extend([nn.Linear(4, 4), nn.Linear(4, 4)])
+    model[0].requires_grad_(False)
+    ddp = wrap(nn.Sequential(*model))
+    model[0].requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp(torch.ones(2, 4) + rank).square().sum().backward()
+    optimizer.step()
+    yield "step 0 done"
+
+
+def break_unfrozen() -> None:
+    found = show("9. A layer unfrozen after wrapping", unfrozen)
+    assert all(map(ended_well, found["torch"][0])) and found["torch"][1] is False
+    assert not any(map(ended_well, found["minddp"][0])) and found["minddp"][1] is True
+
+
 # %%
 
 if __name__ == "__main__":
@@ -256,3 +336,6 @@ if __name__ == "__main__":
     break_nan()
     break_models()
     break_module()
+    break_second_backward()
+    break_exception()
+    break_unfrozen()
