@@ -1,4 +1,7 @@
-"""Builds ``minddp._C`` against the torch that is installed; everything declarative is in pyproject.toml.
+"""Builds ``minddp._C`` against the torch that is installed; what is declarative is in pyproject.toml.
+
+A wheel says which torch it is for, in its version (``0.2.0+torch2.13.0.cpu``) and in what it requires
+(``torch==2.13.0``), since the extension loads into no other. A distribution of the sources names none.
 
 The CUDA sources are compiled when torch has CUDA and nvcc is found; ``MINDDP_CUDA=0`` leaves them out and
 ``MINDDP_CUDA=1`` insists on them. What was chosen is recorded beside the extension in ``_build.json``,
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -17,19 +21,29 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import setuptools
 from setuptools import Extension, setup
 
+OLDEST_SETUPTOOLS = 77  # the first that knows pyproject.toml's `license` as it is written there
+OLDEST_TORCH = (2, 11)
+BUILD_TOOLS = 'pip install "setuptools>=77" wheel ninja'
+
+# Without build isolation nobody has compared these with pyproject.toml's build requirements.
+if int(setuptools.__version__.partition(".")[0]) < OLDEST_SETUPTOOLS:
+    sys.exit(f"minddp needs setuptools {OLDEST_SETUPTOOLS} or newer, here is {setuptools.__version__}: {BUILD_TOOLS}")
 try:
     import torch
+    from torch.utils import cpp_extension
 except ImportError:
     sys.exit(
-        "minddp is compiled against the torch that you use: install torch first (pip install torch), "
-        "then build with `pip install --no-build-isolation .`"
+        "minddp is compiled against the torch that you use: install torch first (pip install torch), then "
+        f"{BUILD_TOOLS}, then build with `pip install --no-build-isolation .`"
     )
-
-from torch.utils import cpp_extension
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+    sys.exit(f"minddp needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, here is torch {torch.__version__}")
 
 ROOT = Path(__file__).resolve().parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "minddp/__init__.py").read_text(), re.MULTILINE)[1]
 CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"]
 
@@ -56,6 +70,11 @@ def use_cuda() -> bool:
     return not missing
 
 
+def use_shm() -> bool:
+    """Whether the shared-memory transport is built: its memory files are found through /proc, which Linux has."""
+    return sys.platform == "linux" and os.environ.get("MINDDP_SHM", "1") != "0"
+
+
 def has_nvcc() -> bool:
     home = cpp_extension.CUDA_HOME
     return home is not None and shutil.which("nvcc", path=os.path.join(home, "bin")) is not None
@@ -80,10 +99,11 @@ def cuda_archs() -> str:
 
 def extension(cuda: bool) -> Extension:
     """``minddp._C``, of all of csrc or of all but csrc/cuda."""
-    files = [file for file in sources("csrc/**/*.cpp") if not file.startswith("csrc/cuda/")]
+    left_out = ("csrc/cuda/",) if use_shm() else ("csrc/cuda/", "csrc/shm/")
+    files = [file for file in sources("csrc/**/*.cpp") if not file.startswith(left_out)]
     arguments: dict[str, Any] = {
         "include_dirs": [str(ROOT / "csrc")],
-        "define_macros": [("MINDDP_WITH_SHM", "1")] if sources("csrc/shm/*.cpp") else [],
+        "define_macros": [("MINDDP_WITH_SHM", "1")] if use_shm() else [],
         "extra_compile_args": {"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
         "depends": sources("csrc/**/*.h", "csrc/**/*.cuh"),
     }
@@ -124,7 +144,7 @@ class BuildExtension(cpp_extension.BuildExtension):
     def record(self) -> dict[str, str | None]:
         cuda = any(name == "MINDDP_WITH_CUDA" for name, _ in self.extensions[0].define_macros)
         return {
-            "version": self.distribution.get_version(),
+            "version": VERSION,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "compiler": compiler(),
@@ -134,4 +154,13 @@ class BuildExtension(cpp_extension.BuildExtension):
         }
 
 
-setup(ext_modules=[extension(use_cuda())], cmdclass={"build_ext": BuildExtension})
+def version_and_requirements() -> dict[str, Any]:
+    """What the distribution is called and wants; the one of sources neither names nor wants this very torch."""
+    if "sdist" in sys.argv[1:]:
+        return {"version": VERSION, "install_requires": [f"torch>={'.'.join(map(str, OLDEST_TORCH))}", "numpy"]}
+    number = torch.__version__.partition("+")[0]
+    local = re.sub("[^0-9a-zA-Z]+", ".", torch.__version__)
+    return {"version": f"{VERSION}+torch{local}", "install_requires": [f"torch=={number}", "numpy"]}
+
+
+setup(ext_modules=[extension(use_cuda())], cmdclass={"build_ext": BuildExtension}, **version_and_requirements())

@@ -5,6 +5,10 @@
 buckets. csrc/README.md says where to begin reading.
 """
 
+from ._location import package_path
+
+__path__ = package_path(__path__)  # before anything else is imported from it
+
 from ._extension import config as __config__
 from ._extension import load as _load
 

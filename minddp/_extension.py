@@ -64,6 +64,7 @@ def config() -> str:
     return "\n".join(
         [
             f"minddp {record['version']}",
+            f"  package: {Path(__file__).parent}",
             f"  torch: {record['torch']}",
             f"  python: {record['python']}",
             f"  compiler: {record['compiler']} ({record['flags']})",

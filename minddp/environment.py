@@ -10,6 +10,8 @@ variable                       meaning
 ``MINDDP_ALWAYS_REDUCE``       ``1``: one rank alone goes through its process group too (tests, benchmarks)
 ``MINDDP_SHM_HOST_ID``         told apart from other machines' (read by ``csrc/shm``; tests)
 ``MINDDP_CUDA``                while building: ``0`` leaves CUDA out, ``1`` insists on it (``setup.py``)
+``MINDDP_SHM``                 while building: ``0`` leaves the shared-memory transport out (``setup.py``)
+``SLURM_*``, ``OMPI_*``         ranks, for ``minddp run --slurm`` and ``--mpi`` (read by ``launching/cluster.py``)
 ``TORCH_DISTRIBUTED_DEBUG``    torch's; ``DETAIL`` is debug mode too
 ``PYTORCH_DDP_USE_SIDE_STREAM``  torch's; ``0`` copies inputs on the current stream
 =============================  ==========================================================================

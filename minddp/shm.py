@@ -1,16 +1,20 @@
 """The shared-memory transport: a process-group backend for ranks on one machine.
 
-Importing this module registers the backend ``"shm"``::
+Importing this module registers the backends ``"shm"`` and ``"auto"``::
 
     import torch.distributed as dist
     import minddp.shm
 
     dist.init_process_group("shm")              # or dist.new_group(ranks, backend="shm")
+    dist.init_process_group("auto")             # "shm" where the ranks can share memory, Gloo otherwise
 
 Collectives and point-to-point messages on CPU tensors pass through memory that the ranks share, where
 Gloo sends them through a socket. All ranks must run on one machine, in one PID namespace, as one user;
 otherwise every rank raises when the group is made. Nothing appears in ``/dev/shm``, whose size does not
 matter, and nothing is left behind, however the processes end. No other user can map the memory.
+
+``"auto"`` carries CPU tensors, too. Where the ranks cannot share memory (several machines, containers, users) it is
+Gloo, on all of them, and rank 0 warns with the reason; a rank that does not come at all is an error all the same.
 
 What always holds
     A reduction gives the same bits on every rank; for two ranks those of Gloo. A rank that dies, leaves,
@@ -30,6 +34,8 @@ The native half is ``csrc/shm/``; its ``shm_backend.h`` gives the reading order.
 
 from __future__ import annotations
 
+import platform
+import warnings
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -39,22 +45,54 @@ import torch.distributed as dist
 
 from ._extension import load
 
-__all__ = ["BACKEND", "empty", "is_shared"]
+__all__ = ["AUTO_BACKEND", "BACKEND", "empty", "is_available", "is_shared"]
 
 BACKEND = "shm"
 """The name under which the backend is registered."""
 
+AUTO_BACKEND = "auto"
+"""The name of the one that falls back to Gloo."""
+
+# What csrc/shm/meeting.cpp says where no other transport would help.
+_NOT_FOR_WANT_OF_MEMORY = ("did not come to join the group", "another process joins this group")
 
 _MOST_ELEMENTS = 2**63 - 1
 
 
+def is_available() -> bool:
+    """Whether the transport is part of this build: it is on Linux, unless built with ``MINDDP_SHM=0``."""
+    return hasattr(load(), "shm_backend")
+
+
+def _native() -> Any:
+    if not is_available():
+        raise RuntimeError(
+            f'minddp was built without the backend "shm", which needs Linux (this is {platform.system()}): '
+            'use backend "gloo"'
+        )
+    return load()
+
+
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     try:
-        extension = load()
+        extension = _native()
     except Exception as error:
         _tell_others(store, rank, error)
         raise
     return extension.shm_backend(store, rank, size, timeout)
+
+
+def _create_auto(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Of one mind with the other ranks, since a group that cannot be made raises the same error on all of them."""
+    try:
+        return _create(store, rank, size, timeout)
+    except Exception as error:
+        if any(words in str(error) for words in _NOT_FOR_WANT_OF_MEMORY):
+            raise
+        reason = str(error)
+    if rank == 0:
+        warnings.warn(f'backend "auto" is Gloo here, since "shm" cannot be: {reason}', RuntimeWarning, stacklevel=2)
+    return dist.ProcessGroupGloo(dist.PrefixStore("minddp-auto-gloo", store), rank, size, timeout)
 
 
 def _tell_others(store: Any, rank: int, error: Exception) -> None:
@@ -94,18 +132,19 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup
     numel = prod(shape)
     if numel > _MOST_ELEMENTS:
         raise MemoryError(f"minddp.shm.empty: shape {tuple(shape)} has {numel} elements, more than can be addressed")
-    tensor: torch.Tensor = load().shm_empty(_backend_of(group), numel, dtype or torch.get_default_dtype())
+    tensor: torch.Tensor = _native().shm_empty(_backend_of(group), numel, dtype or torch.get_default_dtype())
     return tensor.view(shape)
 
 
 def is_shared(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
     """Whether the tensor lies in this rank's part of the group's shared memory and is contiguous."""
-    return bool(load().shm_is_shared(_backend_of(group), tensor))
+    return bool(_native().shm_is_shared(_backend_of(group), tensor))
 
 
 def _register() -> None:
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+    for name, create in ((BACKEND, _create), (AUTO_BACKEND, _create_auto)):
+        if name not in dist.Backend.backend_list:
+            dist.Backend.register_backend(name, create, devices=["cpu"])
 
 
 _register()

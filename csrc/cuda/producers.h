@@ -34,9 +34,11 @@ class Producers {
       event.block(current());
     }
   }
-  // `tensor` is about to be freed while the current stream may still read it.
+  // `tensor`, made on one of the noted streams, is about to be freed while the current stream may still use it.
   void keep(at::Tensor& tensor) const {
-    if (streams_.size() > 1) tensor.record_stream(current());
+    auto other = [&](const c10::Stream& stream) { return stream != current(); };
+    if (tensor.defined() && !tensor.is_sparse() && std::any_of(streams_.begin(), streams_.end(), other))
+      tensor.record_stream(current());
   }
 
  private:

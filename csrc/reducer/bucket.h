@@ -94,10 +94,12 @@ class Bucket {
     flight_ = std::move(flight);
     state_ = State::kLaunched;
   }
-  // Forgets a collective that nobody waits for any more. It may still write to the buffer, which it keeps alive.
+  // Forgets buffer and collective, which nobody waits for any more. It may still write to the buffer, and keeps that
+  // alive. So may what this device's current stream has been given to do.
   void abandon() {
     flight_ = {};
-    if (state_ == State::kLaunched) release();
+    producers_.keep(buffer_);
+    release();
     begin_backward();
   }
   // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those that do not

@@ -78,11 +78,12 @@ void Reducer::check_finished() const {
   // A forward inside of backward is a checkpoint's. Outside, that backward never reached its end.
   bool inside = torch::autograd::get_current_graph_task_id() != -1;
   if (phase_ == Phase::kBackward && inside) return;
+  if (phase_ == Phase::kLaunched) fail(errors::not_finalized(group_->getRank()));
   std::vector<errors::Parameter> absent;
   for (size_t index : missing()) absent.push_back({index, names_[index]});
-  auto cause = options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
-      : phase_ == Phase::kBackward                       ? errors::Cause::kBackwardRaised
-                                                         : errors::Cause::kUnused;
+  auto cause = phase_ != Phase::kIncomplete       ? errors::Cause::kBackwardRaised
+      : options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
+                                                  : errors::Cause::kUnused;
   fail(errors::unfinished_reduction(group_->getRank(), absent, cause));
 }
 
@@ -95,6 +96,7 @@ std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
 }
 
 void Reducer::begin_forward() {
+  interrupted_ = false;
   forwards_.begin();
   trace_->note(StepEvent::kForwardBegin);
 }
@@ -125,6 +127,7 @@ void Reducer::abort_iteration() {
   phase_ = Phase::kIdle;
   next_bucket_ = 0;
   backward_ = {};
+  interrupted_ = false;
   forwards_.iteration_ends();
   usage_.begin_iteration();
   for (Bucket& bucket : buckets_) bucket.abandon();
@@ -154,6 +157,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
       recorded_)
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
+  backward_.finalized = false;
   backward_.graph_task = graph_task;
   backward_.makes_graph = c10::GradMode::is_enabled();
   backward_.begin = at::sequence_number::peek();
@@ -187,6 +191,10 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   const bool defined = parameters_[index].mutable_grad().defined();
   if (options_.keep_base && defined) buckets_[place_[index].first].after_growth(place_[index].second);
   enter_backward(std::nullopt);
+  if (phase_ >= Phase::kLaunched || backward_.finalized) {
+    phase_ = Phase::kSpoiled;
+    fail(errors::ready_twice(group_->getRank(), {index, names_[index]}, usage_.arrivals[index] + 1));
+  }
   if (defined) usage_.local_used_map[index] = 1;
   if (defined) note_origin(index);
   if (backward_.origin != Origin::kSynchronized) return;
@@ -289,9 +297,22 @@ void Reducer::finish_backward(int graph_task) {
     phase_ = Phase::kIncomplete;
     return;
   }
+  launch_rest();
+  if (!options_.manual_finalization) return finalize_backward();
+  phase_ = Phase::kLaunched;
+}
+
+void Reducer::launch_rest() {
   while (next_bucket_ < buckets_.size()) launch_or_skip(next_bucket_);
   send_used_map();
   if (callbacks_.after_last_launch) callbacks_.after_last_launch();
+}
+
+void Reducer::finalize_backward_manual() {
+  auto lock = guard();
+  backward_.finalized = phase_ == Phase::kBackward;
+  if (backward_.finalized) trace_->note(StepEvent::kBackwardEnd);
+  if (backward_.finalized) launch_rest();
   finalize_backward();
 }
 
@@ -313,6 +334,7 @@ void Reducer::finalize_backward() {
       fail(errors::wrong_hook_result(group_->getRank(), i, result.numel(), bucket.numel()));
     trace_->note(i, BucketEvent::kUnpackBegin);
     if (!optimizer_in_backward) bucket.unpack(result, scale, used);
+    if (options_.lazy_bucket_allocation) bucket.abandon();
     trace_->note(i, BucketEvent::kUnpackEnd);
   }
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets_.size());
@@ -320,8 +342,10 @@ void Reducer::finalize_backward() {
 }
 
 void Reducer::backward_is_gone(int graph_task) {
-  if (backward_.graph_task != graph_task || phase_ != Phase::kBackward) return;
+  if (backward_.graph_task != graph_task) return;
+  interrupted_ = backward_.origin == Origin::kSynchronized;
   backward_ = {};
+  if (phase_ != Phase::kBackward && phase_ != Phase::kSpoiled && !interrupted_) return;
   if (!callbacks_.on_interrupted) return;
   try {
     callbacks_.on_interrupted(last_error_);
@@ -356,7 +380,8 @@ void Reducer::end_iteration() {
 
 void Reducer::wait(Future& future, size_t bucket) {
   if (!callbacks_.on_stall) return future.waitAndThrow();
-  wait_watching(future, [&](double seconds) { callbacks_.on_stall(seconds, bucket); });
+  wait_watching(
+      future, [&](double seconds, const std::string& error) { callbacks_.on_stall(seconds, bucket, error); });
 }
 
 }  // namespace minddp

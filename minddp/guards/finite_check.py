@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _C
+from ..ranks import waiting
 from ..ranks.messages import gather_objects, indented, ranks_text
 
 
@@ -68,7 +68,7 @@ class FiniteCheck:
         """
         if self._work is None:
             return
-        _C.wait_for(self._work)
+        waiting.wait_for(self._work, self._group, "the ranks' answer whether gradients were finite")
         self._work = None
         found, self._found = self._found, []
         assert self._any is not None

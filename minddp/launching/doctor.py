@@ -65,7 +65,7 @@ def _gpus() -> str:
 def _backends() -> list[str]:
     """What process groups can be made of here."""
     offered = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available()}
-    offered |= {"mpi": dist.is_mpi_available(), shm.BACKEND: platform.system() == "Linux"}
+    offered |= {"mpi": dist.is_mpi_available(), shm.BACKEND: shm.is_available()}
     return [name for name, works in offered.items() if works]
 
 

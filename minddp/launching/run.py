@@ -3,6 +3,8 @@
     minddp run script.py [arguments]
     minddp run -m package.module [arguments]
     torchrun --nproc-per-node 2 -m minddp.run script.py [arguments]
+    srun minddp run --slurm script.py [arguments]          ranks from SLURM's variables
+    mpirun -np 2 minddp run --mpi script.py [arguments]    ranks from Open MPI's variables
 
 The program sees ``sys.argv``, ``sys.path`` and ``__main__`` as if Python ran it by itself.
 """
@@ -13,9 +15,10 @@ import os
 import runpy
 import sys
 
+from .cluster import STARTERS, ClusterError
 from .install import install
 
-_USAGE = "usage: minddp run {script.py | -m module} [arguments]"
+_USAGE = "usage: minddp run [--slurm | --mpi] {script.py | -m module} [arguments]"
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
@@ -31,12 +34,23 @@ def _run_script(path: str, arguments: list[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
+def _take_ranks_from(starter: str) -> None:
+    try:
+        os.environ.update(STARTERS[starter](os.environ))
+    except ClusterError as error:
+        sys.exit(f"minddp run {starter}: {error}")
+
+
 def main(arguments: list[str]) -> None:
     """Installs minddp and runs the program that ``arguments`` name; exits with 2 where they name none."""
+    starter = arguments[0] if arguments[:1] and arguments[0] in STARTERS else None
+    arguments = arguments[1:] if starter else arguments
     module = arguments[:1] == ["-m"]
     program = arguments[1:] if module else arguments
     if not program or (not module and program[0].startswith("-")):
         print(__doc__ if program[:1] in (["-h"], ["--help"]) else _USAGE, file=sys.stderr)
         sys.exit(0 if program[:1] in (["-h"], ["--help"]) else 2)
+    if starter:
+        _take_ranks_from(starter)
     install()
     (_run_module if module else _run_script)(program[0], program[1:])

@@ -46,7 +46,11 @@ class Config:
     predivide_factor: float | None
     bucket_plan: BucketPlan | None
     check_finite: bool
+    desync_timeout: float | None
     mixed_precision: _MixedPrecision | None
+    # Defaults for wrappers that were pickled without them.
+    lazy_bucket_allocation: bool = False
+    manual_finalization: bool = False  # no argument: an attribute of the wrapper, which may change
 
     @property
     def cap(self) -> int:
@@ -95,6 +99,7 @@ _FLAGS = (
     "gradient_as_bucket_view",
     "skip_all_reduce_unused_params",
     "batched_grad_copy",
+    "lazy_bucket_allocation",
     "check_finite",
 )
 
@@ -125,6 +130,7 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
         predivide_factor=None if predivide is None else float(predivide),
         bucket_plan=plan,
         mixed_precision=arguments["mixed_precision"],
+        desync_timeout=_seconds("desync_timeout", arguments["desync_timeout"]),
         **{name: bool(arguments[name]) for name in _FLAGS},
     )
 
@@ -139,6 +145,16 @@ def _caps(cap: float | str | None, caps: Sequence[float] | None) -> tuple[tuple[
     one = _cap_bytes("bucket_cap_mb", DEFAULT_BUCKET_CAP_MB if default else cap)
     several = tuple(_cap_bytes("bucket_cap_mb_list", cap) for cap in caps or ())
     return several or (one,), default and not several, auto
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number of seconds, or None, got {value!r}")
+    if not 0 < float(value) < float("inf"):
+        raise ValueError(f"{name} must be a positive, finite number of seconds, or None, got {value!r}")
+    return float(value)
 
 
 def _cap_bytes(name: str, value: Any) -> int:

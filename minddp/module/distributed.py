@@ -32,6 +32,7 @@ from .comm_hooks import HookRegistration
 from .config import make_config
 from .delayed_params import DelayedAllReduce
 from .engine import Engine
+from .finalization import ManualFinalization
 from .find_tensors import find_tensors
 from .groups import choose_group
 from .join import DDPJoinHook, agree_on_sync
@@ -51,7 +52,9 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
     return module(*inputs, **kwargs)
 
 
-class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBase):  # type: ignore[override,misc]
+class DistributedDataParallel(  # type: ignore[override,misc]
+    BufferSync, HookRegistration, ManualFinalization, TorchNames, TorchBase
+):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
     Takes torch's arguments in torch's order; replaces ``torch.nn.parallel.DistributedDataParallel``
@@ -85,6 +88,8 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         bucket_cap_mb_list: one cap a bucket, in launch order; the last one repeats.
         batched_grad_copy: accepted; packing is always one pass per bucket here.
         forward_sync_buffers: broadcast rank 0's buffers before each forward (default ``True``).
+        lazy_bucket_allocation: a bucket has memory from its first gradient to the end of backward only; where a
+            gradient is reduced in its own memory (see ``gradient_as_bucket_view``), none at all.
         reduction: ``"mean"`` over ranks, ``"sum"``, or ``"weighted"``: the sum of gradients over the sum
             of what every rank passed to :meth:`add_weight`, exactly the large batch's gradient for
             losses summed over samples, however uneven the shares.
@@ -94,6 +99,10 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         check_finite: before ``optimizer.step()`` (and at the next forward), raise on every rank when a rank's own
             gradient, before the average, held NaN or infinity; names parameters and ranks. Reads each bucket
             once more, and the host waits for the answer; not for a ``GradScaler``, which expects infinities.
+        desync_timeout: seconds after which ranks that wait raise, with the culprit's name, when another cannot come:
+            it is gone, stopped, cut off, waits for something else, or stands still inside of forward or backward. A
+            rank that answers from between two iterations (an evaluation, a checkpoint) is waited for as long as the
+            group's timeout says, with a warning. ``None``: warn only.
 
     Raises:
         RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models
@@ -124,12 +133,14 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         reduction: str = "mean",
         reduce_dtype: torch.dtype | None = None,
         predivide_factor: float | None = None,
         bucket_plan: Any = None,
         check_finite: bool = False,
+        desync_timeout: float | None = 30.0,
     ):
         arguments = locals().copy()
         TorchBase.__init__(self)
@@ -247,6 +258,10 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         _TorchDDP._active_ddp_module = self
         try:
             return _run_module(self.module, inputs, kwargs)
+        except Exception as error:
+            if self._engine is not None:
+                self._engine.note_words(error)
+            raise
         finally:
             _TorchDDP._active_ddp_module = outer
 

@@ -112,6 +112,10 @@ class TorchNames:
         return list(self._config.caps) if len(self._config.caps) > 1 else []
 
     @property
+    def lazy_bucket_allocation(self) -> bool:
+        return self._config.lazy_bucket_allocation
+
+    @property
     def check_finite(self) -> bool:
         return self._config.check_finite
 

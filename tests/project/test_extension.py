@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import types
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ def test_the_record_is_of_this_build() -> None:
     record = _extension.build_record()
     assert record["torch"] == torch.__version__
     text = minddp.__config__()
-    for part in (record["version"], record["torch"], record["compiler"]):
+    for part in (record["version"], record["torch"], record["compiler"], Path(minddp.__file__).parent):
         assert str(part) in text
     assert ("cuda: no" in text) == (record["cuda"] is None)
 
@@ -66,3 +68,16 @@ def test_an_extension_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(importlib, "import_module", fails)
     with pytest.raises(ImportError, match=r"does not load \(undefined symbol: _ZN2at\)"):
         _extension.load()
+
+
+def test_a_build_without_shared_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where csrc/shm is left out: not on Linux, or with MINDDP_SHM=0."""
+    monkeypatch.setattr(minddp.shm, "load", lambda: types.SimpleNamespace())
+    assert not minddp.shm.is_available()
+    for call in (lambda: minddp.shm.empty(2), lambda: minddp.shm.is_shared(torch.ones(1))):
+        with pytest.raises(RuntimeError, match='built without the backend "shm"'):
+            call()
+    store = torch.distributed.HashStore()
+    with pytest.raises(RuntimeError, match='built without the backend "shm"'):
+        minddp.shm._create(store, 0, 2, timedelta(seconds=1))
+    assert store.get("minddp-shm/failed").startswith(b"1 0 RuntimeError: minddp was built without"), "peers are told"

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "minddp"
 
 # Lowest first. A room, or a file that is one, may import what stands before it, as far as its text allows.
 ROOMS = {
+    "_location": set(),
     "_extension": set(),
     "environment": set(),
     "ranks": {"environment"},
@@ -121,7 +122,7 @@ def test_nothing_is_too_long(name: str) -> None:
 def test_the_environment_is_read_in_one_place() -> None:
     """But for starters of ranks, which set it for others, and a rank's own number."""
     readers = {name for name, path in FILES.items() if "os.environ" in path.read_text()}
-    assert readers <= {"environment", "testing", "launching.tune"}
+    assert readers <= {"environment", "testing", "launching.tune", "launching.run"}
 
 
 if __name__ == "__main__":
