@@ -367,7 +367,7 @@ def ladder() -> None:
     print("   Overlap has little to gain. Backward is short, and the processor that computes moves the data, too.")
     print(f"   More to compute, and a link of {RATE * 8 / 1e6:.0f} Mbit/s:")
     show_rungs(run_ranks(climb, RANKS, REPEATS, 768, RATE))
-    print(f"   All gradients need {size / RATE * 1e3:.0f} milliseconds on it. Rung 2 sends when backward is over: exposed.")
+    print(f"   All gradients need {size / RATE * 1e3:.0f} milliseconds on it. Rung 2 sends after backward: exposed.")
     print("   Rungs 4 and 5 send meanwhile: what is exposed is the last bucket, which no backward is left to hide.")
     print("   Every rung has the same gradients as the one below, bit for bit, and both ranks have them.\n")
 

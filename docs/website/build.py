@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from . import drawings, errors, source, tutorials
-from .layout import HOME, ROOT, SECTIONS, Layout, make_layout
+from .layout import HOME, ROOT, Layout, make_layout, sections
 from .markdown import Writer
 
 BUILD = ROOT / "build" / "docs"
@@ -21,12 +21,12 @@ BUILD = ROOT / "build" / "docs"
 def configuration() -> str:
     """The page of environment variables, from the docstring of minddp/environment.py and CONTRIBUTING.md's table."""
     docstring = ast.get_docstring(ast.parse((ROOT / "minddp" / "environment.py").read_text())) or ""
-    rows = re.findall(r"^``(\w+)``\s+(.*(?:\n {4,}\S.*)*)", docstring, re.MULTILINE)
+    rows = re.findall(r"^((?:``[A-Z_*]+``(?:, )?)+)\s{2,}(.*(?:\n {4,}\S.*)*)", docstring, re.MULTILINE)
     if len(rows) < 3:
         raise ValueError("minddp/environment.py: its docstring has no table of variables any more")
-    lines = [f"* `{name}`: {_markdown(' '.join(meaning.split()))}." for name, meaning in rows]
+    lines = [f"* {_markdown(names)}: {_markdown(' '.join(meaning.split()))}." for names, meaning in rows]
     building = re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    known = {name for name, _ in rows}
+    known = {name.strip("`") for names, _ in rows for name in names.split(", ")}
     lines_building = [f"* `{name}`: {meaning}." for name, meaning in building if name not in known]
     return "\n".join(
         [
@@ -119,7 +119,7 @@ def order_page(title: str, text: str, paths: list[str], layout: Layout) -> str:
 
 def toctrees() -> str:
     blocks = []
-    for caption, pages in SECTIONS.items():
+    for caption, pages in sections().items():
         blocks.append(f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n")
     return "\n".join(blocks)
 

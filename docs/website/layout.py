@@ -24,6 +24,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "pictures": "docs/pictures.md",
         "tutorials": "",
         "exercises": "exercises/README.md",
+        "cpp": "docs/cpp.md",
         "glossary": "docs/glossary.md",
     },
     "The source": {
@@ -40,6 +41,17 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
 }
 HOME = "README.md"
+
+
+def sections() -> dict[str, dict[str, str]]:
+    """SECTIONS, and under Reference whatever else lies in docs/."""
+    listed = {path for pages in SECTIONS.values() for path in pages.values()}
+    found = {section: dict(pages) for section, pages in SECTIONS.items()}
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        if f"docs/{path.name}" not in listed:
+            found["Reference"][path.stem] = f"docs/{path.name}"
+    return found
+
 
 # What to read of minddp/, in this order; the other files follow, room by room.
 PYTHON_FIRST = [
@@ -94,7 +106,7 @@ def python_in_reading_order() -> list[str]:
 
 def make_layout() -> Layout:
     layout = Layout()
-    for section in SECTIONS.values():
+    for section in sections().values():
         for page, path in section.items():
             if path:
                 layout.pages[path] = page

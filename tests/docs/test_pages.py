@@ -34,6 +34,18 @@ def test_both_reducers_have_the_functions_of_the_table():
         assert member in theirs
 
 
+def test_the_cpp_that_is_explained_is_used():
+    """Names in backticks that are C++; of torch's names, those that the sources use."""
+    code = "".join(path.read_text() for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp"))
+    spans = re.findall(r"`([^`]+)`", (ROOT / "docs" / "cpp.md").read_text())
+    names = {span.removesuffix("()") for span in spans if re.fullmatch(r"[A-Za-z_:]+(?:\(\))?", span)}
+    names -= {"return", "guard", "x"}
+    assert len(names) > 20
+    for name in names:
+        # The sources open namespaces, so a name's last part is what must be there.
+        assert re.search(rf"\b{re.escape(name.rpartition('::')[2])}\b", code), name
+
+
 def test_troubleshooting_quotes_what_is_raised():
     """A heading in quotation marks is part of a message; ... stands for what is filled in."""
     raised = " ".join(" ".join(message.text.split()) for message in errors.every_message())
