@@ -7,7 +7,9 @@ phases from `reducer.h`, the buckets by `assign_buckets`, the launches by the ru
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from .layout import ROOT
@@ -57,42 +59,70 @@ def arrow(path: str, tip: tuple[float, float], turn: float, colour: str = GREY) 
 # --- the phases -------------------------------------------------------------------------------------------
 
 
-def phases_and_moves() -> tuple[list[str], list[tuple[str, str, str]]]:
-    """The enum of reducer.h, and (from, why, to) of the moves that its first comment lists."""
+@dataclass(frozen=True)
+class Move:
+    begins: tuple[str, ...]  # phases; empty: any
+    end: str  # a phase; empty: an error only
+    text: str
+
+
+def phases_and_moves() -> tuple[list[str], list[Move]]:
+    """The enum of reducer.h, and the moves that its first comment lists."""
     text = (ROOT / "csrc" / "reducer" / "reducer.h").read_text()
     enum = re.search(r"enum class Phase \{([^}]*)\}", text)
-    moves = re.findall(r"^//   (\w+) -- (.*?) --> (.*)$", text, re.MULTILINE)
-    if enum is None or not moves:
+    lines = re.findall(r"^//   (.+?) -- (.*?) --> (.*)$", text, re.MULTILINE)
+    if enum is None or not lines:
         raise ValueError("csrc/reducer/reducer.h: no enum class Phase, or no list of its moves")
-    return [name.strip() for name in enum[1].split(",")], moves
+    names = [name.strip() for name in enum[1].split(",")]
+    moves = []
+    for begin, why, end in lines:
+        begins, ends = ([name for name in re.findall(r"\bk\w+", side) if name in names] for side in (begin, end))
+        moves.append(Move(tuple(begins), ends[0] if ends else "", f"{begin} → {end}: {why}"))
+    return names, moves
 
 
 def phases() -> str:
     names, moves = phases_and_moves()
-    width, top, gap = 150, 110, 105
-    x = {name: 20 + index * (width + gap) for index, name in enumerate(names)}
-    total = 40 + len(names) * width + (len(names) - 1) * gap
+    width, gap = 104, 56
+    arrows = [(number, begin, move.end) for number, move in enumerate(moves, 1) for begin in move.begins if move.end]
+    place = {name: index for index, name in enumerate(names)}
+    reach = max(abs(place[begin] - place[end]) for _, begin, end in arrows)
+    top = 40 + 34 * reach
     parts = []
-    for index, name in enumerate(names):
-        parts.append(box(x[name], top, width, 46, COLOURS[index]))
-        parts.append(words(x[name] + width / 2, top + 28, name, 15, "middle"))
-    for number, (begin, _, end) in enumerate(moves, 1):
-        if begin not in x or end not in x:
-            continue  # from anywhere, or to an error: only listed
-        forwards = x[end] > x[begin]
-        level = sum(1 for a, _, b in moves[: number - 1] if (a, b) == (begin, end)) * 20
-        bend = (top - 46 - level) if forwards else (top + 92 + level)
-        edge = top if forwards else top + 46
-        a, b = x[begin] + width * (0.7 if forwards else 0.3), x[end] + width * (0.3 if forwards else 0.7)
-        path = f"M{a},{edge} C{a},{bend} {b},{bend} {b},{edge}"
-        parts.append(arrow(path, (b, edge), 90 if forwards else -90))
-        middle = (a + b) / 2, edge + 0.75 * (bend - edge)
-        parts.append(f'<circle cx="{middle[0]}" cy="{middle[1]}" r="10" fill="{COLOURS[0]}"/>')
-        place = f'x="{middle[0]}" y="{middle[1] + 4}" font-size="12" text-anchor="middle"'
-        parts.append(f'<text {place} style="fill:#fff">{number}</text>')
-    for number, (begin, why, end) in enumerate(moves, 1):
-        parts.append(words(20, 230 + 21 * number, f"{number}   {begin} → {end}: {why}", 13))
-    return svg(total, 245 + 21 * len(moves), parts, "The phases of an iteration and what leads from one to another")
+    for name, index in place.items():
+        parts.append(box(20 + index * (width + gap), top, width, 44, COLOURS[index % len(COLOURS)]))
+        parts.append(words(20 + index * (width + gap) + width / 2, top + 27, name, 14, "middle"))
+    taken: Counter[tuple[str, bool, bool]] = Counter()
+    for number, begin, end in arrows:
+        parts += _phase_arrow(number, begin, end, place, taken, top, width, gap)
+    below = top + 44 + 34 * reach + 36
+    for number, move in enumerate(moves, 1):
+        parts.append(words(20, below + 20 * number, f"{number}   {move.text}", 13))
+    total = max(40 + len(names) * (width + gap) - gap, 20 + 7 * max(len(move.text) for move in moves))
+    says = "The phases of an iteration and what leads from one to another"
+    return svg(total, below + 20 + 20 * len(moves), parts, says)
+
+
+def _phase_arrow(
+    number: int, begin: str, end: str, place: dict[str, int], taken: Counter, top: float, width: float, gap: float
+) -> list[str]:
+    """Above the boxes to a later phase, below them to an earlier one; each arrow has its own place on a box."""
+    forwards = place[end] > place[begin]
+    away, at = (0.62, 0.38) if forwards else (0.38, 0.62)
+    step = 0.14 if forwards else -0.14
+    a = 20 + place[begin] * (width + gap) + width * (away + step * taken[begin, forwards, True])
+    b = 20 + place[end] * (width + gap) + width * (at - step * taken[end, forwards, False])
+    taken[begin, forwards, True] += 1
+    taken[end, forwards, False] += 1
+    edge = top if forwards else top + 44
+    bend = edge + (-1 if forwards else 1) * (20 + 42 * abs(place[end] - place[begin]))
+    middle = (a + b) / 2, edge + 0.75 * (bend - edge)
+    where = f'x="{middle[0]:.1f}" y="{middle[1] + 4:.1f}" font-size="12" text-anchor="middle"'
+    return [
+        arrow(f"M{a:.1f},{edge} C{a:.1f},{bend} {b:.1f},{bend} {b:.1f},{edge}", (b, edge), 90 if forwards else -90),
+        f'<circle cx="{middle[0]:.1f}" cy="{middle[1]:.1f}" r="10" fill="{COLOURS[0]}"/>',
+        f'<text {where} style="fill:#fff">{number}</text>',
+    ]
 
 
 # --- two ranks, one order of launches --------------------------------------------------------------------------
