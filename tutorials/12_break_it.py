@@ -3,12 +3,14 @@
     python tutorials/12_break_it.py
 
 Each program below has a mistake that people make. It runs on two ranks with torch's class, then with minddp's,
-and has 15 seconds. What happened is printed: how far each rank came, what it raised, and whether both ranks still
+and has 10 seconds. What happened is printed: how far each rank came, what it raised, and whether both ranks still
 have the same weights. Weights that differ, without an error, are the worst end: training goes on, and is wrong.
 """
 
+import re
 import textwrap
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 import minddp
 from minddp.testing import RankError, run_ranks
 
-LIMIT = 15.0
+LIMIT = 10.0
 WAITS = f"waits for the other rank, still after {LIMIT:.0f} seconds"
 CLASSES = {"torch": nn.parallel.DistributedDataParallel, "minddp": minddp.DistributedDataParallel}
 
@@ -38,14 +40,16 @@ def watched(rank: int, world_size: int, program: Callable, which: str, extra: di
     """(what happened on this rank, its weights at the end)."""
     told: list[str] = []
     store, begin = dist.distributed_c10d._get_default_store(), time.monotonic()
+    warnings.simplefilter("ignore")  # of a long wait: what comes of it is told below
     torch.manual_seed(0)
     model: Any = nn.ModuleList()
     try:
         for message in program(rank, CLASSES[which], extra, model):
             told.append(message)
     except Exception as error:
-        waited = time.monotonic() - begin > LIMIT - 1
-        told.append(WAITS if waited else f"{type(error).__name__}: {' '.join(str(error).split())}")
+        waited = time.monotonic() - begin > LIMIT - 1 and "gloo" in str(error)  # its connection was closed
+        text = re.sub(r"process \d+ on [\w.-]+|(?<=waited )\d+", "…", " ".join(str(error).split()))
+        told.append(WAITS if waited else f"{type(error).__name__}: {text}")
     store.add("ended", 1)
     while store.add("ended", 0) < world_size and time.monotonic() - begin < LIMIT:
         time.sleep(0.05)
@@ -70,7 +74,7 @@ def show(title: str, program: Callable, **extra: Any) -> dict[str, tuple[list[li
     for which in CLASSES:
         run_ranks(warm_up, 2)
         try:
-            results = dict(enumerate(run_ranks(watched, 2, program, which, extra, timeout=LIMIT + 3)))
+            results = dict(enumerate(run_ranks(watched, 2, program, which, extra, timeout=LIMIT + 15)))
         except RankError as error:  # a rank that waits, even after the other one has gone
             results = {rank: error.results.get(rank, ([WAITS], [])) for rank in range(2)}
         equal = None
@@ -90,7 +94,11 @@ def show(title: str, program: Callable, **extra: Any) -> dict[str, tuple[list[li
 
 
 def ended_well(told: list[str]) -> bool:
-    return "Error" not in told[-1] and told[-1] != WAITS
+    return not raised(told) and told[-1] != WAITS
+
+
+def raised(told: list[str]) -> bool:
+    return re.match(r"[A-Z]\w+: ", told[-1]) is not None
 
 
 # %% [markdown]
@@ -124,9 +132,9 @@ def unused_branch(rank: int, wrap: Any, extra: dict, model: Any):
 def break_unused() -> None:
     found = show("1. A branch that the loss does not use", unused_branch)
     told, equal = found["torch"]
-    assert told[0][0] == "step 0 done" and "Error" in told[0][-1] and equal is False
+    assert told[0][0] == "step 0 done" and raised(told[0]) and equal is False
     told, equal = found["minddp"]
-    assert "Error" in told[0][0] and "Error" in told[1][0] and equal is True
+    assert all(len(rank) == 1 and raised(rank) for rank in told) and equal is True
 
 
 # %% [markdown]
@@ -185,7 +193,7 @@ def a_nan(rank: int, wrap: Any, extra: dict, model: Any):
 def break_nan() -> None:
     found = show("3. A NaN on one rank", a_nan)
     assert all("20 weights are NaN" in told[-1] for told in found["torch"][0])
-    assert all("Error" in told[-1] and "rank 1" in told[-1] for told in found["minddp"][0])
+    assert all(raised(told) and "rank 1" in told[-1] for told in found["minddp"][0])
 
 
 # %% [markdown]
@@ -207,8 +215,8 @@ def different_models(rank: int, wrap: Any, extra: dict, model: Any):
 
 def break_models() -> None:
     found = show("4. Different models", different_models)
-    assert found["torch"][0][0] == [WAITS] and "Error" in found["torch"][0][1][0]
-    assert all("Error" in told[0] for told in found["minddp"][0])
+    assert found["torch"][0][0] == [WAITS] and raised(found["torch"][0][1])
+    assert all(map(raised, found["minddp"][0]))
 
 
 # %% [markdown]
@@ -217,7 +225,7 @@ def break_models() -> None:
 # Rank 1 calls `ddp.module(x)` in place of `ddp(x)`, in an `if rank == 1` that was meant for a print. That goes past
 # the wrapper: its gradients are its own. With torch's class rank 1 takes a step of its own and trains on, while
 # rank 0 waits. With minddp's, rank 1 asks rank 0 for its gradients, waits ten seconds for an answer, and raises
-# before the step. Rank 0 has nothing that could tell it, and waits until rank 1's process ends.
+# before the step. Rank 0 is told.
 
 # %%
 
@@ -237,7 +245,7 @@ def past_the_wrapper(rank: int, wrap: Any, extra: dict, model: Any):
 def break_module() -> None:
     found = show("5. `.module` on one rank", past_the_wrapper)
     assert found["torch"][0][0][-1] == WAITS and ended_well(found["torch"][0][1])
-    assert found["minddp"][0][0][-1] == WAITS and "Error" in found["minddp"][0][1][-1]
+    assert all(map(raised, found["minddp"][0])) and found["minddp"][1] is True
     found = show("6. `.module` on all ranks", past_the_wrapper, all_ranks=True)
     assert all(map(ended_well, found["torch"][0])) and found["torch"][1] is False
     assert not any(map(ended_well, found["minddp"][0])) and found["minddp"][1] is True
@@ -300,7 +308,7 @@ def skipped_batch(rank: int, wrap: Any, extra: dict, model: Any):
 def break_exception() -> None:
     found = show("8. An exception in one rank's backward", skipped_batch)
     assert found["torch"][0][0][-1] == WAITS
-    assert "Error" in found["minddp"][0][0][-1] and "rank 1" in found["minddp"][0][0][-1]
+    assert raised(found["minddp"][0][0]) and "rank 1" in found["minddp"][0][0][-1]
 
 
 # %% [markdown]

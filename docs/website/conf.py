@@ -29,6 +29,7 @@ python_maximum_signature_line_length = 88
 
 html_theme = "furo"
 html_static_path = [str(Path(__file__).with_name("static"))]
+html_favicon = str(Path(__file__).with_name("static") / "icon.svg")
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_show_copyright = False

@@ -92,7 +92,7 @@ def phases() -> str:
     for name, index in place.items():
         parts.append(box(20 + index * (width + gap), top, width, 44, COLOURS[index % len(COLOURS)]))
         parts.append(words(20 + index * (width + gap) + width / 2, top + 27, name, 14, "middle"))
-    taken: Counter[tuple[str, bool, bool]] = Counter()
+    taken: Counter[tuple] = Counter()
     for number, begin, end in arrows:
         parts += _phase_arrow(number, begin, end, place, taken, top, width, gap)
     below = top + 44 + 34 * reach + 36
@@ -115,7 +115,8 @@ def _phase_arrow(
     taken[begin, forwards, True] += 1
     taken[end, forwards, False] += 1
     edge = top if forwards else top + 44
-    bend = edge + (-1 if forwards else 1) * (20 + 42 * abs(place[end] - place[begin]))
+    bend = edge + (-1 if forwards else 1) * (20 + 42 * abs(place[end] - place[begin]) + 34 * taken[begin, end])
+    taken[begin, end] += 1
     middle = (a + b) / 2, edge + 0.75 * (bend - edge)
     where = f'x="{middle[0]:.1f}" y="{middle[1] + 4:.1f}" font-size="12" text-anchor="middle"'
     return [
