@@ -60,6 +60,8 @@ class DigitNet(nn.Module):
 
 # %% [markdown]
 # ## The line that makes it data-parallel
+#
+# Everything else on this page is what a training script has anyway. Both classes take the same line.
 
 # %%
 
@@ -70,6 +72,9 @@ def wrap(model: nn.Module, torch_ddp: bool) -> nn.Module:
 
 # %% [markdown]
 # ## The data
+#
+# Each rank loads all of it, and trains on its own part. The order is drawn with a fixed seed, so all ranks agree on
+# what is held out.
 
 # %%
 
@@ -163,6 +168,8 @@ class Run:
 
 # %% [markdown]
 # ## What is checked
+#
+# One process with the whole batch is the truth. The ranks together must find its gradient.
 
 # %%
 

@@ -46,6 +46,10 @@ def largest_difference(model: nn.Module) -> float:
 
 # %% [markdown]
 # ## Save and resume
+#
+# One rank saves, since all have the same weights. What is not the same everywhere must be gathered first: each
+# rank's random generator. The file appears under its own name only when it is whole, and nobody goes on before
+# that: without the barrier another rank might read a half file.
 
 # %%
 
@@ -115,6 +119,10 @@ def killed_and_resumed(folder: Path) -> None:
 
 # %% [markdown]
 # ## Who may load
+#
+# Rank 0 alone may load the weights, if that happens before the model is wrapped: wrapping sends them to all. The
+# optimizer's state is sent by nobody. Where only rank 0 has it, the ranks take different steps from equal
+# gradients, and drift apart.
 
 # %%
 

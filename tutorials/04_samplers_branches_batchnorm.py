@@ -25,6 +25,9 @@ from minddp.testing import run_ranks
 
 # %% [markdown]
 # ## 1. The sampler
+#
+# DistributedSampler shuffles with a seed made of `seed` and the epoch's number. It learns that number from
+# `set_epoch` only.
 
 # %%
 
@@ -55,6 +58,10 @@ def samplers() -> None:
 
 # %% [markdown]
 # ## 2. Branches that ranks skip
+#
+# If one rank leaves a branch out, the others wait for a gradient that never comes, or go on without the average.
+# `find_unused_parameters=True` allows it: a rank that did not use a parameter counts as zero, and a parameter that
+# nobody used keeps its `.grad`.
 
 # %%
 
@@ -104,6 +111,9 @@ def branches() -> None:
 
 # %% [markdown]
 # ## 3. Cats, dogs and cars
+#
+# Each rank sees one kind of photograph only. BatchNorm subtracts the mean of what its own rank sees, and with it
+# what tells the kinds apart. SyncBatchNorm takes the mean over all ranks.
 
 # %%
 

@@ -45,6 +45,9 @@ def whole_batch_gradient(loss_reduction: str) -> Tensor:
 
 # %% [markdown]
 # ## Mean and sum
+#
+# A mean loss over a rank's rows, averaged over ranks, is the mean over all rows, if all ranks have equally many. A
+# sum loss, averaged over ranks, is too small by the number of ranks.
 
 # %%
 
@@ -113,6 +116,9 @@ def mean_and_sum() -> dict[str, Tensor]:
 
 # %% [markdown]
 # ## Where to divide
+#
+# Allreduce adds. Dividing before it keeps large numbers in range; dividing after it keeps small ones from
+# vanishing. In float16 that decides what arrives.
 
 # %%
 
@@ -212,6 +218,9 @@ def passes_over_memory() -> None:
 
 # %% [markdown]
 # ## Batch size and learning rate
+#
+# M ranks with n rows each are one process with M n rows. So a learning rate that was right for n rows has to be
+# chosen anew.
 
 # %%
 

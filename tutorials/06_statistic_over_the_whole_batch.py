@@ -29,6 +29,9 @@ def say(text):
 
 # %% [markdown]
 # ## Ways to carry a statistic over ranks
+#
+# The value is easy to carry over. The gradient is not: a rank's features have a share in every rank's statistic, so
+# what comes back to them must come from all ranks.
 
 # %%
 
@@ -110,6 +113,9 @@ def compare_the_ways():
 
 # %% [markdown]
 # ## Under DistributedDataParallel
+#
+# DistributedDataParallel averages the gradients of weights. A collective in the model adds the gradients of
+# features. Both together must be the gradient of one process with the whole batch.
 
 # %%
 
@@ -167,6 +173,8 @@ def compare_under_ddp():
 
 # %% [markdown]
 # ## A buffer is no answer
+#
+# Buffers are copied from rank 0. They are not averaged, and no gradient flows through them.
 
 # %%
 
@@ -200,6 +208,9 @@ def a_buffer_is_no_answer():
 
 # %% [markdown]
 # ## What a wrong order does
+#
+# A collective in the model is one more call that all ranks must make in the same order. Here they do not, and debug
+# mode says so.
 
 # %%
 

@@ -24,6 +24,9 @@ def say(text):
 
 # %% [markdown]
 # ## Three ways to reduce
+#
+# In place, as `torch.distributed.all_reduce` does it, autograd sees nothing. `torch.distributed.nn` has a backward,
+# which is right for some operations. `minddp.functional` has the right one for each.
 
 # %%
 
@@ -47,6 +50,8 @@ WAYS = {
 
 # %% [markdown]
 # ## The programs and the truth
+#
+# The truth is found by one process that runs all ranks' programs, and differentiates the sum of their losses.
 
 # %%
 
@@ -114,6 +119,9 @@ def the_numbers_of_the_question(ranks):
 
 # %% [markdown]
 # ## One loss, or two?
+#
+# If all ranks compute the same loss, is that one loss, or as many as there are ranks? Both readings are right. They
+# differ by a factor, so one has to say which is meant.
 
 # %%
 
@@ -161,6 +169,8 @@ def a_wrong_claim_raises():
 
 # %% [markdown]
 # ## A gradient of zero
+#
+# A loss on each rank that does depend on the weight, and a gradient that is zero all the same.
 
 # %%
 

@@ -26,6 +26,9 @@ def say(text):
 
 # %% [markdown]
 # ## The encoder and the losses
+#
+# A contrastive loss compares each sample with all others of the batch. On several ranks that means: with those of
+# the other ranks, too.
 
 # %%
 
@@ -81,6 +84,8 @@ _groups = {}
 
 # %% [markdown]
 # ## One process beside two ranks
+#
+# The same batch, once in one process, once spread over two ranks.
 
 # %%
 

@@ -36,6 +36,8 @@ WIDTH = 256
 
 # %% [markdown]
 # ## A link that counts
+#
+# All sends and receives below go through it, so that what is claimed is counted.
 
 # %%
 
@@ -69,6 +71,9 @@ def unflatten(vector: Tensor, tensors: list[Tensor]) -> None:
 
 # %% [markdown]
 # ## The parameter server
+#
+# All ranks send their gradients to one, which takes the step and sends the weights back. Its link carries
+# everybody's traffic.
 
 # %%
 
@@ -94,6 +99,8 @@ def server_step(model: nn.Module, link: Link, rate: float) -> None:
 
 # %% [markdown]
 # ## The ring
+#
+# Nobody is in the middle: each rank sends to its right neighbour only, one part of the vector at a time.
 
 # %%
 
@@ -129,6 +136,8 @@ def ddp_step(model: nn.Module, link: Link, rate: float) -> None:
 
 # %% [markdown]
 # ## What the kernel counted
+#
+# Linux counts the bytes of each socket. So the numbers are checked below the program that claims them.
 
 # %%
 
@@ -157,6 +166,8 @@ def socket_bytes() -> tuple[int, int]:
 
 # %% [markdown]
 # ## The same training on each way
+#
+# Three ways to one average: they must end at the same weights.
 
 # %%
 
