@@ -209,8 +209,8 @@ def a_buffer_is_no_answer():
 # %% [markdown]
 # ## What a wrong order does
 #
-# A collective in the model is one more call that all ranks must make in the same order. Here they do not, and debug
-# mode says so.
+# A collective in the model is one more call that all ranks must make in the same order. Here they do not. Each rank
+# gets an error, where it would have waited; debug mode shows what each one did before.
 
 # %%
 
