@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from minddp.testing import free_port
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "csrc/README.md", "benchmarks/README.md", "exercises/README.md"]
 FIRST = ("make", "python", "torchrun", "minddp", "pip", "pytest", ".ci/run")
@@ -47,7 +45,7 @@ def texts() -> dict[str, str]:
 def commands_of(text: str) -> list[str]:
     """Lines of code blocks, and what stands in backticks, that begin like a command."""
     candidates, prose, fence = [], "", None
-    for line in text.replace("\\\n", " ").splitlines():
+    for line in re.sub(r" *\\\n *", " ", text).splitlines():
         mark = re.match(r"```(\w*)", line)
         if mark:
             fence = mark[1] if fence is None else None
@@ -120,13 +118,13 @@ def test_every_command_begins_with_something_that_is_tested():
 
 
 def test_make(clone):
-    """make knows the target, and each recipe's condition holds up to the first command."""
+    """make knows the target, and what it would do is something. (Under -n another make still starts: not for check-*.)"""
+    makefile = (clone / "Makefile").read_text()
+    targets = set(" ".join(re.findall(r"^\.PHONY: (.*)$", makefile.replace("\\\n", " "), re.MULTILINE)).split())
     for command, parts in of("make"):
-        run([*parts, "-n", f"PYTHON={sys.executable}"], clone)
-        assert any(re.match(rf"\.PHONY:.*|.*\b{parts[1]}\b", line) for line in MAKEFILE), command
-
-
-MAKEFILE = (ROOT / "Makefile").read_text().splitlines()
+        assert parts[1] in targets, command
+        if not parts[1].startswith("check-"):
+            assert run([*parts, "-n", f"PYTHON={sys.executable}"], clone).strip(), command
 
 
 def test_ci_run(clone):
@@ -134,7 +132,8 @@ def test_ci_run(clone):
 
 
 def test_pip():
-    known = {"torch", ".", "--no-build-isolation", "--force-reinstall", "--no-deps", "install", "pip", "-e", "(from"}
+    known = {"pip", "install", "wheel", ".", "--no-build-isolation", "--force-reinstall", "--no-deps"}
+    known |= {"torch", "setuptools>=77", "wheel", "ninja"}
     for command, parts in of("pip"):
         assert set(parts) <= known, command
 
@@ -199,6 +198,8 @@ def test_scripts_take_these_arguments(clone):
     asked = []
     for command, parts in [*of("python"), *of("minddp")]:
         parts = without_placeholders(parts)
+        if len(parts) == 1:
+            continue  # its name alone
         if parts[0] == "minddp":
             # `minddp run` passes on what it does not know. Two words only name a command.
             assert len(parts) < 2 or parts[1] in SUBCOMMANDS, command
@@ -254,42 +255,3 @@ def test_runs_as_written(clone, command):
     elif parts[0] == "minddp":
         parts = [sys.executable, "-m", *parts]
     run(parts, clone, **variables)
-
-
-TRAIN = """
-import torch
-import torch.distributed as dist
-from minddp import DistributedDataParallel
-
-dist.init_process_group("gloo")
-layer = torch.nn.Linear(1, 1, bias=False)
-ddp = DistributedDataParallel(layer)
-ddp(torch.full((1, 1), 2.0 + 2 * dist.get_rank())).sum().backward()
-assert layer.weight.grad.item() == 3.0
-print("rank", dist.get_rank(), "of", dist.get_world_size())
-dist.destroy_process_group()
-"""
-
-
-def test_two_machines(clone, tmp_path):
-    """The two calls of docs/launching.md, side by side on this machine, with one rank each."""
-    calls = [parts for _, parts in of("torchrun") if "--node-rank" in parts and "--nproc-per-node" in parts]
-    calls = [parts for parts in calls if parts[parts.index("--node-rank") + 1] in "01"]
-    assert len(calls) == 2
-    (tmp_path / "train.py").write_text(TRAIN)
-    port = str(free_port())
-    started = []
-    for parts in calls:
-        for option, value in (("--nproc-per-node", "1"), ("--master-addr", "127.0.0.1"), ("--master-port", port)):
-            parts[parts.index(option) + 1] = value
-        command = [sys.executable, "-m", "torch.distributed.run", *parts[1:]]
-        environment = {**os.environ, "PYTHONPATH": str(clone), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(outputs)
-    assert {f"rank {rank} of 2" in "".join(outputs) for rank in range(2)} == {True}
