@@ -1,6 +1,6 @@
 #include "bucket.h"
 
-#include "errors.h"
+#include "support/errors.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>

@@ -11,9 +11,9 @@
 // reducer's; a bucket has no lock.
 #pragma once
 
-#include "scaled_copy.h"
-#include "same_tensor.h"
-#include "sole_holder.h"
+#include "support/scaled_copy.h"
+#include "support/same_tensor.h"
+#include "support/sole_holder.h"
 #include "transport_memory.h"
 #include "wait.h"
 

@@ -1,6 +1,6 @@
 #include "reducer.h"
 
-#include "errors.h"
+#include "support/errors.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
