@@ -11,9 +11,9 @@
 // reducer's; a bucket has no lock.
 #pragma once
 
-#include "scaled_copy.h"
-#include "same_tensor.h"
-#include "sole_holder.h"
+#include "support/scaled_copy.h"
+#include "support/same_tensor.h"
+#include "support/sole_holder.h"
 #include "wait.h"
 
 #include "cuda/producers.h"
@@ -89,6 +89,10 @@ class Bucket {
     flight_ = std::move(flight);
     state_ = State::kLaunched;
   }
+  // What the current stream launches comes after the packing, on whichever stream that was. REQUIRES: kPacked.
+  void before_launch() const { producers_.wait_packed(); }
+  // The streams that made this backward's gradients go on after its end, on the current stream.
+  void hold_back_streams() const { producers_.hold_back(); }
   // Forgets buffer and collective, which nobody waits for any more. It may still write to the buffer, and keeps that
   // alive. So may what this device's current stream has been given to do.
   void abandon() {
@@ -127,7 +131,10 @@ class Bucket {
   void unpack_sparse(const at::Tensor& result, double scale);
   bool exchange(const at::Tensor& result, double scale);
   void adopt_view(Slot& slot);
-  bool is_one_piece(const Slot& slot, const at::Tensor& grad) const;
+  static bool is_one_piece(const Slot& slot, const at::Tensor& grad);
+  bool can_cast(at::ScalarType dtype) const {
+    return dtype == grad_dtype_ || (at::isFloatingType(dtype) && at::isFloatingType(options_.buffer_dtype));
+  }
   void check(const Slot& slot, const at::Tensor& grad) const;
 
   const Options options_;

@@ -1,6 +1,6 @@
 #include "reducer.h"
 
-#include "errors.h"
+#include "support/errors.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
@@ -269,6 +269,7 @@ void Reducer::launch_or_skip(size_t index) {
 void Reducer::launch(size_t index) {
   Bucket& bucket = buckets_[index];
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
+  bucket.before_launch();
   trace_->note(index, BucketEvent::kLaunch);
   GradBucket seen = grad_bucket(index, bucket.buffer());
   Flight flight = passes_through() ? Flight{completed(at::empty({0})), nullptr} : run_hook(seen);
@@ -330,6 +331,7 @@ void Reducer::finalize_backward() {
       fail(errors::wrong_hook_result(group_->getRank(), i, result.numel(), bucket.numel()));
     trace_->note(i, BucketEvent::kUnpackBegin);
     if (!optimizer_in_backward) bucket.unpack(result, scale, used);
+    bucket.hold_back_streams();
     if (options_.lazy_bucket_allocation) bucket.abandon();
     trace_->note(i, BucketEvent::kUnpackEnd);
   }

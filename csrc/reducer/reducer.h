@@ -46,7 +46,7 @@
 #include "forwards.h"
 #include "grad_hooks.h"
 #include "param_usage.h"
-#include "trace.h"
+#include "support/trace.h"
 #include "used_map.h"
 
 #include <functional>
