@@ -186,7 +186,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--discover",
         action="store_true",
-        help="runs all tests with torch's class and writes torch_passes.txt anew",
+        help="runs all tests with torch's class and writes this torch's list of those that pass anew",
     )
     return parser.parse_args()
 

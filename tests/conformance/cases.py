@@ -2,7 +2,8 @@
 
 ``torch_passes.txt``: one line a test, ``module.test world_size seconds``: it constructs a
 DistributedDataParallel and passes with torch's class, on the CPU with Gloo, in a world of that size. The
-seconds only help to share out the work.
+seconds only help to share out the work. Another release of torch, whose tests may be others, has a list of its own:
+``torch_passes-2.15.txt``.
 ``exceptions.toml``: the tests of that list that do not pass with minddp, each with its reason.
 """
 
@@ -12,12 +13,17 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
-PASSES = HERE / "torch_passes.txt"
+_HOME = HERE / "torch_passes.txt"
+_HOME_RELEASE = "2.13"
+_RELEASE = ".".join(version("torch").split(".")[:2])
+OWN_PASSES = _HOME if _RELEASE == _HOME_RELEASE else HERE / f"torch_passes-{_RELEASE}.txt"
+PASSES = OWN_PASSES if OWN_PASSES.exists() else _HOME
 EXCEPTIONS = HERE / "exceptions.toml"
 
 _WHEEL = "torch.testing._internal.distributed."
@@ -125,7 +131,7 @@ def read_passes() -> list[Case]:
 def write_passes(cases: Iterable[Case], versions: str) -> None:
     head = f"# Found with {versions}: test, world size, seconds.\n"
     lines = sorted(f"{case.test} {case.world_size} {case.seconds:.1f}\n" for case in cases)
-    PASSES.write_text(head + "".join(lines))
+    OWN_PASSES.write_text(head + "".join(lines))
 
 
 def read_exceptions() -> dict[str, str]:
