@@ -1,4 +1,4 @@
-"""What the watchdog costs while nothing waits: its thread's processor time, beside that of a step over 400 parameters.
+"""What the watchdog costs while nothing waits: its thread's processor time, beside a step over 400 parameters.
 
     python benchmarks/watchdog.py --seconds 20 --ranks 2
 
