@@ -9,6 +9,8 @@
 # make faults       faults of one rank at each place of training, beside torch's class; writes docs/faults.md
 # make mutants      plants faults in a copy, each of which a test must catch; ARGS="--only reducer- --folder /tmp/m"
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
+# make docs         the site, in build/docs/html, and its tests: every page in a browser, every command of the docs
+# make exercises    tests what you have written in exercises/; SOLUTIONS=1: the solutions
 # make check-torch  builds and tests with each release in TORCHES, aside; ARGS="--turn 1/3": a third of the tests
 # make check-cuda   compiles the CUDA build against a CUDA torch; needs nvcc, but no GPU
 # make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half); ARGS=A, B or C; ARGS=--plan
@@ -25,8 +27,8 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test libraries engines package lint format conformance fuzz faults mutants tutorials bench
-.PHONY: check-torch check-cuda gpu-check clean distclean
+.PHONY: build demo test libraries engines package lint format conformance fuzz faults mutants tutorials docs
+.PHONY: exercises bench check-torch check-cuda gpu-check clean distclean
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -48,12 +50,16 @@ SYSTEM_PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; 
 EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*project["optional-dependencies"][sys.argv[1]], sep="\n")
 
+# So that `.venv/bin/python script.py` finds the package built in place, without make.
+CLONE = import os, pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "clone.pth").write_text(os.getcwd())
+
 .venv/bin/python:
 	@test -n "$(SYSTEM_PYTHON)" || { echo "minddp needs Python 3.11 or newer: none found on PATH"; exit 1; }
 	$(SYSTEM_PYTHON) -m venv .venv
 
 .venv/.base: | .venv/bin/python
 	.venv/bin/python -m pip install -q "$(TORCH)" numpy "setuptools>=77" wheel ninja
+	@.venv/bin/python -c '$(CLONE)'
 	@touch $@
 
 .venv/.extra-%: pyproject.toml | .venv/.base
@@ -85,7 +91,7 @@ demo: $(BUILT) $(call needs,tutorials)
 	  $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
 
 test: $(BUILT) $(call needs,test)
-	$(PY) -m pytest --ignore tests/libraries --ignore tests/package $(ARGS)
+	$(PY) -m pytest --ignore tests/libraries --ignore tests/package --ignore tests/docs $(ARGS)
 
 # Users' libraries, by unmodified scripts under torchrun.
 libraries: $(BUILT) $(call needs,test) $(call needs,libraries)
@@ -131,6 +137,13 @@ mutants: $(BUILT) $(call needs,test)
 
 tutorials: $(BUILT) $(call needs,tutorials)
 	$(PY) tutorials/run_all.py $(ARGS)
+
+docs: $(BUILT) $(call needs,docs) $(call needs,tutorials) $(call needs,test)
+	$(PY) -m docs.website
+	$(PY) -m pytest tests/docs $(ARGS)
+
+exercises: $(BUILT) $(call needs,test)
+	SOLUTIONS=$(SOLUTIONS) $(PY) -m pytest exercises $(ARGS)
 
 bench: $(BUILT) $(call needs,bench)
 	$(PY) benchmarks/overhead.py $(ARGS)

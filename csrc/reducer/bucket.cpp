@@ -51,7 +51,7 @@ void Bucket::before_growth(size_t i) {
       !grad.any().item<bool>();
   if (!grows || zeroed) slot.base = at::Tensor();
   if (grows && slot.has_result()) slot.base = grad.clone();
-  slot.synchronized = false;
+  slot.result = SameTensor();
 }
 
 void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution) {

@@ -15,10 +15,10 @@
 #include "support/same_tensor.h"
 #include "support/one_piece.h"
 #include "support/sole_holder.h"
-#include "transport_memory.h"
 #include "wait.h"
 
 #include "cuda/producers.h"
+#include "transport/memory.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -37,20 +37,15 @@ class Bucket {
     at::Tensor parameter;
     int64_t offset;  // in elements
     std::vector<int64_t> strides;
-    at::Tensor view;            // parameter-shaped window on the buffer (not a view to autograd)
-    bool packed = false;        // in this backward
-    bool synchronized = false;  // there is a result that all ranks have, and .grad has not grown since
-    SameTensor result;          // that .grad
-    at::Tensor base;            // with keep_base: that result, while .grad grows
-    uint32_t version = 0;       // of .grad, when it had grown
+    at::Tensor view;       // parameter-shaped window on the buffer (not a view to autograd)
+    bool packed = false;   // in this backward
+    SameTensor result;     // .grad, where all ranks have it, and it has not grown since
+    at::Tensor base;       // with keep_base: that result, while .grad grows
+    uint32_t version = 0;  // of .grad, when it had grown
 
-    void note_result() {
-      synchronized = true;
-      result = parameter.grad();
-    }
-    bool has_result() const { return synchronized && result == parameter.grad(); }
+    void note_result() { result = parameter.grad(); }
+    bool has_result() const { return result == parameter.grad(); }
     void keep_from(const Slot& before) {  // buckets have been cut anew
-      synchronized = before.synchronized;
       result = before.result;
       base = before.base;
       version = before.version;

@@ -152,12 +152,10 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
         "Put both inside of no_sync(), or both outside.");
   }
   backward_.takes_part.clear();
-  const bool outermost = through_synchronized_forward.has_value();
-  if (outermost && backward_.origin == Origin::kSynchronized && used_map_.mode() == GraphMode::kFindUnused &&
-      recorded_)
+  const bool asks = used_map_.mode() == GraphMode::kFindUnused && recorded_;
+  if (asks && through_synchronized_forward && backward_.origin == Origin::kSynchronized)
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
-  backward_.finalized = false;
   backward_.graph_task = graph_task;
   backward_.makes_graph = c10::GradMode::is_enabled();
   backward_.begin = at::sequence_number::peek();
@@ -191,8 +189,9 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   const bool defined = parameters_[index].mutable_grad().defined();
   if (options_.keep_base && defined) buckets_[place_[index].first].after_growth(place_[index].second);
   enter_backward(std::nullopt);
-  if (phase_ >= Phase::kLaunched || backward_.finalized) {
-    phase_ = Phase::kSpoiled;
+  if (phase_ == Phase::kLaunched) {
+    phase_ = Phase::kBackward;  // it would be lost, or change what is being sent: only abort_iteration() leads on
+    next_bucket_ = 0;
     fail(errors::ready_twice(group_->getRank(), {index, names_[index]}, usage_.arrivals[index] + 1));
   }
   if (defined) usage_.local_used_map[index] = 1;
@@ -272,17 +271,11 @@ void Reducer::launch(size_t index) {
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
   bucket.before_launch();
   trace_->note(index, BucketEvent::kLaunch);
-  Flight flight;
-  if (passes_through()) {
-    flight.future = completed(at::empty({0}));
-  } else {
-    GradBucket seen = grad_bucket(index, bucket.buffer());
-    flight = run_hook(seen);
-  }
-  if (bucket.device().is_cpu()) {  // elsewhere a future completes when it is enqueued: no time to tell
-    flight.future->addCallback([done = trace_->done, index](Future&) { Trace::note_done(*done, index); },
-        /*uses_future=*/false);
-  }
+  GradBucket seen = grad_bucket(index, bucket.buffer());
+  Flight flight = passes_through() ? Flight{completed(at::empty({0})), nullptr} : run_hook(seen);
+  auto note_done = [done = trace_->done, index](Future&) { Trace::note_done(*done, index); };
+  // Not elsewhere, where a future completes when it is enqueued.
+  if (bucket.device().is_cpu()) flight.future->addCallback(note_done, /*uses_future=*/false);
   bucket.launched(std::move(flight));
 }
 
@@ -311,9 +304,12 @@ void Reducer::launch_rest() {
 
 void Reducer::finalize_backward_manual() {
   auto lock = guard();
-  backward_.finalized = phase_ == Phase::kBackward;
-  if (backward_.finalized) trace_->note(StepEvent::kBackwardEnd);
-  if (backward_.finalized) launch_rest();
+  if (phase_ == Phase::kBackward) {
+    trace_->note(StepEvent::kBackwardEnd);
+    launch_rest();
+    backward_.origin = Origin::kBypassed;  // what it still brings is this rank's alone
+  }
+  interrupted_ = false;
   finalize_backward();
 }
 
@@ -347,8 +343,7 @@ void Reducer::backward_is_gone(int graph_task) {
   if (backward_.graph_task != graph_task) return;
   interrupted_ = backward_.origin == Origin::kSynchronized;
   backward_ = {};
-  if (phase_ != Phase::kBackward && phase_ != Phase::kSpoiled && !interrupted_) return;
-  if (!callbacks_.on_interrupted) return;
+  if ((phase_ != Phase::kBackward && !interrupted_) || !callbacks_.on_interrupted) return;
   try {
     callbacks_.on_interrupted(last_error_);
   } catch (const std::exception& error) {  // nobody is there to catch it, and backward has an error of its own
