@@ -41,16 +41,6 @@ void Bucket::check(const Slot& slot, const at::Tensor& grad) const {
           kind(options_.sparse, grad_dtype_, device_)));
 }
 
-// The gradient's memory is one piece in the slot's order. Strides of dimensions of size 1 say nothing: convolutions
-// in channels_last give them as they like.
-bool Bucket::is_one_piece(const Slot& slot, const at::Tensor& grad) {
-  if (grad.sizes() != slot.parameter.sizes() || grad.is_conj() || grad.is_neg()) return false;
-  if (grad.key_set().has(c10::DispatchKey::Python)) return false;  // a subclass: its memory is its own affair
-  for (int64_t d = 0; d < grad.dim(); ++d)
-    if (grad.size(d) != 1 && grad.stride(d) != slot.strides[d]) return false;
-  return true;
-}
-
 void Bucket::before_growth(size_t i) {
   c10::NoGradGuard no_grad;
   Slot& slot = (*slots_)[i];

@@ -13,6 +13,7 @@
 
 #include "support/scaled_copy.h"
 #include "support/same_tensor.h"
+#include "support/one_piece.h"
 #include "support/sole_holder.h"
 #include "wait.h"
 
@@ -138,7 +139,9 @@ class Bucket {
   void unpack_sparse(const at::Tensor& result, double scale);
   bool exchange(const at::Tensor& result, double scale);
   void adopt_view(Slot& slot);
-  static bool is_one_piece(const Slot& slot, const at::Tensor& grad);
+  static bool is_one_piece(const Slot& slot, const at::Tensor& grad) {
+    return minddp::is_one_piece(grad, slot.parameter.sizes(), slot.strides);
+  }
   bool can_cast(at::ScalarType dtype) const {
     return dtype == grad_dtype_ || (at::isFloatingType(dtype) && at::isFloatingType(options_.buffer_dtype));
   }
