@@ -6,21 +6,29 @@
 # make lint         ruff, mypy, clang-format; make format applies what can be applied
 # make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class
 # make fuzz         random programs with torch's class and with ours; ARGS="--programs 20000 --seed 1 --ranks 2,2,3"
+# make faults       faults of one rank at each place of training, beside torch's class; writes docs/faults.md
 # make mutants      plants faults in a copy, each of which a test must catch; ARGS="--only reducer- --folder /tmp/m"
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
+# make docs         the site, in build/docs/html, and its tests: every page in a browser, every command of the docs
+# make exercises    tests what you have written in exercises/; SOLUTIONS=1: the solutions
+# make check-torch  builds and tests with each release in TORCHES, aside; ARGS="--turn 1/3": a third of the tests
 # make check-cuda   compiles the CUDA build against a CUDA torch; needs nvcc, but no GPU
-# make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half)
+# make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half); ARGS=A, B or C; ARGS=--plan
 #
 # Each makes what it needs: .venv with torch, the extension built in place. PYTHON=/path/to/python uses an
-# environment that exists instead (nothing is installed there). TORCH= is the torch that .venv gets.
+# environment that exists instead (nothing is installed there). TORCH= is the torch that .venv gets; conformance
+# goes aside for another one, as check-torch does.
 
-TORCH ?= torch==2.13.0
+HOME_TORCH := torch==2.13.0
+TORCH ?= $(HOME_TORCH)
+TORCHES ?= 2.11.0 2.13.0 2.15.0
 CUDA_TORCH ?= torch==2.11.0
 CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test libraries test-libraries engines package lint format conformance fuzz mutants tutorials bench check-cuda gpu-check clean distclean
+.PHONY: build demo test libraries test-libraries engines package lint format conformance fuzz faults mutants
+.PHONY: tutorials docs exercises bench check-torch check-cuda gpu-check clean distclean
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -42,12 +50,16 @@ SYSTEM_PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; 
 EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*project["optional-dependencies"][sys.argv[1]], sep="\n")
 
+# So that `.venv/bin/python script.py` finds the package built in place, without make.
+CLONE = import os, pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "clone.pth").write_text(os.getcwd())
+
 .venv/bin/python:
 	@test -n "$(SYSTEM_PYTHON)" || { echo "minddp needs Python 3.11 or newer: none found on PATH"; exit 1; }
 	$(SYSTEM_PYTHON) -m venv .venv
 
 .venv/.base: | .venv/bin/python
 	.venv/bin/python -m pip install -q "$(TORCH)" numpy "setuptools>=77" wheel ninja
+	@.venv/bin/python -c '$(CLONE)'
 	@touch $@
 
 .venv/.extra-%: pyproject.toml | .venv/.base
@@ -79,7 +91,7 @@ demo: $(BUILT) $(call needs,tutorials)
 	  $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
 
 test: $(BUILT) $(call needs,test)
-	$(PY) -m pytest --ignore tests/libraries --ignore tests/package $(ARGS)
+	$(PY) -m pytest --ignore tests/libraries --ignore tests/package --ignore tests/docs $(ARGS)
 
 # Users' libraries, by unmodified scripts under torchrun, and by test programs that they ship. ARGS="--only peft"
 libraries: $(BUILT) $(call needs,test) $(call needs,libraries) $(call needs,suites)
@@ -98,7 +110,7 @@ package: $(BUILT) $(call needs,test)
 	$(PY) -m pytest tests/package $(ARGS)
 
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
-FORMATTED := $(filter-out setup.py,$(SOURCES))
+FORMATTED := $(filter-out setup.py,$(SOURCES)) $(wildcard tests/streams/*.h tests/streams/*.cpp)
 
 lint: $(call needs,dev) $(call needs,test)
 	$(PY) -m ruff check .
@@ -109,11 +121,20 @@ format: $(call needs,dev)
 	$(PY) -m ruff check --fix .
 	$(CLANG_FORMAT) -i $(FORMATTED)
 
+ifeq ($(or $(PYTHON),$(filter $(HOME_TORCH),$(TORCH))),)
+conformance:
+	$(MAKE) check-torch TORCHES=$(patsubst torch==%,%,$(TORCH)) TARGET=conformance
+else
 conformance: $(BUILT) $(call needs,test)
 	$(PY) -m tests.conformance $(ARGS)
+endif
 
 fuzz: $(BUILT) $(call needs,test)
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
+
+faults: $(BUILT) $(call needs,test)
+	@mkdir -p build
+	OMP_NUM_THREADS=1 $(PY) -m tests.faults.matrix --json build/faults.json --page docs/faults.md $(ARGS)
 
 mutants: $(BUILT) $(call needs,test)
 	$(PY) -m tests.mutants $(ARGS)
@@ -121,8 +142,38 @@ mutants: $(BUILT) $(call needs,test)
 tutorials: $(BUILT) $(call needs,tutorials)
 	$(PY) tutorials/run_all.py $(ARGS)
 
+docs: $(BUILT) $(call needs,docs) $(call needs,tutorials) $(call needs,test)
+	$(PY) -m docs.website
+	$(PY) -m pytest tests/docs $(ARGS)
+
+exercises: $(BUILT) $(call needs,test)
+	SOLUTIONS=$(SOLUTIONS) $(PY) -m pytest exercises $(ARGS)
+
 bench: $(BUILT) $(call needs,bench)
 	$(PY) benchmarks/overhead.py $(ARGS)
+
+# --- other releases of torch -----------------------------------------------------------------------------
+
+# Each in an environment and a copy of the tree of its own, so that the extension built in place stays the one for
+# the environment in use. TARGET= is any other target that is to run there.
+TARGET ?= test
+TREE := $(wildcard minddp csrc tests benchmarks docs tutorials *.py *.toml *.md MANIFEST.in Makefile .clang-format)
+
+check-torch: $(TORCHES:%=check-torch-%)
+
+check-torch-%: .venv-%/.installed
+	@mkdir -p build/torch-$*
+	@find build/torch-$* -type f ! -path 'build/torch-$*/build/*' ! -name '*.so' ! -name _build.json -delete
+	@tar -cf - --exclude '*.so' --exclude _build.json --exclude __pycache__ $(TREE) | tar -xf - -C build/torch-$*
+	PYTHONPATH= $(MAKE) -C build/torch-$* PYTHON=$(CURDIR)/.venv-$*/bin/python MINDDP_CUDA=0 $(TARGET)
+
+.PRECIOUS: .venv-%/.installed
+.venv-%/.installed:
+	@test -x .venv-$*/bin/python || $(SYSTEM_PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -q "torch==$*" numpy "setuptools>=77" wheel ninja
+	.venv-$*/bin/python -c '$(EXTRA)' test > .venv-$*/extra-test.txt
+	.venv-$*/bin/python -m pip install -q -r .venv-$*/extra-test.txt
+	@touch $@
 
 # --- CUDA ------------------------------------------------------------------------------------------------
 
@@ -151,11 +202,11 @@ $(CUDA_BUILD)/.built: $(SOURCES) $(wildcard minddp/*.py minddp/*/*.py) | .venv-c
 	  .venv-cuda/bin/python setup.py -q build --build-base $(CUDA_BUILD) --build-lib $(CUDA_BUILD)/lib
 	@touch $@
 
-gpu-check: $(BASE) $(call needs,test) $(call needs,bench)
+gpu-check: $(BASE) $(call needs,test) $(call needs,bench)  # builds by itself, with a limit of its own
 	$(PY) benchmarks/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info minddp/_C*.so minddp/_build.json .pytest_cache .mypy_cache .ruff_cache
 
 distclean: clean
-	rm -rf .venv .venv-cuda
+	rm -rf .venv .venv-*

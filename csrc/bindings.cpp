@@ -117,7 +117,8 @@ void set_scales(Reducer& reducer, double before, double after) {
 
 // What is not given stays as it is.
 void set_callbacks(Reducer& reducer, std::function<void()> after_last_launch, std::function<double()> post_scale,
-    std::function<void(double, size_t)> on_stall, std::function<void(const std::string&)> on_interrupted) {
+    std::function<void(double, size_t, const std::string&)> on_stall,
+    std::function<void(const std::string&)> on_interrupted) {
   ReducerCallbacks& callbacks = reducer.callbacks();
   if (after_last_launch) callbacks.after_last_launch = std::move(after_last_launch);
   if (post_scale) callbacks.post_scale = std::move(post_scale);
@@ -125,28 +126,47 @@ void set_callbacks(Reducer& reducer, std::function<void()> after_last_launch, st
   if (on_interrupted) callbacks.on_interrupted = std::move(on_interrupted);
 }
 
-// Collectives on a process group of any kind, one that is written in Python included. Each is over when it returns.
-void wait_for(const c10::intrusive_ptr<c10d::Work>& work) { work->wait(); }
-
-void group_allgather(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::vector<at::Tensor>& outputs, at::Tensor input) {
-  std::vector<std::vector<at::Tensor>> all = {outputs};
-  std::vector<at::Tensor> inputs = {std::move(input)};
-  group->allgather(all, inputs)->wait();
+// Where an iteration is, for whoever asks while it runs on other threads: reads what never moves in memory, and may
+// see a state that is half over.
+py::dict position(const Reducer& reducer) {
+  const Trace& trace = reducer.trace();
+  py::dict place;
+  place["iteration"] = trace.iteration;
+  place["moments"] = trace.step;
+  place["phase"] = reducer.phase();
+  place["next_bucket"] = reducer.next_bucket();
+  place["missing"] = reducer.missing();
+  return place;
 }
 
-void group_broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor tensor, int64_t src) {
+// Collectives on a process group of any kind, one that is written in Python included. Each is over when it returns.
+// `on_stall` (wait.h): for groups whose works have futures of torch's own.
+void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const OnStall& on_stall) {
+  if (on_stall) wait_watching(*work->getFuture(), on_stall);
+  work->wait();
+}
+
+void group_allgather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::vector<at::Tensor>& outputs,
+    at::Tensor input, const OnStall& on_stall) {
+  std::vector<std::vector<at::Tensor>> all = {outputs};
+  std::vector<at::Tensor> inputs = {std::move(input)};
+  wait_for(group->allgather(all, inputs), on_stall);
+}
+
+void group_broadcast(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor tensor, int64_t src, const OnStall& on_stall) {
   std::vector<at::Tensor> tensors = {std::move(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = src;
-  group->broadcast(tensors, options)->wait();
+  wait_for(group->broadcast(tensors, options), on_stall);
 }
 
 void bind_enums(py::module_& module) {
   py::enum_<Phase>(module, "Phase")
       .value("IDLE", Phase::kIdle)
       .value("BACKWARD", Phase::kBackward)
-      .value("INCOMPLETE", Phase::kIncomplete);
+      .value("INCOMPLETE", Phase::kIncomplete)
+      .value("LAUNCHED", Phase::kLaunched);
   py::enum_<GraphMode>(module, "GraphMode")
       .value("ALL_USED", GraphMode::kAllUsed)
       .value("FIND_UNUSED", GraphMode::kFindUnused)
@@ -173,7 +193,9 @@ void bind_options(py::module_& module) {
       .def_readwrite("skip_all_reduce_unused", &ReducerOptions::skip_all_reduce_unused)
       .def_readwrite("keep_base", &ReducerOptions::keep_base)
       .def_readwrite("any_grad_dtype", &ReducerOptions::any_grad_dtype)
-      .def_readwrite("always_reduce", &ReducerOptions::always_reduce);
+      .def_readwrite("always_reduce", &ReducerOptions::always_reduce)
+      .def_readwrite("lazy_bucket_allocation", &ReducerOptions::lazy_bucket_allocation)
+      .def_readwrite("manual_finalization", &ReducerOptions::manual_finalization);
 }
 
 void bind_reducer(py::module_& module) {
@@ -210,6 +232,12 @@ void bind_reducer(py::module_& module) {
       .def(
           "wait_after_backward", [](Reducer& r, const PythonFuture& future) { r.wait_after_backward(future->fut); },
           py::arg("future"))
+      .def(
+          "set_manual_finalization", [](Reducer& r, bool required) { r.options().manual_finalization = required; },
+          py::arg("required"))
+      .def("expects_backward", &Reducer::expects_backward)
+      .def("ready_to_finalize", &Reducer::ready_to_finalize)
+      .def("finalize_backward_manual", &Reducer::finalize_backward_manual, Release())
       .def("set_scales", &set_scales, py::arg("before"), py::arg("after"))
       .def("set_callbacks", &set_callbacks, py::arg("after_last_launch") = nullptr, py::arg("post_scale") = nullptr,
           py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr)
@@ -220,6 +248,7 @@ void bind_reducer(py::module_& module) {
       .def_readwrite("sync_enabled", &Reducer::sync_enabled)
       .def_readwrite("optimizer_in_backward", &Reducer::optimizer_in_backward)
       .def("phase", &Reducer::phase)
+      .def("interrupted", &Reducer::interrupted)
       .def("missing", &Reducer::missing)
       .def("has_recorded", &Reducer::has_recorded)
       .def("iteration", [](const Reducer& r) { return r.trace().iteration; })
@@ -227,6 +256,7 @@ void bind_reducer(py::module_& module) {
           "_get_local_used_map", [](Reducer& r) { return at::tensor(r.used_map(), at::kInt); }, Release())
       .def("_ddp_graph_static", &Reducer::graph_is_static)
       .def("last_error", [](const Reducer& r) { return r.last_error(); })
+      .def("position", &position)
       .def("last_step", &last_step);
 }
 
@@ -250,9 +280,11 @@ PYBIND11_MODULE(_C, module) {
   bind_grad_bucket(module);
   bind_options(module);
   bind_reducer(module);
-  module.def("wait_for", &wait_for, Release(), py::arg("work"));
-  module.def("group_allgather", &group_allgather, Release(), py::arg("group"), py::arg("outputs"), py::arg("input"));
-  module.def("group_broadcast", &group_broadcast, Release(), py::arg("group"), py::arg("tensor"), py::arg("src"));
+  module.def("wait_for", &wait_for, Release(), py::arg("work"), py::arg("on_stall") = nullptr);
+  module.def("group_allgather", &group_allgather, Release(), py::arg("group"), py::arg("outputs"), py::arg("input"),
+      py::arg("on_stall") = nullptr);
+  module.def("group_broadcast", &group_broadcast, Release(), py::arg("group"), py::arg("tensor"), py::arg("src"),
+      py::arg("on_stall") = nullptr);
   module.def("scaled_copy", &scaled_copy_tensors, py::arg("src"), py::arg("dst"), py::arg("scale"),
       py::arg("reference") = false);
 #ifdef MINDDP_WITH_CUDA

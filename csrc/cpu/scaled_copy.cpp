@@ -1,4 +1,4 @@
-#include "reducer/scaled_copy.h"
+#include "support/scaled_copy.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ScalarOps.h>

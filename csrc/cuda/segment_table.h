@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "reducer/scaled_copy.h"
+#include "support/scaled_copy.h"
 
 namespace minddp {
 namespace cuda {

@@ -1,6 +1,6 @@
 #include "bucket.h"
 
-#include "errors.h"
+#include "support/errors.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -41,10 +41,13 @@ void Bucket::check(const Slot& slot, const at::Tensor& grad) const {
           kind(options_.sparse, grad_dtype_, device_)));
 }
 
-// The gradient's memory is one piece in the slot's order, of the expected dtype.
-bool Bucket::is_one_piece(const Slot& slot, const at::Tensor& grad) const {
-  return grad.strides() == at::IntArrayRef(slot.strides) && grad.scalar_type() == grad_dtype_ &&
-      grad.sizes() == slot.parameter.sizes() && !grad.is_conj() && !grad.is_neg();
+// The gradient's memory is one piece in the slot's order. Strides of dimensions of size 1 say nothing: convolutions
+// in channels_last give them as they like.
+bool Bucket::is_one_piece(const Slot& slot, const at::Tensor& grad) {
+  if (grad.sizes() != slot.parameter.sizes() || grad.is_conj() || grad.is_neg()) return false;
+  for (int64_t d = 0; d < grad.dim(); ++d)
+    if (grad.size(d) != 1 && grad.stride(d) != slot.strides[d]) return false;
+  return true;
 }
 
 void Bucket::before_growth(size_t i) {
@@ -57,7 +60,7 @@ void Bucket::before_growth(size_t i) {
       !grad.any().item<bool>();
   if (!grows || zeroed) slot.base = at::Tensor();
   if (grows && slot.has_result()) slot.base = grad.clone();
-  slot.synchronized = false;
+  slot.result = SameTensor();
 }
 
 void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution) {
@@ -70,6 +73,7 @@ void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tens
     borrow(scale);
   else
     pack_dense(0, slots_->size(), scale);
+  producers_.note_packed();
 }
 
 void Bucket::pack_early(size_t i, double scale) {
@@ -92,6 +96,11 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
   c10::NoGradGuard no_grad;
   if (!buffer_.defined()) allocate();
   segments_.clear();
+  at::ScalarType dtype = grad_dtype_;  // of the segments so far; under mixed precision gradients may have another
+  auto copy_segments = [&] {
+    scaled_copy(segments_, device_, dtype, options_.buffer_dtype, scale);
+    segments_.clear();
+  };
   char* base = static_cast<char*>(buffer_.mutable_data_ptr());
   for (size_t i = begin; i < end; ++i) {
     Slot& slot = (*slots_)[i];
@@ -105,12 +114,14 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
       segments_.push_back({nullptr, dst, slot.parameter.numel()});
     else if (slot.base.defined())
       slot.view.copy_(grad).sub_(slot.base).mul_(scale);
-    else if (is_one_piece(slot, grad))
+    else if (is_one_piece(slot, grad) && can_cast(grad.scalar_type())) {
+      if (grad.scalar_type() != dtype) copy_segments();
+      dtype = grad.scalar_type();
       segments_.push_back({grad.const_data_ptr(), dst, grad.numel()});
-    else
+    } else
       slot.view.copy_(grad).mul_(scale);
   }
-  scaled_copy(segments_, device_, grad_dtype_, options_.buffer_dtype, scale);
+  copy_segments();
   if (options_.gradient_as_view)
     for (size_t i = begin; i < end; ++i) adopt_view((*slots_)[i]);
 }
@@ -129,7 +140,8 @@ bool Bucket::can_borrow(const std::vector<int32_t>& used, const at::Tensor& cont
   const at::Tensor& grad = slot.parameter.grad();
   bool has_place = options_.allocate || options_.buffer_dtype != grad_dtype_ || slot.base.defined();
   return options_.gradient_as_view && slots_->size() == 1 && !has_place && used[slot.index] && grad.defined() &&
-      !grad.requires_grad() && !grad.is_sparse() && is_one_piece(slot, grad) && is_sole_holder(grad, contribution);
+      !grad.requires_grad() && !grad.is_sparse() && grad.scalar_type() == grad_dtype_ && is_one_piece(slot, grad) &&
+      is_sole_holder(grad, contribution);
 }
 
 // Makes the only gradient itself the buffer: flat, in the order of its memory.
@@ -181,8 +193,8 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
   };
   if (slots_->size() != 1 || !device_.is_cpu() || borrowed_ || options_.allocate || options_.gradient_as_view ||
       slot.base.defined() || !grad.defined() || grad.requires_grad() || grad.use_count() != 1 ||
-      result.scalar_type() != grad_dtype_ || !result.is_same(buffer_) || !is_one_piece(slot, grad) || !whole(grad) ||
-      !whole(buffer_))
+      result.scalar_type() != grad_dtype_ || grad.scalar_type() != grad_dtype_ || !result.is_same(buffer_) ||
+      !is_one_piece(slot, grad) || !whole(grad) || !whole(buffer_))
     return false;
   // The buffer's memory is held by itself and by the slot's window.
   if (grad.storage().use_count() != 1 || buffer_.storage().use_count() != 2) return false;

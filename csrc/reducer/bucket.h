@@ -11,13 +11,13 @@
 // reducer's; a bucket has no lock.
 #pragma once
 
-#include "scaled_copy.h"
-#include "same_tensor.h"
-#include "sole_holder.h"
-#include "transport_memory.h"
+#include "support/scaled_copy.h"
+#include "support/same_tensor.h"
+#include "support/sole_holder.h"
 #include "wait.h"
 
 #include "cuda/producers.h"
+#include "transport/memory.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -36,20 +36,15 @@ class Bucket {
     at::Tensor parameter;
     int64_t offset;  // in elements
     std::vector<int64_t> strides;
-    at::Tensor view;            // parameter-shaped window on the buffer (not a view to autograd)
-    bool packed = false;        // in this backward
-    bool synchronized = false;  // there is a result that all ranks have, and .grad has not grown since
-    SameTensor result;          // that .grad
-    at::Tensor base;            // with keep_base: that result, while .grad grows
-    uint32_t version = 0;       // of .grad, when it had grown
+    at::Tensor view;       // parameter-shaped window on the buffer (not a view to autograd)
+    bool packed = false;   // in this backward
+    SameTensor result;     // .grad, where all ranks have it, and it has not grown since
+    at::Tensor base;       // with keep_base: that result, while .grad grows
+    uint32_t version = 0;  // of .grad, when it had grown
 
-    void note_result() {
-      synchronized = true;
-      result = parameter.grad();
-    }
-    bool has_result() const { return synchronized && result == parameter.grad(); }
+    void note_result() { result = parameter.grad(); }
+    bool has_result() const { return result == parameter.grad(); }
     void keep_from(const Slot& before) {  // buckets have been cut anew
-      synchronized = before.synchronized;
       result = before.result;
       base = before.base;
       version = before.version;
@@ -94,10 +89,16 @@ class Bucket {
     flight_ = std::move(flight);
     state_ = State::kLaunched;
   }
-  // Forgets a collective that nobody waits for any more. It may still write to the buffer, which it keeps alive.
+  // What the current stream launches comes after the packing, on whichever stream that was. REQUIRES: kPacked.
+  void before_launch() const { producers_.wait_packed(); }
+  // The streams that made this backward's gradients go on after its end, on the current stream.
+  void hold_back_streams() const { producers_.hold_back(); }
+  // Forgets buffer and collective, which nobody waits for any more. It may still write to the buffer, and keeps that
+  // alive. So may what this device's current stream has been given to do.
   void abandon() {
     flight_ = {};
-    if (state_ == State::kLaunched) release();
+    producers_.keep(buffer_);
+    release();
     begin_backward();
   }
   // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those that do not
@@ -130,7 +131,10 @@ class Bucket {
   void unpack_sparse(const at::Tensor& result, double scale);
   bool exchange(const at::Tensor& result, double scale);
   void adopt_view(Slot& slot);
-  bool is_one_piece(const Slot& slot, const at::Tensor& grad) const;
+  static bool is_one_piece(const Slot& slot, const at::Tensor& grad);
+  bool can_cast(at::ScalarType dtype) const {
+    return dtype == grad_dtype_ || (at::isFloatingType(dtype) && at::isFloatingType(options_.buffer_dtype));
+  }
   void check(const Slot& slot, const at::Tensor& grad) const;
 
   const Options options_;

@@ -40,6 +40,7 @@ class Forwards {
   }
   // The next backward is synchronized wherever forward ran: what callers of `reducer.prepare_for_backward` expect.
   void arm() { armed_ = true; }
+  bool awaits_backward() const { return awaits_backward_; }
   void iteration_ends() { armed_ = awaits_backward_ = hidden_ = false; }
 
   // Of the graph task that runs now. Walks its nodes once, until one of a synchronized forward is found.

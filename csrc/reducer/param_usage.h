@@ -6,7 +6,7 @@
 // arrival.
 #pragma once
 
-#include "same_tensor.h"
+#include "support/same_tensor.h"
 
 #include <algorithm>
 #include <cstdint>

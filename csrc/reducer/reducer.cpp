@@ -1,6 +1,6 @@
 #include "reducer.h"
 
-#include "errors.h"
+#include "support/errors.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
@@ -78,11 +78,12 @@ void Reducer::check_finished() const {
   // A forward inside of backward is a checkpoint's. Outside, that backward never reached its end.
   bool inside = torch::autograd::get_current_graph_task_id() != -1;
   if (phase_ == Phase::kBackward && inside) return;
+  if (phase_ == Phase::kLaunched) fail(errors::not_finalized(group_->getRank()));
   std::vector<errors::Parameter> absent;
   for (size_t index : missing()) absent.push_back({index, names_[index]});
-  auto cause = options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
-      : phase_ == Phase::kBackward                       ? errors::Cause::kBackwardRaised
-                                                         : errors::Cause::kUnused;
+  auto cause = phase_ != Phase::kIncomplete       ? errors::Cause::kBackwardRaised
+      : options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
+                                                  : errors::Cause::kUnused;
   fail(errors::unfinished_reduction(group_->getRank(), absent, cause));
 }
 
@@ -95,6 +96,7 @@ std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
 }
 
 void Reducer::begin_forward() {
+  interrupted_ = false;
   forwards_.begin();
   trace_->note(StepEvent::kForwardBegin);
 }
@@ -125,6 +127,7 @@ void Reducer::abort_iteration() {
   phase_ = Phase::kIdle;
   next_bucket_ = 0;
   backward_ = {};
+  interrupted_ = false;
   forwards_.iteration_ends();
   usage_.begin_iteration();
   for (Bucket& bucket : buckets_) bucket.abandon();
@@ -149,9 +152,8 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
         "Put both inside of no_sync(), or both outside.");
   }
   backward_.takes_part.clear();
-  const bool outermost = through_synchronized_forward.has_value();
-  if (outermost && backward_.origin == Origin::kSynchronized && used_map_.mode() == GraphMode::kFindUnused &&
-      recorded_)
+  const bool asks = used_map_.mode() == GraphMode::kFindUnused && recorded_;
+  if (asks && through_synchronized_forward && backward_.origin == Origin::kSynchronized)
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
   backward_.graph_task = graph_task;
@@ -187,6 +189,11 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   const bool defined = parameters_[index].mutable_grad().defined();
   if (options_.keep_base && defined) buckets_[place_[index].first].after_growth(place_[index].second);
   enter_backward(std::nullopt);
+  if (phase_ == Phase::kLaunched) {
+    phase_ = Phase::kBackward;  // it would be lost, or change what is being sent: only abort_iteration() leads on
+    next_bucket_ = 0;
+    fail(errors::ready_twice(group_->getRank(), {index, names_[index]}, usage_.arrivals[index] + 1));
+  }
   if (defined) usage_.local_used_map[index] = 1;
   if (defined) note_origin(index);
   if (backward_.origin != Origin::kSynchronized) return;
@@ -262,18 +269,13 @@ void Reducer::launch_or_skip(size_t index) {
 void Reducer::launch(size_t index) {
   Bucket& bucket = buckets_[index];
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
+  bucket.before_launch();
   trace_->note(index, BucketEvent::kLaunch);
-  Flight flight;
-  if (passes_through()) {
-    flight.future = completed(at::empty({0}));
-  } else {
-    GradBucket seen = grad_bucket(index, bucket.buffer());
-    flight = run_hook(seen);
-  }
-  if (bucket.device().is_cpu()) {  // elsewhere a future completes when it is enqueued: no time to tell
-    flight.future->addCallback([done = trace_->done, index](Future&) { Trace::note_done(*done, index); },
-        /*uses_future=*/false);
-  }
+  GradBucket seen = grad_bucket(index, bucket.buffer());
+  Flight flight = passes_through() ? Flight{completed(at::empty({0})), nullptr} : run_hook(seen);
+  auto note_done = [done = trace_->done, index](Future&) { Trace::note_done(*done, index); };
+  // Not elsewhere, where a future completes when it is enqueued.
+  if (bucket.device().is_cpu()) flight.future->addCallback(note_done, /*uses_future=*/false);
   bucket.launched(std::move(flight));
 }
 
@@ -289,9 +291,25 @@ void Reducer::finish_backward(int graph_task) {
     phase_ = Phase::kIncomplete;
     return;
   }
+  launch_rest();
+  if (!options_.manual_finalization) return finalize_backward();
+  phase_ = Phase::kLaunched;
+}
+
+void Reducer::launch_rest() {
   while (next_bucket_ < buckets_.size()) launch_or_skip(next_bucket_);
   send_used_map();
   if (callbacks_.after_last_launch) callbacks_.after_last_launch();
+}
+
+void Reducer::finalize_backward_manual() {
+  auto lock = guard();
+  if (phase_ == Phase::kBackward) {
+    trace_->note(StepEvent::kBackwardEnd);
+    launch_rest();
+    backward_.origin = Origin::kBypassed;  // what it still brings is this rank's alone
+  }
+  interrupted_ = false;
   finalize_backward();
 }
 
@@ -313,6 +331,8 @@ void Reducer::finalize_backward() {
       fail(errors::wrong_hook_result(group_->getRank(), i, result.numel(), bucket.numel()));
     trace_->note(i, BucketEvent::kUnpackBegin);
     if (!optimizer_in_backward) bucket.unpack(result, scale, used);
+    bucket.hold_back_streams();
+    if (options_.lazy_bucket_allocation) bucket.abandon();
     trace_->note(i, BucketEvent::kUnpackEnd);
   }
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets_.size());
@@ -320,9 +340,10 @@ void Reducer::finalize_backward() {
 }
 
 void Reducer::backward_is_gone(int graph_task) {
-  if (backward_.graph_task != graph_task || phase_ != Phase::kBackward) return;
+  if (backward_.graph_task != graph_task) return;
+  interrupted_ = backward_.origin == Origin::kSynchronized;
   backward_ = {};
-  if (!callbacks_.on_interrupted) return;
+  if ((phase_ != Phase::kBackward && !interrupted_) || !callbacks_.on_interrupted) return;
   try {
     callbacks_.on_interrupted(last_error_);
   } catch (const std::exception& error) {  // nobody is there to catch it, and backward has an error of its own
@@ -356,7 +377,8 @@ void Reducer::end_iteration() {
 
 void Reducer::wait(Future& future, size_t bucket) {
   if (!callbacks_.on_stall) return future.waitAndThrow();
-  wait_watching(future, [&](double seconds) { callbacks_.on_stall(seconds, bucket); });
+  wait_watching(
+      future, [&](double seconds, const std::string& error) { callbacks_.on_stall(seconds, bucket, error); });
 }
 
 }  // namespace minddp

@@ -9,6 +9,10 @@
 //
 //   kIdle -- first gradient of a backward through a synchronized forward --> kBackward
 //   kBackward -- end of backward; every gradient came, or absence is allowed --> kIdle
+//   kBackward -- the same, where finalization is the caller's --> kLaunched
+//   kLaunched, or kBackward with all buckets launched -- finalize_backward_manual() --> kIdle
+//   kLaunched -- next forward, or optimizer.step() --> an error that says so
+//   kLaunched -- a gradient, which would be lost --> kBackward, with an error
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
 //   kIncomplete -- another such backward, which may bring them --> kBackward
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names them
@@ -42,7 +46,7 @@
 #include "forwards.h"
 #include "grad_hooks.h"
 #include "param_usage.h"
-#include "trace.h"
+#include "support/trace.h"
 #include "used_map.h"
 
 #include <functional>
@@ -54,7 +58,7 @@
 
 namespace minddp {
 
-enum class Phase { kIdle, kBackward, kIncomplete };
+enum class Phase { kIdle, kBackward, kIncomplete, kLaunched };
 
 struct ReducerOptions {
   GraphMode graph_mode = GraphMode::kAllUsed;
@@ -64,6 +68,8 @@ struct ReducerOptions {
   bool keep_base = false;               // the reduction is no mean; see bucket.h
   bool any_grad_dtype = false;          // parameters change their dtype during backward
   bool always_reduce = false;           // go through the process group where it has one rank, too
+  bool lazy_bucket_allocation = false;  // a bucket has memory from its first gradient to the end of its iteration
+  bool manual_finalization = false;     // waiting and unpacking are left to the caller; REQUIRES: none is expected
   double pre_scale = 1.0;
   double post_scale = 1.0;
 };
@@ -72,8 +78,8 @@ struct ReducerOptions {
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // at the end of backward; may issue collectives of its own
   std::function<double()> post_scale;       // in place of the option's, called once before unpacking
-  std::function<void(const std::string& why)> on_interrupted;   // an exception has ended an iteration's backward
-  std::function<void(double seconds, size_t bucket)> on_stall;  // each second without an end, and at a failed end
+  std::function<void(const std::string& why)> on_interrupted;  // an exception has ended an iteration's backward
+  std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // wait.h
 };
 
 class Reducer : public std::enable_shared_from_this<Reducer> {
@@ -94,6 +100,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void end_forward(const std::vector<at::Tensor>& outputs, bool synchronized);
   // For callers that decide by themselves when to synchronize: the next backward is, wherever forward ran.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
+  // With options().manual_finalization: waits and unpacks, once for each synchronized backward, from a hook in it or
+  // after it; on the caller's current streams. REQUIRES: ready_to_finalize().
+  void finalize_backward_manual();
+  bool ready_to_finalize() const {
+    return phase_ == Phase::kLaunched || (phase_ == Phase::kBackward && next_bucket_ == buckets_.size());
+  }
+  // A synchronized forward waits for its backward, or that one for its end.
+  bool expects_backward() const { return phase_ != Phase::kIdle || forwards_.awaits_backward(); }
   // Back to kIdle, whatever has happened. Ranks that go on together must all call it, after an error that all met.
   void abort_iteration();
   void on_ready(size_t index, const at::Tensor& contribution);  // the hook of parameter `index`
@@ -132,11 +146,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   Phase phase() const { return phase_; }
   const std::vector<Bucket>& buckets() const { return buckets_; }
+  size_t next_bucket() const { return next_bucket_; }
   const Trace& trace() const { return *trace_; }
   bool has_recorded() const { return recorded_; }            // the first synchronized backward is over
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
   const std::string& last_error() const { return last_error_; }
   std::vector<size_t> missing() const;
+  // An exception has ended a synchronized backward, and there was no forward since. Where it came from the hook of a
+  // first gradient, that gradient is local, and nothing else shows it.
+  bool interrupted() const { return interrupted_; }
   // Parameters with a gradient of this rank alone, which no_sync did not ask for, and the backward that it came in.
   // It may have come through another wrapper's forward: then that one's arrived_in is not smaller.
   std::vector<std::pair<size_t, int>> bypassed() const;
@@ -159,6 +177,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch_or_skip(size_t index);
   void finish_backward(int graph_task);
   void backward_is_gone(int graph_task);
+  void launch_rest();
   void finalize_backward();
   void send_used_map() { used_map_.send(*group_, usage_.local_used_map, parameters_[0].device()); }
   void wait(Future& future, size_t bucket);
@@ -189,6 +208,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::mutex mutex_;  // used only when several_threads_; guards all that follows
   Phase phase_ = Phase::kIdle;
   bool recorded_ = false;
+  bool interrupted_ = false;
   bool graph_is_static_ = true;
   std::vector<size_t> last_missing_;
   mutable std::string last_error_;

@@ -53,7 +53,7 @@ class LocalGradients:
         Raises:
             RuntimeError: the ranks' differ, or another rank has none.
         """
-        named = [(name, gradient) for name, gradient in named if _has_values(gradient)]
+        named = [(name, gradient) for name, gradient in named if has_values(gradient)]
         if not named or self._size == 1 or self._store is None:
             return
         if backward != self._seen:
@@ -86,7 +86,7 @@ class LocalGradients:
         return answer
 
 
-def _has_values(gradient: torch.Tensor) -> bool:
+def has_values(gradient: torch.Tensor) -> bool:
     """Not zeroed since."""
     values = gradient.detach()
     return bool((values.coalesce().values() if values.is_sparse else values).any())

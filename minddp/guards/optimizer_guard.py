@@ -17,11 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Guarded(Protocol):
-    """Who reduces parameters; ``may_refuse_step`` is asked first, and costs little."""
+    """Who reduces parameters; ``may_refuse_step`` is asked first, and costs little.
+
+    ``check_step`` raises where gradients must not be used, and returns whether the step is to change nothing.
+    """
 
     def may_refuse_step(self) -> bool: ...
     def parameter_ids(self) -> set[int]: ...
-    def check_step(self, stepped: set[int], others: Sequence[Any]) -> None: ...
+    def check_step(self, stepped: set[int], others: Sequence[Any]) -> bool: ...
 
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -68,4 +71,12 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         if guarded.may_refuse_step():
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if not stepped.isdisjoint(guarded.parameter_ids()):
-                guarded.check_step(stepped, [other for other in everyone if other is not guarded])
+                if guarded.check_step(stepped, [other for other in everyone if other is not guarded]):
+                    _skip(optimizer)
+
+
+def _skip(optimizer: torch.optim.Optimizer) -> None:
+    """A step without gradients changes neither parameters nor the optimizer's state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None

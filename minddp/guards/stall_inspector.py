@@ -1,93 +1,251 @@
-"""Who is missing when a collective does not end.
+"""Who is missing when a collective does not end, or ends with a lost connection.
 
-A rank that raises, or that never reaches a bucket's collective, leaves the others waiting for the group's
-timeout (30 minutes by default). So a rank that fails leaves a note in the process group's store, and one
-that has waited for more than a second looks there every second: it raises what it finds, with the other
-rank's own words, and otherwise tells once, after ten seconds, which ranks have not come.
+A rank that raises, dies, is stopped or takes another branch leaves the others waiting for the group's timeout (30
+minutes by default), or with "Connection closed by peer". So a rank that waits is told each second, by the thread that
+waits, to look at what the watchdog has found: it raises, with the culprit's name, place and words, or warns.
 
 Costs nothing while collectives end within a second.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
-import json
+import re
+import threading
+import time
 import warnings
+import weakref
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
+from .. import _C
+from ..ranks import waiting
+from . import watchdog
+from .verdict import CANNOT_COME, Fact, Kind, Wait, judge, lost, root_causes, slow
+from .watchdog import Watchdog
+
 WARN_SECONDS = 10
+# So long a rank that ended without an error may be gone before what it took part in must have ended here.
+_SETTLED_SECONDS = 5
+_NAMING_SECONDS = 5.0  # at most so long a collective's own error is held back until it is known who was lost
+_PLAINLY_LOST = (Kind.FAILED, Kind.GONE, Kind.LEFT, Kind.STOPPED)
+_PHASES = ("forward", "loss", "backward", "backward", "between")  # after each of the reducer's moments
+_LOST_PEER = re.compile(
+    r"connection|socket|broken pipe|reset by peer|timed? ?out|has died|gave up|has left|did not take part|aborted|"
+    r"no route|unreachable",
+    re.IGNORECASE,
+)
+
+Judged = list[tuple[Fact, Kind]]
 
 # Reducers of one group are made in the same order on all its ranks: counting gives them common names.
 _counters: dict[str, itertools.count[int]] = {}
+_inspectors: weakref.WeakSet[StallInspector] = weakref.WeakSet()
 
 
 class StallInspector:
-    """The notes of one reducer's ranks. REQUIRES: a default process group, whose store carries them.
+    """Watches the waits of one reducer. REQUIRES: a default process group, whose store carries what ranks tell.
 
-    That a rank has failed is noted for all reducers together: whichever of them waits for it hears of it.
+    That a rank has failed is told to all reducers together: whichever of them waits for it hears of it.
+
+    Args:
+        group: the reducer's group.
+        reducer: asked where it is; by other threads too.
+        names: the parameters'.
+        desync_timeout: seconds after which a rank that cannot come is waited for no more; ``None``: warns only.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(
+        self, group: dist.ProcessGroup, reducer: _C.Reducer, names: Sequence[str], desync_timeout: float | None
+    ):
         name = group.group_name
-        self._base = store = dist.distributed_c10d._get_default_store()
+        self.group = group
+        self.desync_timeout = desync_timeout
         self.rename(f"{name}/{next(_counters.setdefault(name, itertools.count()))}")
-        self._failures = dist.PrefixStore("minddp/failed", store)
-        self._ranks = dist.get_process_group_ranks(group)  # in the default group, by rank in this one
+        self._reducer = weakref.ref(reducer)
+        self._names = names
+        self._ranks = tuple(dist.get_process_group_ranks(group))  # in the default group, by rank in this one
         self._rank = group.rank()
         self._reported = False
+        self._forward_ended_ns = -1  # by an exception, which the reducer does not see
+        self._dog: Watchdog | None = watchdog.current(group)
+        if self._dog is not None:
+            weakref.finalize(self, self._dog.add_place(_weak_place(self))).atexit = False
+        _inspectors.add(self)
 
     def rename(self, key: str) -> str:
-        """From now on the notes of all ranks are found under ``key``."""
+        """From now on all ranks know this wrapper under ``key``."""
         self.key = key
-        self._store = dist.PrefixStore(f"minddp/stall/{key}", self._base)
         return key
+
+    # --- what this rank tells ---
 
     def report_failure(self, error: BaseException | str) -> None:
         """This rank will not finish its backward: tells the others why, in the words of the first who knows."""
-        if self._reported:
+        if self._reported or self._dog is None:
             return
         self._reported = True
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        with suppress(dist.DistError, RuntimeError):  # the store may be gone, and the error itself matters more
-            self._failures.set(str(self._ranks[self._rank]), text)
+        self._dog.tell(text, because=getattr(error, "lost_ranks", ()), wait=1.0)
+
+    def note_words(self, error: BaseException) -> None:
+        """An exception has ended forward. The program may handle it: told to those who ask where this rank is."""
+        self._forward_ended_ns = time.monotonic_ns()
+        if self._dog is not None:
+            self._dog.note_words(watchdog.exception_text(error))
 
     def take_back(self) -> None:
         """What this rank has reported is over. Costs nothing where it has reported nothing."""
-        if self._reported:
+        if self._reported and self._dog is not None:
             self._reported = False
-            with suppress(dist.DistError, RuntimeError):
-                self._failures.set(str(self._ranks[self._rank]), "")
+            self._dog.tell("", over=True)
 
-    def on_stall(self, seconds: float, bucket: int) -> None:
-        """Called about once a second while the collective of ``bucket`` does not end, and when it has failed.
+    def place(self) -> tuple[str, dict[str, Any]] | None:
+        """This wrapper's name, and where its iteration is."""
+        reducer = self._reducer()
+        if reducer is None:
+            return None
+        position = reducer.position()
+        moments = position["moments"]
+        latest = max(range(len(moments)), key=lambda i: moments[i])
+        phase = "between" if moments[latest] < 0 else _PHASES[latest]
+        if position["phase"] == _C.Phase.INCOMPLETE:
+            phase = "backward"
+        elif phase == "forward" and self._forward_ended_ns > moments[latest]:
+            phase = "between"
+        iteration = position["iteration"] + (phase in ("forward", "loss"))
+        missing = position["missing"] if phase == "backward" else []
+        return self.key, {"phase": phase, "iteration": iteration, "missing": missing}
+
+    # --- what it waits for ---
+
+    def on_stall(self, seconds: float, bucket: int, error: str) -> None:
+        """Called each second while the collective of ``bucket`` does not end, and when it has failed with ``error``.
 
         Raises:
-            RuntimeError: another rank has reported a failure.
+            RuntimeError: another rank will not take part; says which, and why.
         """
-        with suppress(dist.DistError):  # the store may be gone with its rank: the collective's own error will tell
-            self._look_around(seconds, bucket)
-
-    def _look_around(self, seconds: float, bucket: int) -> None:
-        for rank in self._others():
-            note = str(self._ranks[rank])
-            if self._failures.check([note]) and (text := self._failures.get(note).decode()):
-                raise RuntimeError(
-                    f"rank {rank} will not take part in the reduction of bucket {bucket}, for which rank "
-                    f"{self._rank} has waited {seconds:.0f} s. Rank {rank} says: {text}"
-                )
-        self._store.set(f"waits/{self._rank}", json.dumps(bucket))
-        if int(seconds) == WARN_SECONDS:
-            warnings.warn(self._who_is_missing(bucket), RuntimeWarning, stacklevel=2)
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(len(self._ranks)) if rank != self._rank]
-
-    def _who_is_missing(self, bucket: int) -> str:
-        waiting = [rank for rank in self._others() if self._store.check([f"waits/{rank}"])]
-        absent = [rank for rank in self._others() if rank not in waiting]
-        return (
-            f"rank {self._rank} has waited {WARN_SECONDS} s for bucket {bucket}. Ranks {absent} have not reported "
-            f"waiting: they are slow, or took another branch and never launched it (ranks {waiting} wait too)."
+        reducer = self._reducer()
+        if self._dog is None or reducer is None:
+            return
+        buckets, iteration = reducer.buckets(), reducer.iteration()
+        indices = buckets[bucket] if bucket < len(buckets) else []
+        name = f"bucket {bucket}" if indices else "what follows the last bucket"
+        wait = Wait(
+            f"{self.key}/{iteration}|{name} of iteration {iteration}",
+            f"the reduction of {name} of iteration {iteration}",
+            self._rank,
+            self._ranks,
+            self.key,
+            {index: self._names[index] for index in indices},
         )
+        look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
+
+
+def _weak_place(inspector: StallInspector) -> watchdog.Place:
+    itself = weakref.ref(inspector)
+
+    def place() -> tuple[str, dict[str, Any]] | None:
+        alive = itself()
+        return None if alive is None else alive.place()
+
+    return place
+
+
+def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> None:
+    """A wait outside of a reducer's backward: construction, buffers, checks."""
+    dog = watchdog.current(group)
+    if dog is None:
+        return
+    timeouts = [inspector.desync_timeout for inspector in list(_inspectors) if inspector.group is group]
+    timeout = min((t for t in timeouts if t is not None), default=None) if timeouts else DEFAULT_DESYNC_TIMEOUT
+    ranks = tuple(dist.get_process_group_ranks(group))
+    wait = Wait(f"{group.group_name}|{what}", what, group.rank(), ranks)
+    look_into(dog, group, wait, seconds, error, timeout)
+
+
+DEFAULT_DESYNC_TIMEOUT = 30.0
+waiting.set_watcher(_watch)
+
+
+def look_into(
+    dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, error: str, timeout: float | None
+) -> None:
+    """One look at a wait that has lasted ``seconds``, or ended with ``error``: :meth:`StallInspector.on_stall`."""
+    if error:
+        return _name_the_lost(dog, group, wait, seconds, error)
+    dog.waits(wait, urgent=False)
+    silent = dog.has_asked_for(dog.patience)
+    stands_still = dog.patience if timeout is None else min(dog.patience, timeout / 2)
+    judged: Judged = [(fact, judge(fact, wait, silent, stands_still)) for fact in dog.facts(wait.others())]
+    at_once: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
+    ended = [(fact, kind) for fact, kind in judged if kind in (Kind.GONE, Kind.LEFT)]
+    if ended and dog.first_seen_gone(ended) >= _SETTLED_SECONDS:
+        at_once += ended
+    absent = [(fact, kind) for fact, kind in judged if kind in CANNOT_COME]
+    if at_once or (absent and timeout is not None and seconds >= timeout):
+        _give_up(dog, group, wait, seconds, root_causes(at_once or absent), "")
+    if int(seconds) == WARN_SECONDS or (timeout is not None and seconds > WARN_SECONDS and seconds % timeout < 1):
+        warnings.warn(slow(wait, seconds, judged, dog.store_is_silent()), RuntimeWarning, stacklevel=3)
+
+
+def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, error: str) -> None:
+    """A collective has failed. Where that looks like a lost peer, finds out which, and raises instead of it."""
+    suspicious = _LOST_PEER.search(error) is not None
+    dog.waits(wait, urgent=True)
+    deadline = time.monotonic() + (_NAMING_SECONDS if suspicious else 0.0)
+    while True:
+        judged: Judged = [(fact, judge(fact, wait, False, 0.0)) for fact in dog.facts(wait.others())]
+        causes: Judged = [(fact, kind) for fact, kind in judged if kind in _PLAINLY_LOST]
+        strangers = all(fact.process is None for fact, kind in judged if kind is not Kind.COMES)
+        over = time.monotonic() >= deadline or (not causes and (dog.lost or (strangers and dog.has_asked_for(1.0))))
+        if causes or over:
+            break
+        time.sleep(0.05)
+    if not causes and suspicious:
+        causes = [(fact, kind) for fact, kind in judged if kind is not Kind.COMES]
+    if causes:
+        _give_up(dog, group, wait, seconds, root_causes(causes), error)
+    dog.waits_no_more()
+
+
+class LostPeer(RuntimeError):
+    """``lost_ranks``: of the default group, those that this rank has given up."""
+
+    lost_ranks: list[int]
+
+
+def _give_up(
+    dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, causes: Judged, error: str
+) -> None:
+    dog.waits_no_more()
+    raised = LostPeer(lost(wait, seconds, causes, error))
+    raised.lost_ranks = [fact.rank for fact, _ in causes]
+    dog.tell(str(raised), because=raised.lost_ranks, wait=0.5)
+    _abandon(group)
+    raise raised
+
+
+_abandoned: set[int] = set()
+
+
+def _abandon(group: dist.ProcessGroup) -> None:
+    """Gives up what is under way in ``group``, without waiting for it.
+
+    Gloo has no way to do so, and its destructor waits for its last collective, which may never end: the process could
+    not exit. So that destructor never runs; the process takes the threads and connections with it.
+    """
+    if id(group) in _abandoned:
+        return
+    _abandoned.add(id(group))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    threading.Thread(target=_abort, args=(group,), name="minddp: abort", daemon=True).start()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(Exception):
+        group.abort()

@@ -7,7 +7,6 @@ for one, but runs none of its code: every method is defined here (a test makes t
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,7 +23,6 @@ from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ..guards import lifetime, optimizer_guard
-from ..guards.replicas import check_replicas
 from ..reduction.start import sync_module_states, verify_same_arguments, verify_same_model
 from ..timeline import StepTimes, step_times
 from .buffers import BufferSync
@@ -32,10 +30,12 @@ from .comm_hooks import HookRegistration
 from .config import make_config
 from .delayed_params import DelayedAllReduce
 from .engine import Engine
+from .finalization import ManualFinalization
 from .find_tensors import find_tensors
 from .groups import choose_group
 from .join import DDPJoinHook, agree_on_sync
 from .parameters import Parameters
+from .replicas import Replicas
 from .torch_base import TorchBase
 from .torch_names import TorchNames
 
@@ -51,7 +51,9 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
     return module(*inputs, **kwargs)
 
 
-class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBase):  # type: ignore[override,misc]
+class DistributedDataParallel(  # type: ignore[override,misc]
+    BufferSync, HookRegistration, ManualFinalization, Replicas, TorchNames, TorchBase
+):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
     Takes torch's arguments in torch's order; replaces ``torch.nn.parallel.DistributedDataParallel``
@@ -85,15 +87,23 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         bucket_cap_mb_list: one cap a bucket, in launch order; the last one repeats.
         batched_grad_copy: accepted; packing is always one pass per bucket here.
         forward_sync_buffers: broadcast rank 0's buffers before each forward (default ``True``).
+        lazy_bucket_allocation: a bucket has memory from its first gradient to the end of backward only; where a
+            gradient is reduced in its own memory (see ``gradient_as_bucket_view``), none at all.
         reduction: ``"mean"`` over ranks, ``"sum"``, or ``"weighted"``: the sum of gradients over the sum
             of what every rank passed to :meth:`add_weight`, exactly the large batch's gradient for
             losses summed over samples, however uneven the shares.
         reduce_dtype: dtype in which low-precision gradients travel and are added (``torch.float32``).
         predivide_factor: divide by this before the sum, by the rest after it (range of float16).
         bucket_plan: a :class:`minddp.planner.BucketPlan` to pin, or the path of a saved one.
-        check_finite: before ``optimizer.step()`` (and at the next forward), raise on every rank when a rank's own
-            gradient, before the average, held NaN or infinity; names parameters and ranks. Reads each bucket
-            once more, and the host waits for the answer; not for a ``GradScaler``, which expects infinities.
+        check_finite: ``"raise"`` (or ``True``): before ``optimizer.step()`` (and at the next forward), raise on every
+            rank when a rank's own gradient, before the average, held NaN or infinity; names parameters and ranks.
+            ``"warn"``: the same as a warning. ``"skip"``: that step changes nothing, on all ranks alike, and clears
+            the gradients; goes with a ``GradScaler``. Reads each bucket once more, and the host waits for the answer.
+        check_replicas_every: compare the ranks' parameters (:meth:`check_replicas`) before each n-th forward.
+        desync_timeout: seconds after which ranks that wait raise, with the culprit's name, when another cannot come:
+            it is gone, stopped, cut off, waits for something else, or stands still inside of forward or backward. A
+            rank that answers from between two iterations (an evaluation, a checkpoint) is waited for as long as the
+            group's timeout says, with a warning. ``None``: warn only.
 
     Raises:
         RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models
@@ -124,12 +134,15 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         reduction: str = "mean",
         reduce_dtype: torch.dtype | None = None,
         predivide_factor: float | None = None,
         bucket_plan: Any = None,
-        check_finite: bool = False,
+        check_finite: bool | str = False,
+        check_replicas_every: int | None = None,
+        desync_timeout: float | None = 30.0,
     ):
         arguments = locals().copy()
         TorchBase.__init__(self)
@@ -209,6 +222,8 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
             engine.check_finished()
             if engine.reducer.sync_enabled:
                 engine.begin_iteration(self._join_config.enable)
+                if self._config.check_replicas_every is not None and not self._join_config.enable:
+                    self._check_replicas_now_and_then()
         self._note_not_joined()
         if grad and not engine.reducer.has_rebuilt:
             engine.rebuild_buckets()
@@ -247,6 +262,10 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
         _TorchDDP._active_ddp_module = self
         try:
             return _run_module(self.module, inputs, kwargs)
+        except Exception as error:
+            if self._engine is not None:
+                self._engine.note_words(error)
+            raise
         finally:
             _TorchDDP._active_ddp_module = outer
 
@@ -342,21 +361,6 @@ class DistributedDataParallel(BufferSync, HookRegistration, TorchNames, TorchBas
     def release_buckets(self) -> None:
         """Frees the buckets' memory between phases of training; the next backward allocates it again."""
         self.reducer.release_buckets()
-
-    def check_replicas(self, buffers: bool = False) -> None:
-        """Raises on every rank unless all ranks hold the same parameters, bit for bit. Collective.
-
-        Reads the model once, on the host: for now and then, or after each step while looking for a cause.
-
-        Args:
-            buffers: compare buffers too. Between the broadcasts before forward they usually differ.
-
-        Raises:
-            RuntimeError: names the tensors that differ, and which ranks hold the same.
-        """
-        tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers() if buffers else ())
-        named = [(name, tensor) for name, tensor in tensors if name not in self.parameters_to_ignore]
-        check_replicas(named, self.process_group)
 
     def refresh(self) -> None:
         """Takes over what has changed in the module since it was wrapped. Collective, between iterations.

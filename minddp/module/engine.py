@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .. import _C, environment
 from ..guards import optimizer_guard
 from ..guards.finite_check import FiniteCheck
-from ..guards.local_gradients import LocalGradients
+from ..guards.local_gradients import LocalGradients, has_values
 from ..guards.module_changes import ModuleChanges
 from ..guards.rpc_context import refuse_rpc_context
 from ..guards.stall_inspector import StallInspector
@@ -68,6 +68,7 @@ class Engine:
         self.devices = devices
         self.hook: tuple[Any, Any] | None = None
         self.mixed: MixedPrecision | None = None
+        self.finite: FiniteCheck | None = None
         self.has_rebuilt_buckets = False
         self._checks_order = ordering.enabled()
         self._made = False
@@ -142,6 +143,8 @@ class Engine:
             reduction=config.reduction,
             reduce_dtype=self._reduce_dtype(),
             mixed_precision=config.mixed_precision is not None,
+            lazy_bucket_allocation=config.lazy_bucket_allocation,
+            manual_finalization=config.manual_finalization,
             predivide_factor=config.predivide_factor,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             skip_all_reduce_unused=config.skip_all_reduce_unused_params,
@@ -163,7 +166,10 @@ class Engine:
 
     def _make_guards(self) -> None:
         has_store = dist.is_initialized() and not self.has_foreign_group
-        self.inspector = StallInspector(self.group) if has_store else None
+        timeout = self.config.desync_timeout
+        self.inspector = (
+            StallInspector(self.group, self.reducer, self.parameters.names, timeout) if has_store else None
+        )
         if self.inspector is not None:
             self.reducer.set_callbacks(
                 on_stall=weakly(self.inspector.on_stall), on_interrupted=weakly(self._on_interrupted)
@@ -171,10 +177,12 @@ class Engine:
         store = dist.distributed_c10d._get_default_store() if has_store else None
         key = "" if self.inspector is None else self.inspector.key
         self._local_gradients = LocalGradients(self.group, store, key)
-        self.finite: FiniteCheck | None = None
+        skipped = 0 if self.finite is None else self.finite.skipped
+        self.finite = None
         if self.config.check_finite:
             names = {id(p): name for name, p in zip(self.parameters.names, self.parameters.reduced)}
-            self.finite = FiniteCheck(self.group, names, self.parameters.device)
+            self.finite = FiniteCheck(self.group, names, self.parameters.device, self.config.check_finite)
+            self.finite.skipped = skipped
             self.reducer.after_last_launch.append(self.finite.send)
 
     def _make_tuner(self) -> AutoTuner | None:
@@ -281,11 +289,16 @@ class Engine:
         """Gives up the iteration that is under way: back to the state between two."""
         self.reducer.abort_iteration()
         if self.reducer.weights is not None:
-            self.reducer.weights.clear()
+            self.reducer.weights.forget()
         if self.finite is not None:
             self.finite.forget()
         if self.inspector is not None:
             self.inspector.take_back()
+
+    def note_words(self, error: BaseException) -> None:
+        """An exception in the module's forward, which the program may handle."""
+        if self.inspector is not None:
+            self.inspector.note_words(error)
 
     def _on_interrupted(self, why: str) -> None:
         """An exception has ended a backward after its first gradient; whose, the reducer knows only of its own."""
@@ -297,7 +310,8 @@ class Engine:
     def may_refuse_step(self) -> bool:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
         reducer = self.reducer
-        return reducer.phase() != _C.Phase.IDLE or self.finite is not None or bool(reducer.bypassed())
+        unfinished = reducer.phase() != _C.Phase.IDLE or reducer.interrupted()
+        return unfinished or self.finite is not None or bool(reducer.bypassed())
 
     def parameter_ids(self) -> set[int]:
         return {id(parameter) for parameter in self.parameters.reduced}
@@ -307,8 +321,8 @@ class Engine:
         if self.may_refuse_step() and not self.parameter_ids().isdisjoint(map(id, parameters)):
             self.abort_iteration()
 
-    def check_step(self, stepped: set[int], others: Sequence[Engine]) -> None:
-        """Raises where an optimizer must not use the gradients.
+    def check_step(self, stepped: set[int], others: Sequence[Engine]) -> bool:
+        """Raises where an optimizer must not use the gradients; returns whether its step is to change nothing.
 
         Args:
             stepped: ``id`` of each of the optimizer's parameters.
@@ -316,8 +330,8 @@ class Engine:
         """
         self.report_failure(self._check_not_within)
         self.report_failure(self.reducer.check_finished)
-        if self.finite is not None:
-            self.finite.check()
+        self.report_failure(self._check_not_interrupted)
+        skips = self.finite is not None and self.finite.check()
         names, parameters = self.parameters.names, self.parameters.reduced
         bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
         for other in others if bypassed else ():
@@ -329,6 +343,7 @@ class Engine:
             last = max(backward for _, backward in bypassed.values())
             iteration = self.reducer.iteration()
             self.report_failure(lambda: self._local_gradients.check(named, last, iteration))
+        return skips
 
     def _check_not_within(self) -> None:
         """Where gradients are averaged at the end of backward, and nobody steps in a hook after that."""
@@ -337,6 +352,19 @@ class Engine:
             raise RuntimeError(
                 "optimizer.step() inside of backward() would use gradients before they are averaged over ranks: step "
                 "after backward, or in a communication hook (torch's _apply_optimizer_in_backward does)."
+            )
+
+    def _check_not_interrupted(self) -> None:
+        """After an exception that the program caught: what has arrived is this rank's own."""
+        if not self.reducer.interrupted():
+            return
+        named = zip(self.parameters.names, self.parameters.reduced)
+        found = [name for name, p in named if p.grad is not None and has_values(p.grad)]
+        if found:
+            raise RuntimeError(
+                f"optimizer.step() on rank {self.group.rank()} would use gradients that were never averaged, of "
+                f"{found[:10]}: an exception has ended their backward. Call zero_grad() first, on every rank, or "
+                "restart from a checkpoint."
             )
 
     def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:

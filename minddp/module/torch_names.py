@@ -112,7 +112,11 @@ class TorchNames:
         return list(self._config.caps) if len(self._config.caps) > 1 else []
 
     @property
-    def check_finite(self) -> bool:
+    def lazy_bucket_allocation(self) -> bool:
+        return self._config.lazy_bucket_allocation
+
+    @property
+    def check_finite(self) -> str | None:
         return self._config.check_finite
 
     @classmethod

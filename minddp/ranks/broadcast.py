@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from .. import _C
+from . import waiting
 
 
 def broadcast_coalesced(
@@ -36,14 +36,21 @@ def broadcast_coalesced(
     options = dist.BroadcastOptions()
     options.rootRank = src
     receives = group.rank() != src
+    what = f"the broadcast of rank {src}'s parameters or buffers"
     under_way: deque[tuple[Any, torch.Tensor, _Message]] = deque()
+
+    def finish(work: Any, flat: torch.Tensor, message: _Message) -> None:
+        waiting.wait_for(work, group, what)
+        if receives:
+            _receive(flat, message)
+
     for message in _messages(tensors, buffer_bytes):
         flat = torch.cat(message.flat)
         under_way.append((group.broadcast([flat.view(torch.uint8)], options), flat, message))
         if len(under_way) == 2:
-            _receive(*under_way.popleft(), receives)
+            finish(*under_way.popleft())
     while under_way:
-        _receive(*under_way.popleft(), receives)
+        finish(*under_way.popleft())
 
 
 class _Message(NamedTuple):
@@ -54,10 +61,7 @@ class _Message(NamedTuple):
     sizes: list[int]
 
 
-def _receive(work: Any, received: torch.Tensor, message: _Message, receives: bool) -> None:
-    _C.wait_for(work)
-    if not receives:
-        return
+def _receive(received: torch.Tensor, message: _Message) -> None:
     pieces = received.split(message.sizes)
     if all(t.is_contiguous() and not t.is_conj() and not t.is_neg() for t in message.tensors):
         torch._foreach_copy_(message.flat, pieces)

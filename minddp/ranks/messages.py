@@ -9,28 +9,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _C
+from . import waiting
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """``value`` of every rank of ``group``, in rank order. Collective."""
     if group.size() == 1:
         return [value]
-    if type(group) is not dist.ProcessGroup:  # written in Python: torch.distributed does not know it
-        return [pickle.loads(data) for data in _gather_bytes(pickle.dumps(value), group)]
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return [pickle.loads(data) for data in _gather_bytes(pickle.dumps(value), group)]
 
 
 def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    _C.group_allgather(group, sizes, torch.tensor([len(mine)]))
+    device, what = _device(group), "what all ranks tell each other"
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    waiting.allgather(group, sizes, torch.tensor([len(mine)], device=device), what)
     longest = max(int(size) for size in sizes)
-    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(padded) for _ in sizes]
-    _C.group_allgather(group, everyone, padded)
-    return [bytes(data[: int(size)].tolist()) for data, size in zip(everyone, sizes)]
+    waiting.allgather(group, everyone, padded, what)
+    return [data[: int(size)].cpu().numpy().tobytes() for data, size in zip(everyone, sizes)]
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where the group's backend works, the host if it can."""
+    types = [] if type(group) is not dist.ProcessGroup else group._device_types
+    return torch.device("cpu" if not types or torch.device("cpu") in types else types[0].type)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

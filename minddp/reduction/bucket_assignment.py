@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 import torch.distributed as dist
 
-from .. import _C
+from ..ranks import waiting
 
 Buckets = list[list[int]]
 
@@ -97,7 +97,7 @@ def agree_on_order(
     if group.size() == 1:
         return order, token
     message = torch.tensor([token, len(arrived), *arrived, *absent], device=device)
-    _C.group_broadcast(group, message, 0)
+    waiting.broadcast(group, message, 0, "the new buckets, before forward")
     token, count, *indices = message.tolist()
     return (indices[:count], indices[count:]), token
 

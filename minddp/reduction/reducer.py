@@ -30,7 +30,8 @@ class ReducerSettings:
 
     ``caps``, ``last_cap``: as in :func:`assign_buckets`. ``alone_from``: bytes from which a gradient has a bucket
     of its own, which spares a copy. ``always_reduce``: go through the process group where it has one rank, too.
-    ``mixed_precision``: parameters change their dtype during forward and backward.
+    ``mixed_precision``: parameters change their dtype during forward and backward. ``manual_finalization``: see
+    :meth:`Reducer._finalize_backward_manual`.
     """
 
     graph_mode: Any
@@ -44,6 +45,8 @@ class ReducerSettings:
     skip_all_reduce_unused: bool = False
     always_reduce: bool = False
     mixed_precision: bool = False
+    lazy_bucket_allocation: bool = False
+    manual_finalization: bool = False
 
 
 class Reducer(_C.Reducer):
@@ -87,6 +90,8 @@ class Reducer(_C.Reducer):
         options.keep_base = settings.reduction != "mean"
         options.always_reduce = settings.always_reduce
         options.any_grad_dtype = settings.mixed_precision
+        options.lazy_bucket_allocation = settings.lazy_bucket_allocation
+        options.manual_finalization = self._manual_finalization = settings.manual_finalization
         everything = list(reversed(range(len(parameters))))
         super().__init__(
             list(parameters), self.names, list(expect_sparse), group, options, self._assign(everything, [])
@@ -142,6 +147,15 @@ class Reducer(_C.Reducer):
         super().set_buckets(buckets)
         self.has_rebuilt = True
 
+    # Torch's names for what is here under others.
+    _run_comm_hook = _C.Reducer.run_hook
+    _remove_autograd_hooks = _C.Reducer.remove_hooks
+    _check_reducer_finalized = _C.Reducer.check_finished
+    _reset_state = _C.Reducer.abort_iteration
+
+    def prepare_for_forward(self) -> None:
+        """Nothing is to be done; callers of :meth:`prepare_for_backward` call it."""
+
     def detach(self) -> None:
         """Lets go of the parameters: another reducer takes them, or none."""
         self.remove_hooks()
@@ -150,6 +164,55 @@ class Reducer(_C.Reducer):
     def _after_last_launch(self) -> None:
         for send in self.after_last_launch:
             send()
+
+    # --- the end of a backward, where it is the caller's ---
+
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        """Whether each synchronized backward is ended by :meth:`_finalize_backward_manual`, not by itself.
+
+        Raises:
+            RuntimeError: a backward is expected, running or not finalized.
+        """
+        if required != self._manual_finalization and self.expects_backward():
+            raise RuntimeError(
+                "require_manual_backward_finalization cannot be changed after forward while a backward pass is "
+                f"expected or in progress. Set it before forward, or after backward finalization. {self._here}"
+            )
+        self._manual_finalization = required
+        self.set_manual_finalization(required)
+
+    def _should_finalize_after_backward(self) -> bool:
+        """Whether buckets are launched at the end of the next backward only: the first one tells the order."""
+        return not self.has_recorded()
+
+    def _finalize_backward_manual(self) -> None:
+        """Waits for the collectives of a backward and writes the averages; in a hook of it, or after it.
+
+        Raises:
+            RuntimeError: nothing is to be finalized, or some gradients are not there yet.
+        """
+        if not self._manual_finalization:
+            raise RuntimeError(
+                "finalize_backward() called but manual backward finalization is not required. Set "
+                f"require_manual_backward_finalization to true first. {self._here}"
+            )
+        if self.phase() == _C.Phase.IDLE:
+            raise RuntimeError(
+                "finalize_backward() called but no gradient reduction requires finalization. This can happen if "
+                f"no_sync() is active or finalize_backward() was already called for this backward pass. {self._here}"
+            )
+        if not self.ready_to_finalize():
+            missing = ", ".join(self.names[i] for i in self.missing()) or "none"
+            raise RuntimeError(
+                "finalize_backward() called before all DDP buckets were ready. Call it when all parameters have "
+                "their gradients; where should_finalize_after_backward was true after forward, after backward() has "
+                f"returned. Parameters without a gradient so far: {missing}. {self._here}"
+            )
+        self.finalize_backward_manual()
+
+    @property
+    def _here(self) -> str:
+        return f"[rank {self.group.rank()}]"
 
     # --- scales ---
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..guards import watchdog
 from ..ranks.broadcast import broadcast_coalesced
 from ..ranks.messages import gather_objects
+from ..ranks.processes import here
 
 Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 
@@ -53,9 +55,10 @@ def verify_same_arguments(arguments: dict[str, Any], group: dist.ProcessGroup) -
     Raises:
         ValueError: names the arguments that differ, with each rank's value.
     """
+    watchdog.current(group)  # from now on this rank can be asked where it is
     mine = {name: repr(value) for name, value in arguments.items()}
-    answers = gather_objects((mine, secrets.token_hex(8)), group)
-    everyone = [theirs for theirs, _ in answers]
+    answers = gather_objects((mine, secrets.token_hex(8), here()), group)
+    everyone = [theirs for theirs, _, _ in answers]
     differing = [name for name in arguments if len({theirs[name] for theirs in everyone}) > 1]
     if differing:
         what = "\n".join(
@@ -66,6 +69,7 @@ def verify_same_arguments(arguments: dict[str, Any], group: dist.ProcessGroup) -
             f"DistributedDataParallel: the ranks' arguments differ:\n{what}\nTheir collectives would not fit "
             "together: pass the same on every rank."
         )
+    watchdog.introduce(group, [process for _, _, process in answers])
     return str(answers[0][1])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _C
+from ..ranks import waiting
 
 
 class Weights:
@@ -23,6 +23,7 @@ class Weights:
         self._group = group
         self._device = device
         self._weight: float | None = None
+        self._sent: float | None = None
         self._sum: torch.Tensor | None = None
         self._work: Any = None
         self.scale = 1.0  # besides the division
@@ -31,13 +32,19 @@ class Weights:
         self._weight = (self._weight or 0.0) + weight
 
     def clear(self) -> None:
-        """As if :meth:`add` had not been called."""
-        self._weight, self._work = None, None
+        """As if :meth:`add` had not been called since :meth:`send`."""
+        self._weight = None
+
+    def forget(self) -> None:
+        """The iteration was given up."""
+        self._weight, self._sent, self._work = None, None, None
 
     def send(self) -> None:
         """Begins the sum over ranks. Collective."""
-        # A rank without a weight sends NaN, so that every rank learns of it.
-        mine = math.nan if self._weight is None else self._weight
+        # What is added from here on is the next backward's. A rank without a weight sends NaN, so that every rank
+        # learns of it.
+        self._sent, self._weight = self._weight, None
+        mine = math.nan if self._sent is None else self._sent
         self._sum = torch.full((1,), mine, dtype=torch.float64, device=self._device)
         self._work = self._group.allreduce([self._sum], dist.AllreduceOptions())
 
@@ -48,10 +55,9 @@ class Weights:
             RuntimeError: on every rank, where a rank gave no weight or the weights are not positive together. The
                 weights are forgotten.
         """
-        _C.wait_for(self._work)
+        waiting.wait_for(self._work, self._group, "the sum of all ranks' weights")
         assert self._sum is not None
-        total, mine = self._sum.item(), self._weight
-        self.clear()
+        total, mine = self._sum.item(), self._sent
         rank = self._group.rank()
         if math.isnan(total):
             who = "this rank did not call it" if mine is None else "another rank did not call it"

@@ -2,7 +2,7 @@
 
 Here: ``ddp.last_step()``'s seconds (``step_times``), recording (``recording``, ``gathering``), the file (``chrome``),
 tables and pictures (``report``; ``minddp timeline`` is the command). May import from ``guards`` and below. Not here:
-the stamps themselves (csrc/reducer/trace.h), what is planned from them (``planner``).
+the stamps themselves (csrc/support/trace.h), what is planned from them (``planner``).
 """
 
 from .recording import Trace, trace

@@ -7,7 +7,8 @@ parameters differ between ranks after a step):
   rounding on three;
 - an error of ours before K is a difference, unless torch diverges or raises before the next ``optimizer.step()`` and
   ours raises on every rank;
-- from K on ours may work or raise, but it does not hang, and where it goes on its ranks agree after every step;
+- from K on ours may work or raise, but it does not hang (unless some ranks alone call a wrapper: where torch has
+  stopped, nobody can say whether that should work), and where it goes on its ranks agree after every step;
 - a gradient that torch leaves local without a word may be the mean of torch's in ours;
 - where torch's numbers change when every wrapper has a group of its own, its collectives were mixed up between ranks:
   then ours is held to those numbers.
@@ -157,15 +158,22 @@ def _asks_for_local(program: dict[str, Any], step: int) -> bool:
 
 
 def _past_a_forward_that_waits(program: dict[str, Any], step: int) -> bool:
-    """Whether a backward through ``.module`` since zero_grad found a forward of its wrapper without a backward."""
+    """Whether a backward through ``.module`` since zero_grad found a forward of its wrapper without a backward.
+
+    Or one under no_sync a forward of the wrapper's before it, which is still there.
+    """
     waiting: set[int] = set()
+    old: set[int] = set()
     found = False
     for verb, a, ways in _backwards(program, step):
         if verb == "jacobian" or (verb == "forward" and ways[0][1:] == ("ddp", True)):
             waiting.add(a.get("w", 0))
+        elif verb == "rewrap":
+            old |= waiting & {a.get("w", 0)} if a.get("keep") else set()
         elif verb == "backward":
             through = {w for w, via, _ in ways if via == "ddp"}
             found = found or any(via == "module" and w in waiting - through for w, via, _ in ways)
+            found = found or any(w in old and not sync for w, _, sync in ways)
             waiting -= through
         elif verb == "zero":
             found = False
@@ -192,15 +200,14 @@ def _backwards(program: dict[str, Any], step: int) -> Iterator[tuple[str, dict[s
             ways = outputs.get(a["loss"], [])
         if verb in ("forward", "loss", "penalty") and ways:
             outputs[a.get("out", "_")] = ways
-        if ways or verb in ("zero", "jacobian"):
+        if ways or verb in ("zero", "jacobian", "rewrap"):
             yield verb, a, ways
 
 
 def _under_no_sync(program: dict[str, Any], step: int) -> bool:
-    """Whether the last backward before a step, or its forward, was under no_sync."""
-    before = program["steps"][:step]
-    last = max((i for i, (verb, _) in enumerate(before) if verb == "backward"), default=0)
-    return any(a.get("sync") is False for _, a in before[max(last - 2, 0) :])
+    """Whether the last backward before a step was of a forward under no_sync."""
+    last = [ways for verb, _, ways in _backwards(program, step) if verb == "backward"]
+    return bool(last) and any(not sync for _, _, sync in last[-1])
 
 
 def _left_by_join(program: dict[str, Any], step: int) -> bool:
@@ -251,12 +258,16 @@ def _judge(program: dict[str, Any], theirs: Results, ours: Results) -> Differenc
     if any("Expected to have finished reduction" in result["error"] for result in theirs):
         # It went wrong earlier, in the backward that did not finish; until it is noticed .grad is undefined.
         raised = max((i for i, step in enumerate(program["steps"][:raised]) if step[0] == "backward"), default=0)
+    if any("mark a variable ready only once" in result["error"] for result in theirs):
+        # What the iteration had sent in the backward before was half of it.
+        before = [i for i, step in enumerate(program["steps"][:raised]) if step[0] == "backward"]
+        raised = before[-1] if before and not _updates(program, before[-1], raised) else raised
     diverged = _first_divergence(program, theirs)
     bad = min(raised, diverged[0] if diverged else count)
     for rank, result in enumerate(ours):
         if result["end"] == "died" and any(other["end"] == "died" for other in theirs):
             return None  # the transport ended both
-        if result["end"] in ("died", "hung"):
+        if result["end"] in ("died", "hung") and not _parts_ways(program, bad):
             kind = "dies" if result["end"] == "died" else "hangs"
             return Difference(kind, result["at"], result["error"], f"rank {rank}: {result['error']}")
     return (
@@ -299,6 +310,12 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
     return None
 
 
+def _parts_ways(program: dict[str, Any], bad: int) -> bool:
+    """Whether, after torch has gone wrong, some ranks alone call a wrapper: what is collective there has no peer."""
+    after = program["steps"][bad:]
+    return any(verb == "forward" and a.get("ranks") and a.get("via", "ddp") == "ddp" for verb, a in after)
+
+
 def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: int) -> Difference | None:
     failed = [rank for rank, result in enumerate(ours) if result["end"] == "raised"]
     if not failed:
@@ -311,7 +328,8 @@ def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: 
     torch_ends = "; ".join(f"rank {rank}: {result['error'] or 'ended'}" for rank, result in enumerate(theirs))
     detail = f"{ends}\n  with torch: {torch_ends}" + (f" (wrong from step {bad})" if bad < count else "")
     torch_waited = any(_waited(result) for result in theirs)
-    if any(_waited(ours[rank]) for rank in failed) and not torch_waited:
+    waited = any(_waited(ours[rank]) for rank in failed)
+    if waited and not torch_waited and not _parts_ways(program, bad):
         return Difference("hangs", at, error, detail)
     explained = bad < count and not _updates(program, at + 1, bad)
     everywhere = len(failed) == len(ours)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import pickle
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from .nets import Net, Planned, head_of
+
+GROUP_SECONDS = 4  # what a collective waits for its peers
 
 __all__ = ["Run", "class_named", "run_program"]
 
@@ -138,13 +142,16 @@ class Run:
             getattr(self, name).clear()
 
     def _new_group(self) -> Any:
-        self.groups.append(dist.new_group(list(range(self.program["world"]))))
+        everyone = list(range(self.program["world"]))
+        self.groups.append(dist.new_group(everyone, timeout=timedelta(seconds=GROUP_SECONDS)))
         return self.groups[-1]
 
     def _wrap(self, net: Any, arguments: dict[str, Any]) -> Any:
         arguments = dict(arguments)
         if arguments.pop("process_group", None) == "own" or self.apart:
             arguments["process_group"] = self._new_group()
+        if "lazy_bucket_allocation" not in inspect.signature(self.ddp_class).parameters:
+            arguments.pop("lazy_bucket_allocation", None)
         return self.ddp_class(net, **arguments)
 
     def _make_optimizers(self, which: Any) -> None:

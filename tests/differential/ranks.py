@@ -17,9 +17,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["GROUP_SECONDS", "RankProcesses"]
+__all__ = ["RankProcesses"]
 
-GROUP_SECONDS = 4  # what a collective waits for its peers
 RUN_SECONDS = 20
 
 
@@ -31,7 +30,7 @@ def _serve(rank: int, world: int, port: int, prefix: str, pipe: Connection) -> N
     import torch
     import torch.distributed as dist
 
-    from .interpreter import class_named, run_program
+    from .interpreter import GROUP_SECONDS, class_named, run_program
 
     torch.set_num_threads(1)
     wait_for = timedelta(seconds=GROUP_SECONDS)

@@ -108,6 +108,13 @@ class Drawing:
             a[rng.choice(["broadcast_buffers", "forward_sync_buffers"])] = self.chance(0.3)
         return a
 
+    def draw_lazy_buckets(self) -> None:
+        """Torch has them from 2.15 on; the interpreter leaves them out for a class without."""
+        made = [wrapper["args"] for wrapper in self.wrappers]
+        for arguments in made + [step[1]["args"] for step in self.steps if step[0] == "rewrap"]:
+            if self.chance(0.25):
+                arguments["lazy_bucket_allocation"] = True
+
     def build(self) -> None:
         for _ in range(self.rng.choice([1, 1, 1, 2, 2, 3])):
             self.nets.append(self.net())
@@ -437,9 +444,11 @@ def draw_program(rng: random.Random, world: int = 2) -> dict[str, Any]:
         # Each rank steps as often as it has batches, so what an optimizer remembers would differ.
         for optimizer in drawing.optimizers:
             optimizer["kind"] = "sgd"
+    seed = rng.randrange(1000)
+    drawing.draw_lazy_buckets()  # last, so that the rest of a program stays what it was without them
     return {
         "world": world,
-        "seed": rng.randrange(1000),
+        "seed": seed,
         "nets": drawing.nets,
         "wrappers": drawing.wrappers,
         "optimizers": drawing.optimizers,

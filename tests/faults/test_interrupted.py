@@ -63,3 +63,40 @@ def _mended(rank, world_size):
 
 def test_failures_that_are_over_are_forgotten():
     assert run_ranks(_mended, 2) == [True, True]
+
+
+def _first_gradients_hook_raises(rank, world_size, caught_on):
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 1, bias=False)
+    ddp = minddp.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    told = []
+    for step in range(3):
+        optimizer.zero_grad()
+
+        def hook(_, fails=step == 1 and rank in caught_on):
+            if fails:
+                raise ValueError("in a user's hook")
+
+        handle = module.weight.register_post_accumulate_grad_hook(hook)
+        loss = ddp(torch.randn(2, 3)).sum()
+        try:
+            loss.backward()
+        except ValueError:
+            told.append("caught")
+        handle.remove()
+        if told == ["caught"]:
+            with pytest.raises(RuntimeError, match=r"never averaged, of \['weight'\]: an exception has ended"):
+                optimizer.step()
+            told.append("refused")
+            optimizer.zero_grad(set_to_none=False)  # and then there is nothing to refuse
+        optimizer.step()
+    return told, module.weight.detach().clone()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_whose_own_hook_raised_is_not_stepped_on(world_size):
+    """No gradient has reached the reducer: the exception came before its hook on the only one."""
+    results = run_ranks(_first_gradients_hook_raises, world_size, range(world_size), timeout=60)
+    assert all(told == ["caught", "refused"] for told, _ in results)
+    assert all(torch.equal(weight, results[0][1]) for _, weight in results)

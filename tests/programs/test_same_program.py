@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
@@ -341,6 +343,19 @@ def chained_modules(wrap, rank):
     return seen
 
 
+def joined_together(wrap, rank):
+    """The wrapper and an optimizer with collectives of its own, on one group, in one join."""
+    model = wrap(mlp())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
+    for steps in (2 + rank, 4 - rank):
+        with Join([model, optimizer]):
+            for i in range(steps):
+                optimizer.zero_grad()
+                model(batch(rank, i)).pow(2).sum().backward()
+                optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
 PROGRAMS = {
     f.__name__: f
     for f in (
@@ -348,6 +363,7 @@ PROGRAMS = {
         hessian_vector, gradient_penalty, gradient_penalty_alone, probed_on_one_rank,
         second_wrapper, made_again, penalty_on_weights,
         reading_hooks, accumulated, no_sync_around_forward_alone, two_modules_one_loss, chained_modules,
+        joined_together,
     )
 }  # fmt: skip
 PROGRAMS["checkpointed_reentrant"] = checkpointed(True)
@@ -362,6 +378,7 @@ TORCH_FAILS = {
     ("probed_on_one_rank", "static"),
     ("attack_on_one_rank", "static"),
     ("accumulated", "static"),
+    ("joined_together", "static"),
     ("no_sync_around_forward_alone", "static"),
 }
 # With views, what a hook sees is the bucket; which of its values are there is each reducer's own.

@@ -129,7 +129,7 @@ def _failing_future(rank, world_size):
     ddp = DDP(Two())
     looked = []
 
-    def look(seconds, bucket):
+    def look(seconds, bucket, error):
         looked.append(bucket)
 
     def fails(done):

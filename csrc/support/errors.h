@@ -18,9 +18,8 @@ enum class Cause { kUnused, kBackwardRaised, kGraphChanged };
 inline const char* explain(Cause cause) {
   if (cause == Cause::kBackwardRaised)
     return "The previous backward ended with an exception, so its gradients were never averaged, and the other ranks "
-           "may still wait for them. Where all ranks met that exception alike, call ddp.abort_iteration() on each "
-           "and go "
-           "on; else restart from a checkpoint.";
+           "may still wait for them. Where all ranks met that exception alike, call ddp.abort_iteration() on "
+           "each and go on; else restart from a checkpoint.";
   if (cause == Cause::kGraphChanged)
     return "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
            "in first iteration, but then got unused in the second iteration. this is not compatible with "
@@ -44,25 +43,27 @@ inline std::string unfinished_reduction(int rank, const std::vector<Parameter>& 
       explain(cause), "\nParameter indices ", who, indices, "\nParameters ", who, " ", names);
 }
 
+// The next forward, or optimizer.step(), came before finalize_backward().
+inline std::string not_finalized(int rank) {
+  return c10::str("Expected to have finalized the prior backward pass before starting a new one. Call ",
+      "finalize_backward() after backward() when require_manual_backward_finalization is true. [rank ", rank, "]");
+}
+
 // A gradient came again when what had come was scaled or sent already.
 inline std::string ready_twice(int rank, const Parameter& p, int arrivals) {
   return c10::str("Expected to mark a variable ready only once. Parameter at index ", p.index, " with name ", p.name,
       " has been marked as ready twice: its gradient arrived ", arrivals,
-      " times in one backward, at last after its bucket had been packed. Usual cause: activation checkpoints that "
-      "use "
-      "it a varying number of times. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False). [rank ",
-      rank, "]");
+      " times, at last after its bucket had been packed. Usual cause: activation checkpoints that use it a varying ",
+      "number of times: pass use_reentrant=False to them. With require_manual_backward_finalization: ",
+      "finalize_backward() came before the last gradient, or another backward before it. [rank ", rank, "]");
 }
 
 // Two wrappers reduce one gradient, which is a window on one's bucket, in the same backward.
 inline std::string shared_view(int rank, const Parameter& p) {
   return c10::str("Parameter '", p.name,
-      "' belongs to two wrappers that both reduce its gradient in this backward, one "
-      "of them with gradient_as_bucket_view=True: its gradient would be a window on one's bucket, and be changed "
-      "while "
-      "the other sends it. Construct both with gradient_as_bucket_view=False, or wrap once the module that holds "
-      "both. "
-      "[rank ",
+      "' belongs to two wrappers that both reduce its gradient in this backward, one of them with ",
+      "gradient_as_bucket_view=True: its gradient would be a window on one's bucket, and be changed while the other ",
+      "sends it. Construct both with gradient_as_bucket_view=False, or wrap once the module that holds both. [rank ",
       rank, "]");
 }
 

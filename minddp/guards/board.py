@@ -1,0 +1,105 @@
+"""What ranks tell each other about their state, through the process group's store: keys, and how much is asked.
+
+=================  ==================================================================================================
+key                holds
+=================  ==================================================================================================
+``who/<rank>``     its process; written once, when the rank makes its first wrapper
+``asked``          how often somebody has asked where everybody is: what idle ranks look at, one request
+``place/<rank>``   its answer to the last such question
+``told``           how many failures have been told, by all ranks together: one request says that there is none new
+``told/<n>``       the n-th of them
+=================  ==================================================================================================
+
+Everything is JSON: nothing that comes from a peer is executed. Every call may wait for the store, and raise when
+it is gone: for the watchdog's thread only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ..ranks.processes import Process
+
+# How many default groups have been on one store, as this process has seen them: what an earlier one's ranks left
+# there says nothing about a later one's.
+_eras: Counter[str] = Counter()
+
+
+def next_era(store: dist.Store) -> int:
+    """REQUIRES: called once for each default group, on all ranks."""
+    prefix, inner = "", store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, dist.TCPStore):
+        prefix = f"{inner.host}:{inner.port}"
+    elif isinstance(inner, dist.FileStore):
+        prefix = inner.path  # type: ignore[attr-defined]
+    else:
+        prefix = str(id(inner))
+    _eras[prefix] += 1
+    return _eras[prefix]
+
+
+class Board:
+    """One rank's view of the keys.
+
+    Args:
+        store: used by one thread alone.
+        rank: this rank, in the default group.
+    """
+
+    def __init__(self, store: dist.Store, era: int, rank: int):
+        self._store: Any = dist.PrefixStore(f"minddp/watch/{era}", store)
+        self._rank = rank
+        self._read = 0
+        for counter in ("asked", "told"):
+            self._store.add(counter, 0)
+
+    def introduce(self, process: Process) -> None:
+        self._store.set(f"who/{self._rank}", json.dumps(process))
+
+    def process(self, rank: int) -> Process | None:
+        """``None``: it has not made a wrapper yet."""
+        text = self._get(f"who/{rank}")
+        return None if text is None else Process(*json.loads(text))
+
+    def asked(self) -> int:
+        return int(self._store.get("asked"))
+
+    def ask(self) -> None:
+        self._store.add("asked", 1)
+
+    def answer(self, place: dict[str, Any]) -> None:
+        self._store.set(f"place/{self._rank}", json.dumps(place))
+
+    def places(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """The last answers of those of ``ranks`` that have given one."""
+        keys = [f"place/{rank}" for rank in ranks]
+        if self._store.has_extended_api() and self._store.check(keys):
+            return {rank: json.loads(text) for rank, text in zip(ranks, self._store.multi_get(keys))}
+        texts = {rank: self._get(key) for rank, key in zip(ranks, keys)}
+        return {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+
+    def tell(self, failure: dict[str, Any]) -> None:
+        number = self._store.add("told", 1)
+        self._store.set(f"told/{number}", json.dumps({"rank": self._rank, **failure}))
+
+    def news(self) -> list[dict[str, Any]]:
+        """What has been told since the last call, by any rank."""
+        number = int(self._store.get("told"))
+        found: list[dict[str, Any]] = []
+        while self._read < number:
+            text = self._get(f"told/{self._read + 1}")
+            if text is None:  # announced, not there yet
+                break
+            self._read += 1
+            found.append(json.loads(text))
+        return found
+
+    def _get(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None

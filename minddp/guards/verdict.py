@@ -1,0 +1,170 @@
+"""Who keeps the others waiting: facts about each rank in, names and words out. Pure.
+
+Two kinds of absence are told apart. A rank that cannot come (it failed, left, died, is stopped, does not answer,
+waits for something else, or stands still inside of forward or backward) is waited for no longer than
+``desync_timeout``. One that answers, and runs the program's own code between iterations (an evaluation, a checkpoint,
+data), is waited for as long as the group's timeout says: training goes on when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ..ranks.messages import ranks_text
+from ..ranks.processes import Process, Sight
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for.
+
+    ``key``: the same on all ranks that wait for it. ``rank``: this one, in the group. ``ranks``: the group's, in the
+    default group. ``wrapper``: the waiting wrapper's name, empty outside of its backward. ``parameters``: names by
+    index of those whose gradients are waited for.
+    """
+
+    key: str
+    what: str
+    rank: int
+    ranks: tuple[int, ...]
+    wrapper: str = ""
+    parameters: dict[int, str] = field(default_factory=dict)
+
+    def others(self) -> list[int]:
+        return [rank for rank in self.ranks if rank != self.ranks[self.rank]]
+
+
+class Fact(NamedTuple):
+    """What is known of another rank.
+
+    ``rank``: in the default group. ``place``: its last answer, if it is fresh. ``distant``: it may be cut off.
+    """
+
+    rank: int
+    process: Process | None
+    sight: Sight | None
+    failure: dict[str, Any] | None
+    place: dict[str, Any] | None
+    distant: bool = False
+
+
+class Kind(Enum):
+    FAILED = "failed"
+    LEFT = "left"
+    GONE = "gone"
+    STOPPED = "stopped"
+    SILENT = "silent"
+    ELSEWHERE = "elsewhere"
+    STUCK = "stuck"
+    BUSY = "busy"
+    UNKNOWN = "unknown"
+    COMES = "comes"
+
+
+CANNOT_COME = {Kind.FAILED, Kind.LEFT, Kind.GONE, Kind.STOPPED, Kind.SILENT, Kind.ELSEWHERE, Kind.STUCK}
+_LISTED = 3
+
+
+def judge(fact: Fact, wait: Wait, may_be_silent: bool, patience: float) -> Kind:
+    """``may_be_silent``: it has had time to answer. ``patience``: seconds of standing still that count."""
+    if fact.failure is not None:
+        return Kind.LEFT if fact.failure.get("left") else Kind.FAILED
+    if fact.sight is not None and fact.sight.state in ("gone", "stopped"):
+        return Kind.GONE if fact.sight.state == "gone" else Kind.STOPPED
+    place = fact.place
+    if place is None:
+        # One that is seen to run, and cannot be cut off, may be busy in one long call of C's.
+        return Kind.SILENT if fact.distant and may_be_silent else Kind.UNKNOWN
+    if place["wait"] == wait.key:
+        return Kind.COMES
+    if place["still"] >= patience:
+        if place["wait"] or place["collective"]:
+            return Kind.ELSEWHERE
+        here = place["places"].get(wait.wrapper)
+        if here is not None and here["iteration"] > 1 and here["phase"] in ("forward", "backward"):
+            return Kind.STUCK
+    return Kind.BUSY
+
+
+def root_causes(judged: Sequence[tuple[Fact, Kind]]) -> list[tuple[Fact, Kind]]:
+    """Without those that failed because of another one of them."""
+    found = {fact.rank for fact, _ in judged}
+    first = [
+        (fact, kind)
+        for fact, kind in judged
+        if fact.failure is None or not found & set(fact.failure["because"]) - {fact.rank}
+    ]
+    return first or list(judged)
+
+
+def describe(fact: Fact, kind: Kind, wait: Wait) -> str:
+    """"rank 1 (process 77 on a) is stopped": with the group's number."""
+    who = f"rank {wait.ranks.index(fact.rank)}" + (f" ({fact.process})" if fact.process else "")
+    words = (fact.failure or {}).get("words", "")
+    if kind is Kind.FAILED:
+        return f"{who} says: {words}"
+    if kind is Kind.LEFT:
+        return f"{who} does not come any more: {words}"
+    if kind is Kind.GONE:
+        how = fact.sight.how if fact.sight and fact.sight.how else "killed, or out of memory, or it called os._exit"
+        return f"{who} is gone ({how}), without a word"
+    if kind is Kind.STOPPED:
+        return f"{who} is stopped (SIGSTOP, or a debugger)"
+    if kind is Kind.SILENT:
+        return f"{who} does not answer: it is stopped or gone, or cut off"
+    if kind is Kind.UNKNOWN:
+        return f"{who} " + ("does not answer" if fact.process else "has made no DistributedDataParallel yet")
+    return f"{who} " + _where(fact.place or {}, wait)
+
+
+def _where(place: dict[str, Any], wait: Wait) -> str:
+    line = f", at {place['line']}" if place.get("line") else ""
+    words = f". Its last error: {place['words']}" if place.get("words") else ""
+    if place["wait"]:
+        return f"waits for {'the same' if place['wait'] == wait.key else place['wait'].rpartition('|')[2]}{words}"
+    inside = f", in torch.distributed's {place['collective']}" if place["collective"] else ""
+    here = place["places"].get(wait.wrapper) or next(iter(place["places"].values()), None)
+    if here is None:
+        return f"is past its last DistributedDataParallel{line}{inside}{words}"
+    phase, iteration = here["phase"], here["iteration"]
+    absent = [name for index, name in wait.parameters.items() if phase != "backward" or index in here["missing"]]
+    never = f"; it never produced {_names(absent)}" if absent and wait.wrapper else ""
+    if phase == "between":
+        return f"is between iterations {iteration} and {iteration + 1}{line}{inside}{words}"
+    if phase == "loss":
+        return f"is past forward of iteration {iteration}, before backward{line}{inside}{never}{words}"
+    return f"is in {phase} of iteration {iteration}{line}{inside}{never}{words}"
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def lost(wait: Wait, seconds: float, causes: Sequence[tuple[Fact, Kind]], error: str) -> str:
+    """The error of a rank whose wait is over, ``error`` being the collective's own."""
+    who = "; ".join(describe(fact, kind, wait) for fact, kind in causes)
+    ranks = ranks_text([wait.ranks.index(fact.rank) for fact, _ in causes])
+    told = f" The collective's own error: {error.splitlines()[0]}" if error else ""
+    return (
+        f"{ranks} will not take part in {wait.what}, for which rank {wait.rank} has waited {seconds:.0f} s. "
+        f"{who[0].upper()}{who[1:]}.{told}"
+    )
+
+
+def slow(wait: Wait, seconds: float, judged: Sequence[tuple[Fact, Kind]], store_is_silent: bool) -> str:
+    """The warning of a rank that goes on waiting."""
+    absent = [(fact, kind) for fact, kind in judged if kind is not Kind.COMES]
+    ranks = [wait.ranks.index(fact.rank) for fact, _ in absent]
+    who = "; ".join(describe(fact, kind, wait) for fact, kind in absent[:_LISTED])
+    waited = f"rank {wait.rank} has waited {seconds:.0f} s for {wait.what}"
+    if not absent:
+        return f"{waited}, and all ranks are there: a slow network?"
+    silent = "The process group's store does not answer: its host may be stopped or cut off."
+    return (
+        f"{waited}. Ranks {ranks} have not reported waiting: they are slow, or took another branch and never "
+        f"launched it ({who}). {silent if store_is_silent else ''}"
+    ).rstrip()

@@ -1,0 +1,83 @@
+"""Which process a rank is, and what has become of it, as far as this machine can see (Linux's ``/proc``)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+from typing import NamedTuple
+
+_STATE, _STARTED, _EXIT_CODE = 0, 19, 49  # fields of /proc/<pid>/stat after the name; proc(5) counts from 3 there
+_UNREAPED = ("Z", "X")
+_STOPPED = ("T", "t")
+
+
+class Process(NamedTuple):
+    """A process, to be recognized from elsewhere.
+
+    ``machine`` is the same where process ids mean the same, and empty where nobody can tell; ``network`` where one
+    cable serves both. ``started`` tells the process from a later one with its number.
+    """
+
+    host: str
+    machine: str
+    network: str
+    pid: int
+    started: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class Sight(NamedTuple):
+    """``state``: "running", "stopped", "gone", or "elsewhere" for what cannot be seen from here; ``how`` it ended."""
+
+    state: str
+    how: str = ""
+
+
+def here() -> Process:
+    """This process."""
+    started = 0
+    try:
+        machine, network = _machine(), os.readlink("/proc/self/ns/net")
+        started = int(_stat(os.getpid())[_STARTED])
+    except OSError:
+        machine = network = ""
+    return Process(socket.gethostname(), machine, network, os.getpid(), started)
+
+
+@functools.cache
+def _machine() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _stat(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+def look(process: Process) -> Sight:
+    """What has become of it. Asks this machine's kernel only, and never waits."""
+    try:
+        if not process.machine or process.machine != _machine():
+            return Sight("elsewhere")
+        fields = _stat(process.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return Sight("gone")
+    except OSError:
+        return Sight("elsewhere")
+    if int(fields[_STARTED]) != process.started:
+        return Sight("gone")
+    if fields[_STATE] in _UNREAPED:
+        return Sight("gone", _how(int(fields[_EXIT_CODE])))
+    return Sight("stopped" if fields[_STATE] in _STOPPED else "running")
+
+
+def _how(status: int) -> str:
+    """A wait status in words; 0 is also what a reader without the right to know sees."""
+    if os.WIFSIGNALED(status):
+        return signal.Signals(os.WTERMSIG(status)).name
+    return f"exit code {os.WEXITSTATUS(status)}" if status else ""

@@ -1,0 +1,322 @@
+"""``make faults``: every cell, torch's class beside minddp's; a table to docs/faults.md.
+
+    python -m tests.faults.matrix                                  # all, an hour or two on two cores
+    python -m tests.faults.matrix --only killed,forward,gloo,2     # cells with all of these words
+    python -m tests.faults.matrix --ci                             # those that run with the tests; exits 1 on a loss
+
+Each rank is a process forked from this one, which has imported torch and has no threads yet; what it raises reaches
+the top, as in any program. Where links are cut each rank has a network namespace of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from .program import DESYNC_TIMEOUT, FAULTS, GROUP_TIMEOUT, PLACES, STEPS, Rank
+from .table import page, summary
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+GIVEN_UP = GROUP_TIMEOUT + 25  # seconds after the fault at which what still runs is killed, and counts as stuck
+CONTINUED = 12  # seconds after which a stopped process goes on
+
+# (fault, place, ranks, faulty, backend): at least one of each fault, place, number of ranks and backend.
+CI_CELLS = [
+    ("killed", "construction", 2, 1, "gloo"),
+    ("killed", "comm hook", 3, 0, "gloo"),
+    ("killed", "mid-backward", 3, 1, "shm"),
+    ("killed", "finalize", 2, 0, "shm"),
+    ("exception", "forward", 2, 1, "gloo"),
+    ("exception", "optimizer", 3, 0, "gloo"),
+    ("exception", "before the first bucket", 2, 1, "shm"),
+    ("swallowed", "mid-backward", 2, 0, "gloo"),
+    ("swallowed", "forward", 2, 1, "gloo"),
+    ("out of memory", "checkpoint", 2, 0, "gloo"),
+    ("stopped", "between iterations", 2, 0, "gloo"),
+    ("cut", "forward", 2, 1, "gloo"),
+]
+
+
+def all_cells() -> Iterator[dict[str, Any]]:
+    for fault, place, ranks, backend in product(FAULTS, PLACES, (2, 3), ("gloo", "shm")):
+        if fault == "cut" and backend == "shm":  # which has no link
+            continue
+        for faulty in (0, 1):
+            for kind in ("minddp", "torch"):
+                yield cell(fault, place, ranks, faulty, backend, kind)
+
+
+def cell(fault: str, place: str, ranks: int, faulty: int, backend: str, kind: str = "minddp") -> dict[str, Any]:
+    return {"fault": fault, "place": place, "ranks": ranks, "faulty": faulty, "backend": backend, "class": kind}
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def in_parent(manager: Any) -> Iterator[Any]:
+    """``manager``, left by the process that entered it, and not by those forked from it."""
+    entered, owner = manager.__enter__(), os.getpid()
+    try:
+        yield entered
+    finally:
+        if os.getpid() == owner:
+            manager.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    path, owner = tempfile.mkdtemp(prefix="minddp-faults-"), os.getpid()
+    try:
+        yield Path(path)
+    finally:
+        if os.getpid() == owner:
+            shutil.rmtree(path)
+
+
+class InChild(Exception):
+    """Carries a forked rank's work to the top of the program, with none of this file's handlers below it."""
+
+    def __init__(self, rank: Rank):
+        self.rank = rank
+
+
+class Cell:
+    """One cell, while it runs."""
+
+    def __init__(self, facts: dict[str, Any], folder: Path):
+        self.facts, self.folder = facts, folder
+        self.pids: dict[int, int] = {}
+        self.exits: dict[int, tuple[float, int]] = {}
+
+    def run(self) -> dict[str, Any]:
+        with contextlib.ExitStack() as stack:
+            network = None
+            if self.facts["fault"] == "cut":
+                from links import ShapedNetwork
+
+                network = stack.enter_context(in_parent(ShapedNetwork("1gbit", self.facts["ranks"])))
+            ends = [network.endpoint(rank) for rank in range(self.facts["ranks"])] if network else []
+            address = ends[0].address if ends else "127.0.0.1"
+            port = free_port()
+            for rank in range(self.facts["ranks"]):
+                pid = os.fork()
+                if pid == 0:
+                    self._become(rank, ends[rank] if ends else None)
+                    raise InChild(Rank(self.facts, rank, self.folder, address, port))
+                self.pids[rank] = pid
+            try:
+                self._watch(network)
+            finally:
+                self._kill_all()
+        return self._result()
+
+    def _become(self, rank: int, end: Any) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        if end is not None:
+            from links import enter
+
+            enter(end.namespace)
+            os.environ["GLOO_SOCKET_IFNAME"] = end.interface
+        out = os.open(self.folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+
+    def note(self, rank: int) -> dict[str, Any]:
+        path = self.folder / f"{rank}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def _watch(self, network: Any) -> None:
+        faulty, cut, continued = self.facts["faulty"], False, False
+        begin, fault_at = time.time(), None
+        while len(self.exits) < len(self.pids):
+            time.sleep(0.02)
+            self._reap()
+            fault_at = fault_at or self.note(faulty).get("fault_at")
+            since = time.time() - fault_at if fault_at else -1.0
+            if since >= 0 and network is not None and not cut:
+                end = network.endpoint(faulty)
+                subprocess.run(["ip", "-n", end.namespace, "link", "set", end.interface, "down"], check=True)
+                (self.folder / "cut").touch()
+                cut = True
+            if since > CONTINUED and self.facts["fault"] == "stopped" and not continued:
+                os.kill(self.pids[faulty], signal.SIGCONT)
+                continued = True
+            if since > GIVEN_UP or time.time() - begin > GIVEN_UP + 60:
+                return
+
+    def _reap(self) -> None:
+        for rank, pid in self.pids.items():
+            if rank not in self.exits:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.exits[rank] = (time.time(), status)
+
+    def _kill_all(self) -> None:
+        self._reap()
+        for rank, pid in self.pids.items():
+            if rank not in self.exits:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _result(self) -> dict[str, Any]:
+        faulty = self.facts["faulty"]
+        fault_at = self.note(faulty).get("fault_at")
+        survivors = []
+        for rank in sorted(set(self.pids) - {faulty}):
+            note = self.note(rank)
+            told = note.get("raised_at")
+            error = note.get("error", "")
+            exit_at = self.exits.get(rank, (None, None))[0]
+            survivors.append(
+                {
+                    "rank": rank,
+                    "told": None if told is None or fault_at is None else round(told - fault_at, 2),
+                    "named": re.search(rf"rank {faulty}\b", error, re.IGNORECASE) is not None,
+                    "error": error,
+                    "exited": None if exit_at is None else round(exit_at - (told or fault_at or exit_at), 2),
+                    "finished": "ended_at" in note,
+                    "digests": note.get("digests", []),
+                }
+            )
+        return {
+            **self.facts,
+            "survivors": survivors,
+            "fault_happened": fault_at is not None,
+            "faulty_exited": faulty in self.exits,
+            "digests": self.note(faulty).get("digests", []),
+            "seconds": None if fault_at is None else round(time.time() - fault_at, 1),
+        }
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """"told" within the bounds, with the rank's name; else what is wrong."""
+    if not result["fault_happened"]:
+        return "no fault"
+    for survivor in result["survivors"]:
+        if survivor["exited"] is None:
+            return "stuck"
+        if survivor["told"] is None:
+            return "not told" if not survivor["finished"] else "unharmed"
+        if survivor["told"] > bound(result):
+            return "late"
+        if not survivor["named"]:
+            return "not named"
+    return "told"
+
+
+def bound(result: dict[str, Any]) -> float:
+    """Ten seconds; where a link is cut, the group's timeout, and as long again to find out."""
+    return GROUP_TIMEOUT + 10.0 if result["fault"] == "cut" else 10.0
+
+
+def wrong_weights(result: dict[str, Any], unbroken: Sequence[str]) -> bool:
+    """Whether a survivor's weights after a completed step are not those of a run without a fault.
+
+    A rank that swallows an exception gives the others its next batch: the mean is another one then, as with torch's.
+    """
+    if result["fault"] == "swallowed":
+        return False
+    return any(survivor["digests"] != unbroken[: len(survivor["digests"])] for survivor in result["survivors"])
+
+
+def run_cells(cells: Sequence[dict[str, Any]], keep: Any, verbose: bool = True) -> list[dict[str, Any]]:
+    """``keep(results)`` after each."""
+    unbroken: dict[tuple[Any, ...], list[str]] = {}
+    results = []
+    for facts in cells:
+        key = (facts["class"], facts["ranks"], facts["backend"], facts["place"] in ("comm hook", "finalize"))
+        if key not in unbroken:
+            without = {**facts, "fault": "none", "faulty": 0}
+            unbroken[key] = _run_one(without)["digests"]
+            assert len(unbroken[key]) == STEPS, f"a run without a fault did not end: {without}"
+        result = _run_one(facts)
+        result["verdict"] = verdict(result)
+        if wrong_weights(result, unbroken[key]):
+            result["verdict"] = "wrong weights"
+        results.append(result)
+        keep(results)
+        if verbose:
+            told = [survivor["told"] for survivor in result["survivors"]]
+            exited = [survivor["exited"] for survivor in result["survivors"]]
+            what = " / ".join(str(facts[name]) for name in ("class", "fault", "place", "ranks", "faulty", "backend"))
+            print(f"{what}: {result['verdict']}; told after {told} s, exited {exited} s later", flush=True)
+    return results
+
+
+def _run_one(facts: dict[str, Any]) -> dict[str, Any]:
+    with _folder() as folder:
+        return Cell(facts, folder).run()
+
+
+def merged(before: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last result of each cell."""
+    names = list(cell("", "", 0, 0, ""))
+    return list({tuple(result[name] for name in names): result for result in [*before, *results]}.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="words that a cell must all have, separated by commas")
+    parser.add_argument("--without", default="", help="leave out cells with this word")
+    parser.add_argument("--sample", type=int, help="so many cells, drawn at random, each with both classes")
+    parser.add_argument("--ci", action="store_true", help="the cells that run with the tests")
+    parser.add_argument("--json", type=Path, help="results, added to those of the file")
+    parser.add_argument("--page", type=Path, help="write the table of --json here")
+    options = parser.parse_args()
+    cells = [cell(*facts) for facts in CI_CELLS] if options.ci else list(all_cells())
+    words = [word for word in options.only.split(",") if word]
+    cells = [facts for facts in cells if all(word in map(str, facts.values()) for word in words)]
+    cells = [facts for facts in cells if options.without not in facts.values()]
+    if options.sample:
+        drawn = random.Random(0).sample([facts for facts in cells if facts["class"] == "minddp"], options.sample)
+        cells = [{**facts, "class": kind} for facts in drawn for kind in ("minddp", "torch")]
+    before = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+
+    def keep(results: list[dict[str, Any]]) -> None:
+        if options.json:
+            options.json.write_text(json.dumps(merged(before, results), indent=1))
+
+    results = merged(before, run_cells(cells, keep))
+    if options.page:
+        cut = bound({"fault": "cut"})
+        options.page.write_text(page(results, GROUP_TIMEOUT, DESYNC_TIMEOUT, cut, GIVEN_UP))
+    print(summary(results))
+    lost = [result for result in results if result["class"] == "minddp" and result["verdict"] != "told"]
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    import minddp  # noqa: F401  # before the forks
+
+    try:
+        code = main()
+    except InChild as child:
+        rank: Rank | None = child.rank
+    else:
+        rank = None
+    if rank is not None:
+        rank.run()
+    else:
+        sys.exit(code)

@@ -1,0 +1,57 @@
+"""A dozen cells of the matrix, with every fault, place, backend and number of ranks; `make faults` runs all."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.matrix.__main__ import CI_CELLS, verdict
+from tests.faults.matrix.program import FAULTS, PLACES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_cells_are_representative():
+    for position, values in enumerate((FAULTS, PLACES, (2, 3), (0, 1), ("gloo", "shm"))):
+        assert {cell[position] for cell in CI_CELLS} == set(values)
+
+
+def _can_cut():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from links import LinkError, ShapedNetwork
+
+    try:
+        with ShapedNetwork("1gbit", 2):
+            return True
+    except LinkError:
+        return False
+
+
+@pytest.mark.timeout(600)
+def test_everybody_is_told():
+    skip = [] if _can_cut() else ["--without", "cut"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.matrix", "--ci", *skip],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lost: 0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("survivor", "expected"),
+    [
+        ({}, "told"),
+        ({"exited": None}, "stuck"),
+        ({"told": None}, "not told"),
+        ({"told": None, "finished": True}, "unharmed"),
+        ({"told": 11.0}, "late"),
+        ({"named": False}, "not named"),
+    ],
+)
+def test_verdicts(survivor, expected):
+    well = {"exited": 1.0, "told": 2.0, "named": True, "finished": False}
+    result = {"fault": "killed", "fault_happened": True, "survivors": [well, {**well, **survivor}]}
+    assert verdict(result) == expected

@@ -1,0 +1,144 @@
+"""Who keeps the others waiting: from facts to names."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from torch import nn
+
+import minddp
+from minddp.guards.verdict import CANNOT_COME, Fact, Kind, Wait, describe, judge, lost, root_causes, slow
+from minddp.ranks.processes import Process, Sight, here, look
+from minddp.testing import run_ranks
+
+NAMES = {3: "a.weight", 2: "a.bias"}
+WAIT = Wait("w/7|bucket 1 of iteration 7", "the reduction of bucket 1", 0, (4, 5, 6), "w", NAMES)
+RUNNING = Sight("running")
+PROCESS = Process("node7", "m", "n", 77, 1)
+
+
+def place(phase="between", iteration=6, wait=None, collective="", still=100.0, missing=()):
+    places = {"w": {"phase": phase, "iteration": iteration, "missing": list(missing)}}
+    said = {"line": "train.py:3 in f", "words": ""}
+    return {"places": places, "wait": wait, "collective": collective, "still": still, **said}
+
+
+def fact(sight=RUNNING, failure=None, where=None, process=PROCESS, distant=False, rank=5):
+    return Fact(rank, process, sight, failure, where, distant)
+
+
+FAILED = {"words": "KeyError: x", "because": [], "left": False}
+
+
+@pytest.mark.parametrize(
+    ("known", "kind"),
+    [
+        (fact(failure=FAILED), Kind.FAILED),
+        (fact(failure={**FAILED, "left": True}), Kind.LEFT),
+        (fact(Sight("gone", "SIGKILL")), Kind.GONE),
+        (fact(Sight("stopped")), Kind.STOPPED),
+        (fact(distant=True), Kind.SILENT),
+        (fact(), Kind.UNKNOWN),
+        (fact(process=None, sight=None), Kind.UNKNOWN),
+        (fact(where=place("forward", 7)), Kind.STUCK),
+        (fact(where=place("backward", 7)), Kind.STUCK),
+        (fact(where=place("forward", 7, still=0.0)), Kind.BUSY),
+        (fact(where=place("forward", 1)), Kind.BUSY),
+        (fact(where=place("between", 6)), Kind.BUSY),
+        (fact(where=place(collective="barrier")), Kind.ELSEWHERE),
+        (fact(where=place(collective="barrier", still=0.0)), Kind.BUSY),
+        (fact(where=place(wait="w/6|bucket 0 of iteration 6")), Kind.ELSEWHERE),
+        (fact(where=place(wait=WAIT.key)), Kind.COMES),
+    ],
+)
+def test_kinds(known, kind):
+    assert judge(known, WAIT, may_be_silent=True, patience=4.0) is kind
+
+
+def test_a_rank_is_silent_only_once_it_could_have_answered():
+    assert judge(fact(distant=True), WAIT, may_be_silent=False, patience=4.0) is Kind.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("known", "kind", "text"),
+    [
+        (fact(failure=FAILED), Kind.FAILED, "rank 1 (process 77 on node7) says: KeyError: x"),
+        (fact(Sight("gone", "SIGKILL")), Kind.GONE, "is gone (SIGKILL), without a word"),
+        (fact(Sight("stopped")), Kind.STOPPED, "is stopped (SIGSTOP"),
+        (fact(where=place("forward", 7)), Kind.STUCK,
+         "is in forward of iteration 7, at train.py:3 in f; it never produced a.weight, a.bias"),
+        (fact(where=place("backward", 7, missing=[2])), Kind.STUCK, "; it never produced a.bias"),
+        (fact(where=place()), Kind.BUSY, "is between iterations 6 and 7, at train.py:3 in f"),
+        (fact(where=place(collective="barrier")), Kind.ELSEWHERE, "in torch.distributed's barrier"),
+        (fact(where=place(wait="w/6|bucket 0 of iteration 6")), Kind.ELSEWHERE, "waits for bucket 0 of iteration 6"),
+        (fact(process=None), Kind.UNKNOWN, "rank 1 has made no DistributedDataParallel yet"),
+    ],
+)  # fmt: skip
+def test_words(known, kind, text):
+    assert text in describe(known, kind, WAIT)
+
+
+def test_the_first_cause_is_named():
+    first = fact(Sight("gone", "SIGKILL"))
+    second = fact(failure={"words": "rank 1 will not", "because": [5], "left": False}, rank=6)
+    both = [(second, Kind.FAILED), (first, Kind.GONE)]
+    assert root_causes(both) == [(first, Kind.GONE)]
+    assert root_causes(both[:1]) == both[:1]
+    text = lost(WAIT, 3.0, root_causes(both), "Connection closed\nat somewhere")
+    begin = "rank 1 will not take part in the reduction of bucket 1, for which rank 0 has waited 3 s. Rank 1 (process"
+    assert text.startswith(begin)
+    assert text.endswith("The collective's own error: Connection closed")
+
+
+def test_the_warning():
+    here_too = (fact(where=place(wait=WAIT.key), rank=6), Kind.COMES)
+    text = slow(WAIT, 10.0, [(fact(where=place()), Kind.BUSY), here_too], store_is_silent=True)
+    assert "Ranks [1] have not reported waiting" in text and "store does not answer" in text
+    assert "all ranks are there" in slow(WAIT, 10.0, [here_too], store_is_silent=False)
+
+
+def test_busy_ranks_are_waited_for():
+    assert CANNOT_COME.isdisjoint({Kind.BUSY, Kind.UNKNOWN, Kind.COMES})
+
+
+_SLEEPS = """
+import time
+from minddp.ranks.processes import here
+print(*here()[3:], flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_becomes_of_a_process():
+    child = subprocess.Popen(
+        [sys.executable, "-c", _SLEEPS],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        pid, started = map(int, child.stdout.readline().split())
+        process = here()._replace(pid=pid, started=started)
+        assert look(process).state == "running"
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        assert look(process).state == "stopped"
+        assert look(process._replace(started=started - 1)).state == "gone"
+        assert look(process._replace(machine="another")).state == "elsewhere"
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert look(process) == Sight("gone", "SIGKILL")
+    child.wait()
+    assert look(process) == Sight("gone")
+
+
+def _bad_timeouts(rank, world_size):
+    for value, error in ((0, ValueError), (-1.0, ValueError), ("x", TypeError), (True, TypeError)):
+        with pytest.raises(error, match="desync_timeout must be a"):
+            minddp.DistributedDataParallel(nn.Linear(1, 1), desync_timeout=value)
+
+
+def test_a_bad_timeout_is_named():
+    run_ranks(_bad_timeouts, 1)

@@ -1,0 +1,175 @@
+"""Everything that the installed torch's DDP offers is here, or stands below with the reason why not.
+
+Runs on whichever torch is installed, so that a new release says what it has brought.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+import minddp
+from minddp.module.torch_base import TorchBase
+from minddp.testing import run_ranks
+
+OURS = minddp.DistributedDataParallel
+
+# Defaults that differ: name -> why. What None stands for is in the docstrings.
+OTHER_DEFAULTS: dict[str, str] = {}
+
+_INSIDE = "inside torch's own class; another one does its work here"
+_PYTHON_REDUCER = "torch's reducer in Python, for compiled autograd, which raises here"
+LEFT_OUT = {
+    "_register_accum_grad_hook": _PYTHON_REDUCER,
+    "_fire_reducer_autograd_hook": _INSIDE,
+    "_delayed_all_reduce_hook": _INSIDE,
+    "_register_delay_all_reduce_hook": _INSIDE,
+    "_root_copy_hook": _INSIDE,
+    "_module_wait_for_copy_hook": _INSIDE,
+    "_ddp_init_helper": _INSIDE,
+    "_check_default_group": _INSIDE,
+    "_check_manual_backward_finalization_supported": _INSIDE,
+    "_inside_ddp_forward": _INSIDE,
+    "_clear_grad_buffer": _INSIDE,
+    "_lazy_init": _INSIDE,
+    "_check_global_requires_backward_grad_sync": _INSIDE,
+    "_check_and_sync_module_buffers": _INSIDE,
+    "_match_all_reduce_for_bwd_pass": _INSIDE,
+    "_match_unused_params_allreduce": _INSIDE,
+    "_passing_sync_batchnorm_handle": "torch's SyncBatchNorm checks its device there; minddp's works on any",
+    "_set_sparse_metadata": "NCCL's sparse reduction with known indices; named in the README",
+}
+ATTRIBUTES_LEFT_OUT = {
+    "_comm_hooks": _INSIDE,
+    "_bucket_config": _INSIDE,
+    "_delay_grad_buffer": _INSIDE,
+    "_delay_grad_views": _INSIDE,
+    "_require_manual_backward_finalization": _INSIDE,
+    "_accum_grad_hooks": _PYTHON_REDUCER,
+    "_use_python_reducer": _PYTHON_REDUCER,
+}
+_OF_THE_MODULE = "the module's method, or its constructor's argument, makes the reducer anew"
+REDUCER_LEFT_OUT = {
+    "_autograd_hook": _PYTHON_REDUCER,
+    "_delay_all_reduce": "torch's static graph launches everything at the end of its first backward with it",
+    "_install_post_backward_futures": "minddp's wait_after_backward",
+    "_push_all_rebuilt_params": "torch's join keeps its order of gradients with it",
+    "_set_forward_pass_work_handle": "torch's join counts ranks with it; minddp's set_divisor",
+    "_set_mixed_precision_param_dtype": _OF_THE_MODULE,
+    "_set_optimizer_in_backward": "minddp's optimizer_in_backward",
+    "_set_sparse_metadata": "NCCL's sparse reduction with known indices; named in the README",
+    "_set_static_graph": _OF_THE_MODULE,
+    "_update_process_group": _OF_THE_MODULE,
+    "_set_ddp_runtime_logging_sample_rate": "the module's method",
+    "get_backward_stats": "minddp's last_step",
+    "set_logger": "the log reads the reducer here",
+}
+
+
+def _public(names: Iterable[str]) -> set[str]:
+    return {name for name in names if not name.startswith("_")}
+
+
+def _defined_by_torch() -> dict[str, Any]:
+    runs = (property, classmethod, staticmethod)
+    return {name: value for name, value in vars(TorchDDP).items() if callable(value) or isinstance(value, runs)}
+
+
+def _defined_here() -> dict[str, Any]:
+    """By the classes before the one that fills torch's names in."""
+    classes = OURS.__mro__[: OURS.__mro__.index(TorchBase)]
+    found: dict[str, Any] = {}
+    for each in reversed(classes):
+        found.update(vars(each))
+    return found
+
+
+def test_every_argument_is_here_at_its_place() -> None:
+    theirs = list(inspect.signature(TorchDDP).parameters.values())
+    ours = list(inspect.signature(OURS).parameters.values())
+    assert [p.name for p in theirs] == [p.name for p in ours[: len(theirs)]]
+    for mine, its in zip(ours, theirs):
+        assert mine.kind == its.kind, its.name
+        assert mine.default == its.default or its.name in OTHER_DEFAULTS, its.name
+
+
+def test_every_argument_is_documented() -> None:
+    text = OURS.__doc__ or ""
+    for name in inspect.signature(OURS).parameters:
+        assert f"        {name}:" in text, name
+
+
+def test_every_method_and_property_is_here_or_left_out() -> None:
+    after = {name for base in TorchDDP.__mro__[1:] for name in vars(base)}
+    here = _defined_here()
+    missing = {name for name in _defined_by_torch() if name not in here and name not in after}
+    assert missing <= set(LEFT_OUT), f"torch {torch.__version__} has {sorted(missing - set(LEFT_OUT))}"
+    assert not _public(missing)
+    assert not set(LEFT_OUT) & set(here), "listed as left out, but here"
+
+
+@pytest.mark.parametrize("name", sorted(_public(_defined_by_torch()) - {"train"}))
+def test_it_is_of_the_same_kind_and_takes_the_same(name: str) -> None:
+    """A property is a property, settable where torch's is; a method takes what torch's takes, in its order."""
+    theirs, ours = _defined_by_torch()[name], _defined_here()[name]
+    assert isinstance(ours, property) == isinstance(theirs, property)
+    if isinstance(theirs, property):
+        assert theirs.fset is None or ours.fset is not None
+        return
+    mine = [p for p in inspect.signature(getattr(OURS, name)).parameters.values() if p.name != "self"]
+    for i, parameter in enumerate(p for p in inspect.signature(getattr(TorchDDP, name)).parameters.values()):
+        if parameter.name == "self":
+            continue
+        place = i - 1 if "self" in inspect.signature(getattr(TorchDDP, name)).parameters else i
+        assert mine[place].name == parameter.name
+        assert mine[place].kind == parameter.kind
+        assert mine[place].default == parameter.default
+
+
+def _seen(ddp_class: Any) -> dict[str, set[str]]:
+    """Names of one wrapper, before and after three steps."""
+    ddp = ddp_class(torch.nn.Linear(3, 3))
+    at_start = set(ddp._get_ddp_logging_data())
+    for _ in range(3):
+        ddp(torch.ones(1, 3)).sum().backward()
+    return {
+        "attributes": set(vars(ddp)),
+        "all": set(dir(ddp)),
+        "reducer": {name for name in dir(ddp.reducer) if not name.startswith("__")},
+        "keys at the start": at_start,
+        "keys": set(ddp._get_ddp_logging_data()),
+    }
+
+
+def _instances(rank: int, world_size: int) -> Any:
+    return _seen(TorchDDP), _seen(OURS)
+
+
+@pytest.fixture(scope="module")
+def instances() -> Any:
+    [both] = run_ranks(_instances, 1)
+    return both
+
+
+def test_every_attribute_is_here_or_left_out(instances: Any) -> None:
+    theirs, ours = instances
+    missing = theirs["attributes"] - ours["all"]
+    assert missing <= set(ATTRIBUTES_LEFT_OUT), sorted(missing - set(ATTRIBUTES_LEFT_OUT))
+    assert not _public(missing)
+
+
+def test_every_name_of_the_reducer_is_here_or_left_out(instances: Any) -> None:
+    theirs, ours = instances
+    missing = theirs["reducer"] - ours["reducer"]
+    assert missing <= set(REDUCER_LEFT_OUT), sorted(missing - set(REDUCER_LEFT_OUT))
+
+
+def test_every_key_of_the_logging_data_is_here(instances: Any) -> None:
+    theirs, ours = instances
+    assert theirs["keys at the start"] <= ours["keys at the start"]
+    assert theirs["keys"] <= ours["keys"]
