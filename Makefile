@@ -1,6 +1,6 @@
 # make demo         trains a small convolutional net on two ranks (TORCH_DDP=1: with PyTorch's class)
 # make test         the tests
-# make libraries    Accelerate, Lightning, transformers and more, by unmodified scripts
+# make libraries    Accelerate, Lightning, PEFT, ignite and more, with torch's class and with ours: a table
 # make engines      one script under torchrun, Ray, SLURM's variables, mpirun...; ARGS="--only ray"
 # make package      sdist and wheel, built and installed in empty environments
 # make lint         ruff, mypy, clang-format; make format applies what can be applied
@@ -94,8 +94,12 @@ demo: $(BUILT) $(call needs,tutorials)
 test: $(BUILT) $(call needs,test)
 	$(PY) -m pytest --ignore tests/libraries --ignore tests/package --ignore tests/docs $(ARGS)
 
-# Users' libraries, by unmodified scripts under torchrun.
-libraries: $(BUILT) $(call needs,test) $(call needs,libraries)
+# Users' libraries, by unmodified scripts under torchrun, and by test programs that they ship. ARGS="--only peft"
+libraries: $(BUILT) $(call needs,test) $(call needs,libraries) $(call needs,suites)
+	$(PY) -m tests.libraries $(ARGS)
+
+# The part of it that every change must pass.
+test-libraries: $(BUILT) $(call needs,test) $(call needs,libraries)
 	$(PY) -m pytest tests/libraries $(ARGS)
 
 # The lines of docs/launching.md. Ray gets an environment of its own, which adds to this one.
