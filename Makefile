@@ -28,7 +28,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test libraries engines package lint format conformance fuzz faults kills mutants tutorials docs
+.PHONY: build demo test test-libraries libraries engines package lint format conformance fuzz faults kills mutants tutorials docs
 .PHONY: exercises bench check-torch check-cuda gpu-check clean distclean
 
 ifdef PYTHON
