@@ -20,6 +20,7 @@ import hashlib
 import os
 from pathlib import Path
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,6 +36,11 @@ HELD_OUT = 357  # of 1,797; the other 1,440 divide evenly by 2, 3 or 4 ranks' ba
 BATCH = 30  # per rank
 LEARNING_RATE = 4e-3  # at the start; falls linearly to 0
 GOAL = 0.97
+
+# %% [markdown]
+# ## The net
+
+# %%
 
 
 class DigitNet(nn.Module):
@@ -52,10 +58,25 @@ class DigitNet(nn.Module):
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         return self.out(F.relu(self.hidden(x.flatten(1))))
 
+# %% [markdown]
+# ## The line that makes it data-parallel
+#
+# Everything else on this page is what a training script has anyway. Both classes take the same line.
+
+# %%
+
 
 def wrap(model: nn.Module, torch_ddp: bool) -> nn.Module:
     """The line that makes training data-parallel: the same for both classes."""
     return nn.parallel.DistributedDataParallel(model) if torch_ddp else minddp.DistributedDataParallel(model)
+
+# %% [markdown]
+# ## The data
+#
+# Each rank loads all of it, and trains on its own part. The order is drawn with a fixed seed, so all ranks agree on
+# what is held out.
+
+# %%
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -74,6 +95,13 @@ def digest(model: nn.Module) -> str:
     for value in model.state_dict().values():
         sha.update(value.contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
+
+# %% [markdown]
+# ## A training run
+#
+# Both classes are used in the same way, so the run takes either.
+
+# %%
 
 
 class Run:
@@ -138,6 +166,13 @@ class Run:
         dist.all_reduce(right)
         return right.item() / len(held_out)
 
+# %% [markdown]
+# ## What is checked
+#
+# One process with the whole batch is the truth. The ranks together must find its gradient.
+
+# %%
+
 
 def gradient_difference(run: Run, training: TensorDataset) -> tuple[float, float]:
     """(largest difference, largest gradient): the ranks' averaged gradients beside one process's."""
@@ -173,6 +208,11 @@ def everyone(text: str) -> list[str]:
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
+
+# %% [markdown]
+# ## All of it
+
+# %%
 
 
 def main() -> None:
@@ -222,6 +262,10 @@ def demonstrate(arguments: argparse.Namespace) -> None:
         console.print(f"a second run, from rank 0's checkpoint after epoch {half}:")
         checkpoint = arguments.folder / f"digits-{half}.pt"
         again = Run(training, arguments.torch_ddp, arguments.epochs, seed=100 + rank, resume=checkpoint)
+        # Both classes cut their buckets anew after the first backward. On three ranks and more, the order in which
+        # a gradient's parts are added depends on its place in the bucket. So this run has its first backward here,
+        # as the other had, and its first step uses the buckets that the other's used.
+        gradient_difference(again, training)
         train(again, held_out, console, arguments.folder)
         assert everyone(digest(again.ddp.module)) == digests, "the resumed run ended elsewhere"
         console.print("the resumed run ended at the same bits")

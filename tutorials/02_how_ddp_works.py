@@ -13,7 +13,11 @@ Below it is built five times, each time a little more like the real one, and eac
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,7 +30,14 @@ from minddp.timeline import step_times
 
 RANKS = 2
 
-# ------------------------------------------------------------------- 1. what is synchronized, and when
+# %% [markdown]
+# ## 1. What is synchronized, and when
+#
+# Weights are sent once, when the model is wrapped. Losses are never sent: each rank's is its own. Gradients are
+# averaged in `backward()`, so they are averages when it returns. All ranks take the same step with them, and stay
+# equal.
+
+# %%
 
 
 def two_and_four(rank: int, world_size: int) -> dict[str, float]:
@@ -54,7 +65,12 @@ def what_is_synchronized() -> None:
     assert all((rank["before"], rank["gradient"], rank["weight"]) == (None, 3.0, 7.0) for rank in ranks)
 
 
-# ---------------------------------------------------------------------- 2. replicas left to themselves
+# %% [markdown]
+# ## 2. Replicas left to themselves
+#
+# The same start is not enough. On different data, each rank's weights go their own way from the first step on.
+
+# %%
 
 
 def distances(rank: int, world_size: int, synchronized: bool) -> list[float]:
@@ -88,7 +104,54 @@ def replicas_alone() -> None:
     print()
 
 
-# ----------------------------------------------------------------------------------- 3. the ladder
+# %% [markdown]
+# ## 3. The ladder
+#
+# Each rung is a class with one method, `backward`, which leaves averaged gradients behind.
+#
+# 1. One collective for each parameter is easy, and slow: starting a collective costs a fixed time, its latency.
+# 2. One flat buffer pays the latency once. But nothing is sent before backward is over.
+# 3. Hooks send while backward still runs. But each parameter pays its latency again.
+# 4. Buckets do both.
+# 5. The real one does it in C++.
+
+# %%
+
+
+class Link:
+    """An allreduce over a link of set speed: the real one, then a pause for as long as the bytes would take.
+
+    One thread, so one collective at a time, as on a wire. The pause takes no processor time from backward, as a
+    network card takes none.
+    """
+
+    def __init__(self, bytes_per_second: float | None = None, latency: float = 2e-4):
+        self.rate, self.latency = bytes_per_second, latency
+        self.thread = ThreadPoolExecutor(1)
+
+    def seconds(self, nbytes: int) -> float:
+        return self.latency + nbytes / self.rate if self.rate else 0.0
+
+    def send(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor)
+        time.sleep(self.seconds(tensor.nbytes))
+        return tensor
+
+    def all_reduce(self, tensor: Tensor, async_op: bool = False) -> Any:
+        if self.rate is None:
+            return dist.all_reduce(tensor, async_op=async_op)
+        work = self.thread.submit(self.send, tensor)
+        return SimpleNamespace(wait=work.result) if async_op else work.result()
+
+    def hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """The same for DistributedDataParallel, as a communication hook: it adds; dividing is the hook's business."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        buffer = bucket.buffer().div_(dist.get_world_size())
+        self.thread.submit(self.send, buffer).add_done_callback(lambda done: future.set_result(done.result()))
+        return future
+
+
+link = Link()
 
 
 class PerParameter:
@@ -101,7 +164,7 @@ class PerParameter:
         loss.backward()
         for parameter in self.model.parameters():
             parameter.grad /= dist.get_world_size()
-            dist.all_reduce(parameter.grad)
+            link.all_reduce(parameter.grad)
 
 
 class Flat(PerParameter):
@@ -111,7 +174,7 @@ class Flat(PerParameter):
         loss.backward()
         gradients = [parameter.grad for parameter in self.model.parameters()]
         buffer = torch.cat([gradient.reshape(-1) for gradient in gradients]) / dist.get_world_size()
-        dist.all_reduce(buffer)
+        link.all_reduce(buffer)
         for gradient, part in zip(gradients, buffer.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
@@ -130,7 +193,7 @@ class Overlapped(PerParameter):
 
     def launch(self, parameter: Tensor) -> None:
         parameter.grad /= dist.get_world_size()
-        self.works.append(dist.all_reduce(parameter.grad, async_op=True))
+        self.works.append(link.all_reduce(parameter.grad, async_op=True))
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -177,7 +240,7 @@ class Bucketed(PerParameter):
 
     def launch_ready(self) -> None:
         while len(self.works) < len(self.buckets) and self.buckets[len(self.works)].pending == 0:
-            self.works.append(dist.all_reduce(self.buckets[len(self.works)].buffer, async_op=True))
+            self.works.append(link.all_reduce(self.buckets[len(self.works)].buffer, async_op=True))
 
     def finalize(self) -> None:
         for work, bucket in zip(self.works, self.buckets, strict=True):
@@ -210,7 +273,10 @@ class Reducer(PerParameter):
     """
 
     def __init__(self, model: nn.Module, cap_bytes: int):
-        super().__init__(minddp.DistributedDataParallel(model, bucket_cap_mb=cap_bytes / 2**20))
+        ddp = minddp.DistributedDataParallel(model, bucket_cap_mb=cap_bytes / 2**20)
+        if link.rate is not None:
+            ddp.register_comm_hook(None, link.hook)
+        super().__init__(ddp)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -224,8 +290,11 @@ class Local(PerParameter):
 
 
 CAP_BYTES = 256 * 1024
+REPEATS = 9
+RATE = 31.25e6  # bytes a second
+ALONE = "backward alone (no averaging)"
 RUNGS = {
-    "backward alone (no averaging)": Local,
+    ALONE: Local,
     "1 per parameter, after backward": PerParameter,
     "2 one flat buffer, after backward": Flat,
     "3 per parameter, overlapped": Overlapped,
@@ -240,9 +309,15 @@ def deep_net() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(20) for layer in (nn.Linear(128, 128), nn.Tanh())])
 
 
-def climb(rank: int, world_size: int, repeats: int) -> dict[str, tuple[float, Tensor]]:
+Climbed = dict[str, tuple[float, Tensor]]
+
+
+def climb(rank: int, world_size: int, repeats: int, rows: int, rate: float | None) -> Climbed:
     """(seconds of the median step, gradients) of each rung; the rungs take turns, so all see the same noise."""
-    x, target = torch.randn(world_size, 16, 128)[rank], torch.randn(world_size, 16, 128)[rank]
+    global link
+    link = Link(rate)
+    torch.manual_seed(2)
+    x, target = torch.randn(world_size, rows, 128)[rank], torch.randn(world_size, rows, 128)[rank]
     rungs = {name: make(deep_net()) for name, make in RUNGS.items()}
     times: dict[str, list[float]] = {name: [] for name in rungs}
     for _ in range(repeats):
@@ -261,27 +336,48 @@ def climb(rank: int, world_size: int, repeats: int) -> dict[str, tuple[float, Te
     }
 
 
-def ladder() -> None:
-    parameters = list(deep_net().parameters())
-    size = sum(parameter.nbytes for parameter in parameters) / 1e6
-    print(
-        f"3. The ladder: {len(parameters)} parameters, {size:.1f} MB of gradients; forward + backward, median of 15"
-    )
-    ranks = run_ranks(climb, RANKS, 15)
-    alone = ranks[0]["backward alone (no averaging)"][0]
+def bar(alone: float, step: float, longest: float) -> str:
+    """What a step consists of: forward and backward, then what of the communication nothing hides."""
+    cells = 40 / longest
+    return "█" * max(1, round(alone * cells)) + "░" * round(max(0.0, step - alone) * cells)
+
+
+def show_rungs(ranks: list[Climbed]) -> None:
+    alone = ranks[0][ALONE][0]
+    longest = max(seconds for seconds, _ in ranks[0].values())
     previous = None
     for name, (seconds, gradient) in ranks[0].items():
-        print(f"   {name:36} {seconds * 1e3:6.2f} ms   {(seconds - alone) * 1e3:+6.2f} ms")
-        assert torch.equal(gradient, ranks[1][name][1]) != (name == "backward alone (no averaging)")
+        print(f"   {name:36} {seconds * 1e3:6.2f} ms   {bar(alone, seconds, longest)}")
+        assert torch.equal(gradient, ranks[1][name][1]) != (name == ALONE)
         if previous is not None:
             assert torch.equal(gradient, previous), f"{name} differs from the rung below"
-        previous = gradient if name != "backward alone (no averaging)" else None
-    own = [rank["backward alone (no averaging)"][1] for rank in ranks]
+        previous = gradient if name != ALONE else None
+    own = [rank[ALONE][1] for rank in ranks]
     assert torch.equal(previous, own[0] / 2 + own[1] / 2)
+
+
+def ladder() -> None:
+    parameters = list(deep_net().parameters())
+    size = sum(parameter.nbytes for parameter in parameters)
+    print(f"3. The ladder: {len(parameters)} parameters, {size / 1e6:.1f} MB of gradients; median of {REPEATS} steps")
+    print("   █ forward and backward, ░ communication that nothing hides")
+    print("   Little to compute, and ranks that share a machine:")
+    show_rungs(run_ranks(climb, RANKS, REPEATS, 16, None))
+    print("   What counts here is how many collectives there are: rungs 1 and 3 pay 40 latencies, the others few.")
+    print("   Overlap has little to gain. Backward is short, and the processor that computes moves the data, too.")
+    print(f"   More to compute, and a link of {RATE * 8 / 1e6:.0f} Mbit/s:")
+    show_rungs(run_ranks(climb, RANKS, REPEATS, 768, RATE))
+    print(f"   All gradients need {size / RATE * 1e3:.0f} milliseconds on it. Rung 2 sends after backward: exposed.")
+    print("   Rungs 4 and 5 send meanwhile: what is exposed is the last bucket, which no backward is left to hide.")
     print("   Every rung has the same gradients as the one below, bit for bit, and both ranks have them.\n")
 
 
-# ------------------------------------------------------------------- 4. following gradients through it
+# %% [markdown]
+# ## 4. Following gradients through it
+#
+# The reducer notes when each gradient arrives and when each bucket is launched, reduced and copied back.
+
+# %%
 
 
 def timeline(rank: int, world_size: int) -> dict:
@@ -321,7 +417,13 @@ def follow_gradients() -> None:
     print(f"   {during} of {len(launches)} allreduces were launched while backward was still running.\n")
 
 
-# ------------------------------------------------------------------------- 5. the model cut instead
+# %% [markdown]
+# ## 5. The model cut instead
+#
+# Data parallelism copies the model and cuts the batch. The other way round is model parallelism: what travels then
+# grows with the batch, not with the model.
+
+# %%
 
 
 def two_halves(rank: int, world_size: int) -> dict[str, float]:

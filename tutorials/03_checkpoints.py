@@ -12,6 +12,7 @@ import signal
 import tempfile
 from pathlib import Path
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -43,7 +44,14 @@ def largest_difference(model: nn.Module) -> float:
     return max((other - everyone[0]).abs().max().item() for other in everyone)
 
 
-# ------------------------------------------------------------------------------------ save and resume
+# %% [markdown]
+# ## Save and resume
+#
+# One rank saves, since all have the same weights. What is not the same everywhere must be gathered first: each
+# rank's random generator. The file appears under its own name only when it is whole, and nobody goes on before
+# that: without the barrier another rank might read a half file.
+
+# %%
 
 
 def save(path: Path, net: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> None:
@@ -109,7 +117,14 @@ def killed_and_resumed(folder: Path) -> None:
     assert len(same) == len(unbroken["model"])
 
 
-# ------------------------------------------------------------------------------------- who may load
+# %% [markdown]
+# ## Who may load
+#
+# Rank 0 alone may load the weights, if that happens before the model is wrapped: wrapping sends them to all. The
+# optimizer's state is sent by nobody. Where only rank 0 has it, the ranks take different steps from equal
+# gradients, and drift apart.
+
+# %%
 
 
 def one_step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ Averaging gradients makes M ranks one training run only if the rest is in order 
 import math
 from itertools import chain
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,7 +23,13 @@ import minddp
 from minddp.sync_batchnorm import convert_sync_batchnorm
 from minddp.testing import run_ranks
 
-# ----------------------------------------------------------------------------------- 1. the sampler
+# %% [markdown]
+# ## 1. The sampler
+#
+# DistributedSampler shuffles with a seed made of `seed` and the epoch's number. It learns that number from
+# `set_epoch` only.
+
+# %%
 
 
 def samplers() -> None:
@@ -49,7 +56,14 @@ def samplers() -> None:
     assert len([*chain(*dropped)]) == len({*chain(*dropped)}) == 9
 
 
-# ---------------------------------------------------------------------------- 2. branches that ranks skip
+# %% [markdown]
+# ## 2. Branches that ranks skip
+#
+# If one rank leaves a branch out, the others wait for a gradient that never comes, or go on without the average.
+# `find_unused_parameters=True` allows it: a rank that did not use a parameter counts as zero, and a parameter that
+# nobody used keeps its `.grad`.
+
+# %%
 
 
 class Branches(nn.Module):
@@ -95,7 +109,13 @@ def branches() -> None:
     print()
 
 
-# -------------------------------------------------------------------------- 3. cats, dogs and cars
+# %% [markdown]
+# ## 3. Cats, dogs and cars
+#
+# Each rank sees one kind of photograph only. BatchNorm subtracts the mean of what its own rank sees, and with it
+# what tells the kinds apart. SyncBatchNorm takes the mean over all ranks.
+
+# %%
 
 KINDS = ("cats", "dogs", "cars")
 FEATURES = 8

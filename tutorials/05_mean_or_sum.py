@@ -9,6 +9,7 @@ checked, to rounding.
 
 import time
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -42,7 +43,13 @@ def whole_batch_gradient(loss_reduction: str) -> Tensor:
     return gradient(model)
 
 
-# ------------------------------------------------------------------------------------ mean and sum
+# %% [markdown]
+# ## Mean and sum
+#
+# A mean loss over a rank's rows, averaged over ranks, is the mean over all rows, if all ranks have equally many. A
+# sum loss, averaged over ranks, is too small by the number of ranks.
+
+# %%
 
 
 def ddp_gradients(rank: int, world_size: int) -> dict[str, Tensor]:
@@ -107,7 +114,13 @@ def mean_and_sum() -> dict[str, Tensor]:
     return found
 
 
-# --------------------------------------------------------------------------------- where to divide
+# %% [markdown]
+# ## Where to divide
+#
+# Allreduce adds. Dividing before it keeps large numbers in range; dividing after it keeps small ones from
+# vanishing. In float16 that decides what arrives.
+
+# %%
 
 LARGE, SMALL = 30_000.0, 2.0**-23  # float16 ends at 65,504 and 2^-24
 
@@ -203,7 +216,13 @@ def passes_over_memory() -> None:
     print("   in the collective: no pass of its own (AVG, where the engine has it, as NCCL)\n")
 
 
-# ------------------------------------------------------------------------ batch size and learning rate
+# %% [markdown]
+# ## Batch size and learning rate
+#
+# M ranks with n rows each are one process with M n rows. So a learning rate that was right for n rows has to be
+# chosen anew.
+
+# %%
 
 
 def sgd(rank: int, world_size: int, rate: float, steps: int, rows: int) -> Tensor:

@@ -10,6 +10,7 @@ can carry the statistic across, value *and* gradient?
 import os
 import textwrap
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 from losses import MinibatchStdDev
@@ -25,6 +26,14 @@ BATCH, RANKS = 4, 2
 
 def say(text):
     print(textwrap.fill(" ".join(text.split()), 100), end="\n\n")
+
+# %% [markdown]
+# ## Ways to carry a statistic over ranks
+#
+# The value is easy to carry over. The gradient is not: a rank's features have a share in every rank's statistic, so
+# what comes back to them must come from all ranks.
+
+# %%
 
 
 def features():
@@ -102,6 +111,14 @@ def compare_the_ways():
     say("""The plain all_reduce is the treacherous one: its value is right. Its gradient lacks what this
         rank's samples do to the other rank's loss.""")
 
+# %% [markdown]
+# ## Under DistributedDataParallel
+#
+# DistributedDataParallel averages the gradients of weights. A collective in the model adds the gradients of
+# features. Both together must be the gradient of one process with the whole batch.
+
+# %%
+
 
 class Discriminator(nn.Module):
     def __init__(self, statistic):
@@ -154,6 +171,13 @@ def compare_under_ddp():
     say("""One sample per rank works, where a local deviation would be 0. Both groups work as long as all
         ranks issue their collectives in the same order: with one model on all ranks they do.""")
 
+# %% [markdown]
+# ## A buffer is no answer
+#
+# Buffers are copied from rank 0. They are not averaged, and no gradient flows through them.
+
+# %%
+
 
 class StatisticInABuffer(nn.Module):
     """The hope: register the statistic as a buffer, and DDP will synchronize it."""
@@ -181,6 +205,14 @@ def a_buffer_is_no_answer():
     say(f"""A registered buffer is not the answer. The ranks' means are 10 and 20; in the next forward
         both find {values[0]:g} in it: DDP broadcasts rank 0's buffer. It averages nothing, and a buffer
         has no gradient.""")
+
+# %% [markdown]
+# ## What a wrong order does
+#
+# A collective in the model is one more call that all ranks must make in the same order. Here they do not. Each rank
+# gets an error, where it would have waited; debug mode shows what each one did before.
+
+# %%
 
 
 def in_another_order(rank, size):

@@ -9,6 +9,7 @@ the sum of all ranks' losses: what a single process would differentiate if it ra
 import textwrap
 import warnings
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as torch_nn
@@ -20,6 +21,14 @@ from minddp.testing import run_ranks
 
 def say(text):
     print(textwrap.fill(" ".join(text.split()), 100), end="\n\n")
+
+# %% [markdown]
+# ## Three ways to reduce
+#
+# In place, as `torch.distributed.all_reduce` does it, autograd sees nothing. `torch.distributed.nn` has a backward,
+# which is right for some operations. `minddp.functional` has the right one for each.
+
+# %%
 
 
 def plain_all_reduce(xx, op="sum"):
@@ -38,6 +47,14 @@ WAYS = {
     "torch.distributed.nn": torch_all_reduce,
     "minddp.functional": F.all_reduce,
 }
+
+# %% [markdown]
+# ## The programs and the truth
+#
+# The truth is found by one process that runs all ranks' programs, and differentiates the sum of their losses.
+
+# %%
+
 
 # Each program: xx, the rank and a way to reduce -> this rank's loss.
 PROGRAMS = {
@@ -100,6 +117,14 @@ def the_numbers_of_the_question(ranks):
     assert gradients("(rank + 2) * all_reduce(xx, product)", "minddp.functional") == [30, 30]
     assert gradients("rank * all_reduce(xx)", "minddp.functional") == [2, 3]
 
+# %% [markdown]
+# ## One loss, or two?
+#
+# If all ranks compute the same loss, is that one loss, or as many as there are ranks? Both readings are right. They
+# differ by a factor, so one has to say which is meant.
+
+# %%
+
 
 def one_loss_or_two(rank, size):
     """x.grad of all_reduce(xx)**2 under both readings."""
@@ -141,6 +166,13 @@ def a_wrong_claim_raises():
     assert 'use loss="per_rank"' in texts[0]
     say("The claim is checked. With a different factor on each rank it is false, and every rank is told:")
     print(textwrap.indent(textwrap.fill(texts[0], 96), "  | "), end="\n\n")
+
+# %% [markdown]
+# ## A gradient of zero
+#
+# A loss on each rank that does depend on the weight, and a gradient that is zero all the same.
+
+# %%
 
 
 def distance_from_the_mean(rank, size):

@@ -8,6 +8,7 @@ others' losses need its features: gradients must cross ranks as well. ``losses.p
 
 import textwrap
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import losses
 import torch
 import torch.distributed as dist
@@ -22,6 +23,14 @@ BATCH, RANKS, STEPS = 32, 2, 25
 
 def say(text):
     print(textwrap.fill(" ".join(text.split()), 100), end="\n\n")
+
+# %% [markdown]
+# ## The encoder and the losses
+#
+# A contrastive loss compares each sample with all others of the batch. On several ranks that means: with those of
+# the other ranks, too.
+
+# %%
 
 
 class Encoder(nn.Module):
@@ -72,6 +81,13 @@ LOSSES = {
 }
 WRONG = ("CLIP, plain all_gather", "CLIP, negatives of this rank only")
 _groups = {}
+
+# %% [markdown]
+# ## One process beside two ranks
+#
+# The same batch, once in one process, once spread over two ranks.
+
+# %%
 
 
 def alone():

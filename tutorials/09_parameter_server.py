@@ -22,6 +22,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -32,6 +33,13 @@ from minddp.testing import run_ranks
 
 STEPS = 4
 WIDTH = 256
+
+# %% [markdown]
+# ## A link that counts
+#
+# All sends and receives below go through it, so that what is claimed is counted.
+
+# %%
 
 
 class Link:
@@ -61,6 +69,14 @@ def unflatten(vector: Tensor, tensors: list[Tensor]) -> None:
     for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.data.copy_(part.view_as(tensor))
 
+# %% [markdown]
+# ## The parameter server
+#
+# All ranks send their gradients to one, which takes the step and sends the weights back. Its link carries
+# everybody's traffic.
+
+# %%
+
 
 def server_step(model: nn.Module, link: Link, rate: float) -> None:
     """Rank 0 is the server and a worker at once; the others push gradients and pull weights."""
@@ -80,6 +96,13 @@ def server_step(model: nn.Module, link: Link, rate: float) -> None:
         link.exchange(gradient, 0, None, -1)
         link.exchange(None, -1, weights, 0)
     unflatten(weights, parameters)
+
+# %% [markdown]
+# ## The ring
+#
+# Nobody is in the middle: each rank sends to its right neighbour only, one part of the vector at a time.
+
+# %%
 
 
 def ring_allreduce(vector: Tensor, link: Link) -> None:
@@ -111,6 +134,14 @@ def ddp_step(model: nn.Module, link: Link, rate: float) -> None:
             parameter -= rate * parameter.grad
 
 
+# %% [markdown]
+# ## What the kernel counted
+#
+# Linux counts the bytes of each socket. So the numbers are checked below the program that claims them.
+
+# %%
+
+
 # Offsets of 64-bit counters in Linux's struct tcp_info.
 TCP_INFO_RECEIVED, TCP_INFO_SENT, TCP_INFO_SENT_AGAIN = 128, 200, 208
 
@@ -132,6 +163,13 @@ def socket_bytes() -> tuple[int, int]:
             out -= struct.unpack_from("Q", info, TCP_INFO_SENT_AGAIN)[0]
             into += struct.unpack_from("Q", info, TCP_INFO_RECEIVED)[0]
     return out, into
+
+# %% [markdown]
+# ## The same training on each way
+#
+# Three ways to one average: they must end at the same weights.
+
+# %%
 
 
 def train(rank: int, world_size: int, way: str) -> dict:

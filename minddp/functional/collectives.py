@@ -20,8 +20,8 @@ from .calls import eager, settle
 def all_reduce(x: Tensor, op: Any = "sum", group: Any = None, loss: str = "per_rank") -> Tensor:
     r"""Reduces ``x`` over the ranks; every rank gets the result.
 
-    With :math:`g_s` the gradient that comes back to rank s, and :math:`G = \sum_s g_s` for
-    ``loss="per_rank"`` or :math:`G = g` (the same on all ranks) for ``loss="replicated"``:
+    With ``g_s`` the gradient that comes back to rank s, and ``G``, the sum of all ``g_s``, for
+    ``loss="per_rank"`` or ``G = g`` (the same on all ranks) for ``loss="replicated"``:
 
     * sum: y = sum_s x_s, so dL/dx_r = G. avg: y = sum_s x_s / N, so dL/dx_r = G / N.
     * product: dL/dx_r = G * conj(product of the others). It is computed as that product, never as

@@ -1,7 +1,7 @@
 """``minddp bench``: runs the benchmarks from where they lie.
 
     minddp bench buckets --models mlp38 --link 1gbit      # step time against bucket size, drawn
-    minddp bench overhead --quick                         # the step split into compute, collectives and reducer
+    minddp bench overhead --small                         # the step split into compute, collectives and reducer
 
 The scripts are the folder ``benchmarks`` of the source tree, beside this package; an installation without
 the sources has none, and is told so.

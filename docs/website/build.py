@@ -1,0 +1,168 @@
+"""Puts the pages together in build/docs/source, and runs Sphinx on them; a warning is an error."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from . import drawings, errors, source, tutorials
+from .layout import HOME, ROOT, Layout, make_layout, sections
+from .markdown import Writer
+
+BUILD = ROOT / "build" / "docs"
+
+
+def configuration() -> str:
+    """The page of environment variables, from the docstring of minddp/environment.py and CONTRIBUTING.md's table."""
+    docstring = ast.get_docstring(ast.parse((ROOT / "minddp" / "environment.py").read_text())) or ""
+    rows = re.findall(r"^((?:``[A-Z_*]+``(?:, )?)+)\s{2,}(.*(?:\n {4,}\S.*)*)", docstring, re.MULTILINE)
+    if len(rows) < 3:
+        raise ValueError("minddp/environment.py: its docstring has no table of variables any more")
+    lines = [f"* {_markdown(names)}: {_markdown(' '.join(meaning.split()))}." for names, meaning in rows]
+    building = re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    known = {name.strip("`") for names, _ in rows for name in names.split(", ")}
+    lines_building = [f"* `{name}`: {meaning}." for name, meaning in building if name not in known]
+    return "\n".join(
+        [
+            "# Configuration\n",
+            "## Arguments\n",
+            "[`DistributedDataParallel`](api.md) takes torch's arguments in torch's order. Those beyond torch's are "
+            "keywords only.\n",
+            "## Environment variables\n",
+            "Read when they are asked for, all in [`minddp/environment.py`](source/minddp/environment.py.md).\n",
+            *lines,
+            "\n## Variables of the build\n",
+            *lines_building,
+            "",
+        ]
+    )
+
+
+def _markdown(text: str) -> str:
+    return re.sub(r":\w+:`([^`]+)`", r"`\1`", text.replace("``", "`"))
+
+
+API = """# API
+
+```{eval-rst}
+.. currentmodule:: minddp
+
+The module
+----------
+
+.. autoclass:: minddp.DistributedDataParallel
+   :members:
+   :exclude-members: forward
+   :show-inheritance:
+
+.. autofunction:: minddp.install
+.. autofunction:: minddp.uninstall
+
+SyncBatchNorm
+-------------
+
+.. autoclass:: minddp.SyncBatchNorm
+   :show-inheritance:
+.. autofunction:: minddp.convert_sync_batchnorm
+
+Collectives inside the graph
+----------------------------
+
+.. automodule:: minddp.functional
+   :members:
+   :imported-members:
+
+Timeline
+--------
+
+.. autofunction:: minddp.trace
+.. autoclass:: minddp.timeline.StepTimes
+   :members:
+.. autoclass:: minddp.timeline.BucketTimes
+   :members:
+
+Buckets
+-------
+
+.. automodule:: minddp.planner
+   :members:
+   :imported-members:
+
+The shared-memory process group
+-------------------------------
+
+.. automodule:: minddp.shm
+   :members:
+
+Ranks for tests
+---------------
+
+.. automodule:: minddp.testing
+   :members:
+```
+"""
+
+
+def order_page(title: str, text: str, paths: list[str], layout: Layout) -> str:
+    """A page that lists annotated files in reading order. REQUIRES: it stands in the folder source/."""
+    names = [layout.pages[path].removeprefix("source/") for path in paths]
+    rows = [f"{place}. [`{path}`]({name}.md)" for place, (path, name) in enumerate(zip(paths, names), 1)]
+    toctree = "```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n"
+    return f"# {title}\n\n{text}\n\n" + "\n".join(rows) + "\n\n" + toctree
+
+
+def toctrees() -> str:
+    blocks = []
+    for caption, pages in sections().items():
+        blocks.append(f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(pages) + "\n```\n")
+    return "\n".join(blocks)
+
+
+def assemble(with_tutorials: bool) -> Layout:
+    layout = make_layout()
+    pages = BUILD / "source"
+    pages.mkdir(parents=True, exist_ok=True)
+    writer = Writer(layout, pages, drawings.every_drawing())
+    for path in layout.cpp + layout.python:
+        page = layout.pages[path]
+        writer.write(page, source.render(path, page, layout, pages))
+    writer.write("configuration", configuration())
+    writer.write("errors", errors.page(layout))
+    writer.write("api", API)
+    if with_tutorials:
+        tutorials.ensure_outputs(layout)
+    for path in layout.tutorials:
+        page = layout.pages[path]
+        translate = functools.partial(writer.translate, page=page, path=path)
+        writer.write(page, tutorials.render(path, page, pages, with_tutorials, translate))
+    writer.write("tutorials", tutorials.index(layout))
+    intro = "Each file is shown as it is, its comments beside the code that they stand above."
+    writer.write("source/cpp", order_page("The reducer, annotated: C++", intro, layout.cpp, layout))
+    writer.write("source/python", order_page("The module, annotated: Python", intro, layout.python, layout))
+    for path, page in layout.pages.items():
+        if path.endswith(".md"):
+            text = writer.translate((ROOT / path).read_text(), page, path)
+            writer.write(page, text + ("\n" + toctrees() if path == HOME else ""))
+    writer.remove_others()
+    return layout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m docs.website", description=__doc__)
+    parser.add_argument("--no-tutorials", action="store_true", help="do not run them: pages without what they print")
+    options = parser.parse_args()
+    assemble(not options.no_tutorials)
+    html = BUILD / "html"
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-j", "2"]
+    command += ["-c", str(Path(__file__).parent), "-d", str(BUILD / "doctrees"), str(BUILD / "source"), str(html)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    status = subprocess.run(command, env=environment).returncode
+    if status == 0:
+        print(f"{len(list(html.rglob('*.html')))} pages: {html / 'index.html'}")
+    return status

@@ -1,0 +1,36 @@
+"""Sphinx's settings; it runs on what build.py has put together."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+project = "minddp"
+author = "minddp"
+project_copyright = "minddp"
+html_title = "minddp"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+highlight_language = "text"
+exclude_patterns = ["files/**"]
+
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_member_order = "bysource"
+autodoc_class_signature = "separated"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 88
+
+html_theme = "furo"
+html_static_path = [str(Path(__file__).with_name("static"))]
+html_favicon = str(Path(__file__).with_name("static") / "icon.svg")
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_show_copyright = False
+html_copy_source = False

@@ -1,0 +1,292 @@
+"""Pictures made from the code: SVG that takes its text's colour from the page, so that it can be read in the dark.
+
+Each function returns one picture. What it shows is read from the sources, or computed by the package itself: the
+phases from `reducer.h`, the buckets by `assign_buckets`, the launches by the rule that the reducer follows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from .layout import ROOT
+
+BLUE, ORANGE, GREEN, RED, GREY = "#3d84d6", "#d98a3d", "#3f9d5c", "#d15858", "#8a8f98"
+COLOURS = [BLUE, ORANGE, GREEN, "#9067c6", "#c2607f"]
+
+
+def svg(width: int, height: int, parts: Sequence[str], says: str) -> str:
+    return (
+        f'<figure class="drawing"><svg viewBox="0 0 {width} {height}" width="{width}" role="img" '
+        f'aria-label="{escape(says)}">{"".join(parts)}</svg></figure>'
+    )
+
+
+def words(x: float, y: float, text: str, size: int = 13, anchor: str = "start", weight: str = "normal") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}">'
+        f"{escape(text)}</text>"
+    )
+
+
+def box(
+    x: float, y: float, width: float, height: float, colour: str, opacity: float = 0.3, dash: bool = False
+) -> str:
+    dashes = ' stroke-dasharray="4 3"' if dash else ""
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="4" fill="{colour}" '
+        f'fill-opacity="{opacity}" stroke="{colour}"{dashes}/>'
+    )
+
+
+def line(x1: float, y1: float, x2: float, y2: float, colour: str = GREY, width: float = 1.5, dash: str = "") -> str:
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="{width}"'
+        f'{f" stroke-dasharray={dash!r}" if dash else ""}/>'
+    )
+
+
+def arrow(path: str, tip: tuple[float, float], turn: float, colour: str = GREY) -> str:
+    x, y = tip
+    place = f"translate({x:.1f},{y:.1f}) rotate({turn})"
+    head = f'<path d="M0,0 L-9,-4.5 L-9,4.5 Z" fill="{colour}" transform="{place}"/>'
+    return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>{head}'
+
+
+# --- the phases -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Move:
+    begins: tuple[str, ...]  # phases; empty: any
+    end: str  # a phase; empty: an error only
+    text: str
+
+
+def phases_and_moves() -> tuple[list[str], list[Move]]:
+    """The enum of reducer.h, and the moves that its first comment lists."""
+    text = (ROOT / "csrc" / "reducer" / "reducer.h").read_text()
+    enum = re.search(r"enum class Phase \{([^}]*)\}", text)
+    lines = re.findall(r"^//   (.+?) -- (.*?) --> (.*)$", text, re.MULTILINE)
+    if enum is None or not lines:
+        raise ValueError("csrc/reducer/reducer.h: no enum class Phase, or no list of its moves")
+    names = [name.strip() for name in enum[1].split(",")]
+    moves = []
+    for begin, why, end in lines:
+        begins, ends = ([name for name in re.findall(r"\bk\w+", side) if name in names] for side in (begin, end))
+        moves.append(Move(tuple(begins), ends[0] if ends else "", f"{begin} → {end}: {why}"))
+    return names, moves
+
+
+def phases() -> str:
+    names, moves = phases_and_moves()
+    width, gap = 104, 56
+    arrows = [(number, begin, move.end) for number, move in enumerate(moves, 1) for begin in move.begins if move.end]
+    place = {name: index for index, name in enumerate(names)}
+    reach = max(abs(place[begin] - place[end]) for _, begin, end in arrows)
+    top = 40 + 34 * reach
+    parts = []
+    for name, index in place.items():
+        parts.append(box(20 + index * (width + gap), top, width, 44, COLOURS[index % len(COLOURS)]))
+        parts.append(words(20 + index * (width + gap) + width / 2, top + 27, name, 14, "middle"))
+    taken: Counter[tuple] = Counter()
+    for number, begin, end in arrows:
+        parts += _phase_arrow(number, begin, end, place, taken, top, width, gap)
+    below = top + 44 + 34 * reach + 36
+    for number, move in enumerate(moves, 1):
+        parts.append(words(20, below + 20 * number, f"{number}   {move.text}", 13))
+    total = max(40 + len(names) * (width + gap) - gap, 20 + 7 * max(len(move.text) for move in moves))
+    says = "The phases of an iteration and what leads from one to another"
+    return svg(total, below + 20 + 20 * len(moves), parts, says)
+
+
+def _phase_arrow(
+    number: int, begin: str, end: str, place: dict[str, int], taken: Counter, top: float, width: float, gap: float
+) -> list[str]:
+    """Above the boxes to a later phase, below them to an earlier one; each arrow has its own place on a box."""
+    forwards = place[end] > place[begin]
+    away, at = (0.62, 0.38) if forwards else (0.38, 0.62)
+    step = 0.14 if forwards else -0.14
+    a = 20 + place[begin] * (width + gap) + width * (away + step * taken[begin, forwards, True])
+    b = 20 + place[end] * (width + gap) + width * (at - step * taken[end, forwards, False])
+    taken[begin, forwards, True] += 1
+    taken[end, forwards, False] += 1
+    edge = top if forwards else top + 44
+    bend = edge + (-1 if forwards else 1) * (20 + 42 * abs(place[end] - place[begin]) + 34 * taken[begin, end])
+    taken[begin, end] += 1
+    middle = (a + b) / 2, edge + 0.75 * (bend - edge)
+    where = f'x="{middle[0]:.1f}" y="{middle[1] + 4:.1f}" font-size="12" text-anchor="middle"'
+    return [
+        arrow(f"M{a:.1f},{edge} C{a:.1f},{bend} {b:.1f},{bend} {b:.1f},{edge}", (b, edge), 90 if forwards else -90),
+        f'<circle cx="{middle[0]:.1f}" cy="{middle[1]:.1f}" r="10" fill="{COLOURS[0]}"/>',
+        f'<text {where} style="fill:#fff">{number}</text>',
+    ]
+
+
+# --- two ranks, one order of launches --------------------------------------------------------------------------
+
+# When each bucket's last gradient is there, by rank: on rank 1 bucket 2 is complete before bucket 1.
+READY = [[1.0, 2.2, 3.6, 5.0], [1.4, 4.2, 2.6, 5.4]]
+TRANSFER = 1.1
+
+
+def launches(ready: Sequence[float]) -> list[float]:
+    """The reducer's rule: a bucket leaves when it is complete and all before it have left."""
+    found: list[float] = []
+    for moment in ready:
+        found.append(max([moment, *found[-1:]]))
+    return found
+
+
+def transfers(by_rank: Sequence[Sequence[float]], seconds: float) -> list[tuple[float, float]]:
+    """(begin, end) of each collective: all ranks have launched it, and the one before is over."""
+    found: list[tuple[float, float]] = []
+    for moments in zip(*by_rank):
+        begin = max([*moments, *(end for _, end in found[-1:])])
+        found.append((begin, begin + seconds))
+    return found
+
+
+def launch_order() -> str:
+    left, scale, row = 90, 88, 112
+    leave = [launches(ready) for ready in READY]
+    moved = transfers(leave, TRANSFER)
+    parts = []
+    for rank, ready in enumerate(READY):
+        y = 30 + rank * row
+        parts += [words(8, y + 20, f"rank {rank}", 14, weight="bold"), words(8, y + 40, "backward", 12)]
+        parts.append(box(left, y + 24, scale * max(ready), 22, GREY, 0.15))
+        for bucket, moment in enumerate(ready):
+            x = left + scale * moment
+            parts.append(line(x, y + 18, x, y + 46, COLOURS[bucket], 3))
+            parts.append(words(x, y + 14, f"{bucket} complete", 11, "middle"))
+            if leave[rank][bucket] > moment:
+                later = left + scale * leave[rank][bucket]
+                parts.append(line(x, y + 60, later, y + 60, COLOURS[bucket], 2, "3 3"))
+                parts.append(words((x + later) / 2, y + 74, f"{bucket} waits for {bucket - 1}", 11, "middle"))
+    y = 30 + 2 * row
+    parts.append(words(8, y + 16, "allreduce", 14, weight="bold"))
+    for bucket, (begin, end) in enumerate(moved):
+        parts.append(box(left + scale * begin, y, scale * (end - begin), 24, COLOURS[bucket]))
+        parts.append(words(left + scale * (begin + end) / 2, y + 17, f"bucket {bucket}", 12, "middle"))
+    width = left + int(scale * moved[-1][1]) + 20
+    return svg(width, y + 40, parts, "Two ranks complete buckets in different orders and launch them in one order")
+
+
+# --- threads -------------------------------------------------------------------------------------------------
+
+
+def threads() -> str:
+    left, scale = 150, 60
+    # (lane, begin, end, colour, text): one step; buckets 0 and 1 are launched while backward runs.
+    spans = [
+        (0, 0.0, 2.6, GREY, "forward"),
+        (0, 2.6, 9.6, GREY, "loss.backward() does not return yet"),
+        (0, 9.6, 10.8, GREY, "step()"),
+        (1, 2.8, 4.0, BLUE, "layer 3"),
+        (1, 4.0, 5.2, BLUE, "layer 2"),
+        (1, 5.2, 6.4, BLUE, "layer 1"),
+        (1, 6.4, 9.6, GREEN, "finish_backward: wait, unpack"),
+        (2, 4.0, 5.4, ORANGE, "bucket 0"),
+        (2, 5.4, 6.8, ORANGE, "bucket 1"),
+        (2, 6.8, 8.4, ORANGE, "bucket 2"),
+    ]
+    lanes = ["your script", "autograd", "process group"]
+    parts = [words(8, 38 + 56 * lane, name, 14, weight="bold") for lane, name in enumerate(lanes)]
+    for lane, begin, end, colour, text in spans:
+        x, width = left + scale * begin, scale * (end - begin)
+        parts += [box(x, 18 + 56 * lane, width, 30, colour), words(x + width / 2, 37 + 56 * lane, text, 12, "middle")]
+    for moment in (4.0, 5.2, 6.4):
+        x = left + scale * moment
+        parts.append(arrow(f"M{x},{104} L{x},{130}", (x, 130), 90, RED))
+    parts.append(words(left + scale * 2.4, 122, "pack, launch", 12, "end"))
+    x = left + scale * 9.6
+    parts.append(arrow(f"M{x},{74} L{x},{49}", (x, 49), -90, RED))
+    return svg(left + int(scale * 10.8) + 10, 190, parts, "Which thread runs what in a step")
+
+
+# --- bucket memory -----------------------------------------------------------------------------------------------
+
+
+def bucket_memory() -> str:
+    """Three layers of a small net, cut by the package's own rule, with a cap of 6 kB."""
+    from minddp.reduction.bucket_assignment import assign_buckets
+
+    names, sizes = [], []
+    for layer in range(3):
+        names += [f"{layer}.weight", f"{layer}.bias"]
+        sizes += [32 * 32 * 4, 32 * 4]
+    buckets = assign_buckets(sizes, [0] * len(sizes), list(reversed(range(len(sizes)))), [6000])
+    scale, left, parts = 0.055, 120, []
+    for number, bucket in enumerate(buckets):
+        y, offset = 30 + 116 * number, 0.0
+        parts += [words(8, y + 18, f"bucket {number}", 14, weight="bold"), words(8, y + 78, ".grad of", 12)]
+        for index in bucket:
+            width = sizes[index] * scale
+            x = left + offset
+            parts.append(box(x, y, width, 28, COLOURS[number]))
+            parts.append(box(x + (0 if width < 20 else 2), y + 60, max(width - 4, 5), 28, GREY, 0.2, dash=True))
+            parts.append(line(x + width / 2, y + 58, x + width / 2, y + 30, GREY, 1, "2 3"))
+            if width > 20:
+                parts.append(words(x + width / 2, y + 79, names[index], 12, "middle"))
+                parts.append(words(x + width / 2, y + 18, f"{sizes[index]:,} bytes", 11, "middle"))
+            offset += width
+        small = [names[index] for index in bucket if sizes[index] * scale < 20]
+        parts.append(words(left + offset + 12, y + 79, "and " + ", ".join(small), 12) if small else "")
+    return svg(800, 30 + 116 * len(buckets), parts, "Gradients lie one after another in a bucket's buffer")
+
+
+# --- ring allreduce ------------------------------------------------------------------------------------------------
+
+
+def ring_steps(ranks: int) -> list[list[list[set[int]]]]:
+    """By step, rank and chunk: whose gradients are in it. First sums travel, then results."""
+    held = [[{rank} for _ in range(ranks)] for rank in range(ranks)]
+    steps = [[[set(chunk) for chunk in chunks] for chunks in held]]
+    for step in range(2 * (ranks - 1)):
+        sent = []
+        for rank in range(ranks):
+            chunk = (rank - step) % ranks if step < ranks - 1 else (rank + 1 - (step - ranks + 1)) % ranks
+            sent.append((rank, chunk, set(held[rank][chunk])))
+        for rank, chunk, content in sent:
+            target = (rank + 1) % ranks
+            held[target][chunk] = held[target][chunk] | content if step < ranks - 1 else content
+        steps.append([[set(chunk) for chunk in chunks] for chunks in held])
+    return steps
+
+
+def ring() -> str:
+    ranks = 3
+    steps = ring_steps(ranks)
+    cell, left, parts = 26, 90, []
+    for number, by_rank in enumerate(steps):
+        x = left + number * (ranks * cell + 46)
+        head = "start" if number == 0 else f"sum {number}" if number < ranks else f"copy {number - ranks + 1}"
+        parts.append(words(x + ranks * cell / 2, 20, head, 13, "middle"))
+        for rank, chunks in enumerate(by_rank):
+            y = 34 + rank * 44
+            for chunk, content in enumerate(chunks):
+                whole = len(content) == ranks
+                colour = GREEN if whole else BLUE
+                parts.append(box(x + chunk * cell, y, cell, cell, colour, 0.15 + 0.25 * len(content)))
+                parts.append(words(x + (chunk + 0.5) * cell, y + 17, str(len(content)), 12, "middle"))
+    for rank in range(ranks):
+        parts.append(words(8, 34 + rank * 44 + 18, f"rank {rank}", 14, weight="bold"))
+    width = left + len(steps) * (ranks * cell + 46)
+    return svg(width, 40 + ranks * 44, parts, "Ring allreduce on three ranks: whose numbers each chunk holds")
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {
+    "phases": phases,
+    "launch_order": launch_order,
+    "threads": threads,
+    "bucket_memory": bucket_memory,
+    "ring": ring,
+}
+
+
+def every_drawing() -> dict[str, str]:
+    return {name: draw() for name, draw in DRAWINGS.items()}

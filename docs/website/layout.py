@@ -1,0 +1,118 @@
+"""Which file of the repository becomes which page, and in which order."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# By section of the sidebar: page -> the file that it is made from. An empty file: made by build.py.
+SECTIONS: dict[str, dict[str, str]] = {
+    "Use it": {
+        "install": "docs/install.md",
+        "migrating": "docs/migrating.md",
+        "differences": "docs/differences.md",
+        "launching": "docs/launching.md",
+        "configuration": "",
+        "troubleshooting": "docs/troubleshooting.md",
+        "errors": "",
+    },
+    "Learn": {
+        "pictures": "docs/pictures.md",
+        "tutorials": "",
+        "exercises": "exercises/README.md",
+        "cpp": "docs/cpp.md",
+        "glossary": "docs/glossary.md",
+    },
+    "The source": {
+        "reading": "csrc/README.md",
+        "source/cpp": "",
+        "source/python": "",
+        "reducers": "docs/reducers.md",
+    },
+    "Reference": {
+        "api": "",
+        "benchmarks": "benchmarks/README.md",
+        "changelog": "CHANGELOG.md",
+        "contributing": "CONTRIBUTING.md",
+    },
+}
+HOME = "README.md"
+
+
+def sections() -> dict[str, dict[str, str]]:
+    """SECTIONS, and under Reference whatever else lies in docs/."""
+    listed = {path for pages in SECTIONS.values() for path in pages.values()}
+    found = {section: dict(pages) for section, pages in SECTIONS.items()}
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        if f"docs/{path.name}" not in listed:
+            found["Reference"][path.stem] = f"docs/{path.name}"
+    return found
+
+
+# What to read of minddp/, in this order; the other files follow, room by room.
+PYTHON_FIRST = [
+    "minddp/module/distributed.py",
+    "minddp/module/engine.py",
+    "minddp/module/config.py",
+    "minddp/module/parameters.py",
+    "minddp/reduction/reducer.py",
+    "minddp/reduction/bucket_assignment.py",
+    "minddp/reduction/weights.py",
+    "minddp/reduction/start.py",
+]
+
+
+@dataclass
+class Layout:
+    """Pages by the repository's file, such as ``{"csrc/reducer/reducer.h": "source/csrc/reducer/reducer.h"}``."""
+
+    pages: dict[str, str] = field(default_factory=dict)
+    cpp: list[str] = field(default_factory=list)
+    python: list[str] = field(default_factory=list)
+    tutorials: list[str] = field(default_factory=list)
+
+    def page(self, path: str) -> str | None:
+        return self.pages.get(path)
+
+
+def relative(path: Path) -> str:
+    return path.resolve().relative_to(ROOT).as_posix()
+
+
+def cpp_in_reading_order() -> list[str]:
+    """The table of csrc/README.md, then what lies beside the path. A unit's header stands before its code."""
+    text = (ROOT / "csrc" / "README.md").read_text()
+    rows = [line for line in text.splitlines() if re.match(r"\| \d", line)]
+    first = [f"csrc/reducer/{name}" for row in rows for name in re.findall(r"`(\w+\.(?:h|cpp))`", row.split("|")[2])]
+    suffixes = {".h", ".cpp", ".cu", ".cuh"}
+    every = sorted(relative(path) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
+    rest = [path for path in every if path not in first]
+    rest.sort(key=lambda path: (not path.startswith("csrc/reducer"), *path.rpartition(".")[::2]))
+    missing = [path for path in first if path not in every]
+    if missing:
+        raise ValueError(f"csrc/README.md names files that are not there: {missing}")
+    return first + sorted(rest, key=lambda path: (path.count("/") == 1, path.rpartition(".")[0], path[-2:] != ".h"))
+
+
+def python_in_reading_order() -> list[str]:
+    every = [relative(path) for path in sorted((ROOT / "minddp").rglob("*.py"))]
+    every = [path for path in every if ast.parse((ROOT / path).read_text()).body]
+    return PYTHON_FIRST + [path for path in every if path not in PYTHON_FIRST]
+
+
+def make_layout() -> Layout:
+    layout = Layout()
+    for section in sections().values():
+        for page, path in section.items():
+            if path:
+                layout.pages[path] = page
+    layout.pages[HOME] = "index"
+    layout.cpp, layout.python = cpp_in_reading_order(), python_in_reading_order()
+    layout.pages |= {path: f"source/{path}" for path in layout.cpp + layout.python}
+    layout.tutorials = [relative(path) for path in sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.py"))]
+    layout.pages |= {path: "tutorials/" + Path(path).stem for path in layout.tutorials}
+    return layout

@@ -1,0 +1,141 @@
+"""What the pages say of the code is so: names exist, messages are raised, moves between phases are made."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from docs.website import drawings, errors, layout, source, tutorials
+from docs.website.build import configuration
+from docs.website.markdown import Writer
+from tutorials import run_all
+
+ROOT = Path(__file__).resolve().parents[2]
+PATH = ROOT / "csrc" / "reducer"
+
+
+def reading_path() -> str:
+    """And what it uses."""
+    return "".join(path.read_text() for folder in (PATH, ROOT / "csrc" / "support") for path in folder.iterdir())
+
+
+def test_both_reducers_have_the_functions_of_the_table():
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/reducer.hpp"
+    theirs, ours = header.read_text(), reading_path()
+    page = (ROOT / "docs" / "reducers.md").read_text()
+    rows = re.findall(r"^\| [^|]* \| `(\w+)` \| `(\w+)` \|", page, re.MULTILINE)
+    assert len(rows) > 15
+    for torchs, mine in rows:
+        assert re.search(rf"\b{torchs}\(", theirs), torchs
+        assert re.search(rf"\b{mine}\(", ours), mine
+    for member in re.findall(r"`(\w+_)`", page):
+        assert member in theirs
+
+
+def test_the_cpp_that_is_explained_is_used():
+    """Names in backticks that are C++; of torch's names, those that the sources use."""
+    code = "".join(path.read_text() for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp"))
+    spans = re.findall(r"`([^`]+)`", (ROOT / "docs" / "cpp.md").read_text())
+    names = {span.removesuffix("()") for span in spans if re.fullmatch(r"[A-Za-z_:]+(?:\(\))?", span)}
+    names -= {"return", "guard", "x"}
+    assert len(names) > 15
+    for name in names:
+        # The sources open namespaces, so a name's last part is what must be there.
+        assert re.search(rf"\b{re.escape(name.rpartition('::')[2])}\b", code), name
+
+
+def test_troubleshooting_quotes_what_is_raised():
+    """A heading in quotation marks is part of a message; ... stands for what is filled in."""
+    raised = " ".join(" ".join(message.text.split()) for message in errors.every_message())
+    raised = re.sub("‹[^›]*›", "...", raised)
+    everything = raised + "".join(path.read_text() for path in (ROOT / "minddp").rglob("*.py"))
+    quoted = re.findall(r'^## "(.*)"$', (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(quoted) >= 5
+    for text in quoted:
+        assert text in everything, text
+
+
+def test_every_message_is_found():
+    """As many as there are raise statements with words, and calls of TORCH_CHECK."""
+    messages = errors.every_message()
+    assert len(messages) > 150
+    of_reducer = {message.where: message for message in messages if message.path.endswith("errors.h")}
+    text = next((ROOT / "csrc").rglob("errors.h")).read_text()
+    assert set(of_reducer) == set(re.findall(r"^inline (?:std::string|const char\*) (\w+)\(", text, re.MULTILINE))
+    assert "finished reduction" in of_reducer["unfinished_reduction"].text
+    assert "next forward or optimizer step" in of_reducer["unfinished_reduction"].cause
+    assert "‹arrivals›" in of_reducer["ready_twice"].text
+
+
+def test_phases_are_drawn_as_the_code_moves():
+    names, moves = drawings.phases_and_moves()
+    code = (PATH / "reducer.cpp").read_text()
+    assert set(re.findall(r"Phase::(\w+)", reading_path())) == set(names)
+    entered = set(re.findall(r"phase_ = Phase::(\w+)|std::exchange\(phase_, Phase::(\w+)\)", code))
+    assert {a or b for a, b in entered} == {move.end for move in moves} - {""}
+    assert {name for move in moves for name in move.begins} <= set(names)
+    assert len(moves) > 5
+
+
+def test_buckets_are_drawn_in_launch_order():
+    assert drawings.launches([3.0, 1.0, 4.0]) == [3.0, 3.0, 4.0]
+    begins = [begin for begin, _ in drawings.transfers([[1.0, 2.0], [3.0, 3.0]], 1.5)]
+    assert begins == [3.0, 4.5]
+    whole = {0, 1, 2, 3}
+    assert all(chunk == whole for chunks in drawings.ring_steps(4)[-1] for chunk in chunks)
+
+
+def test_every_drawing_is_shown():
+    shown = re.findall(r"<!-- drawing: (\w+) -->", (ROOT / "docs" / "pictures.md").read_text())
+    assert sorted(shown) == sorted(drawings.DRAWINGS)
+
+
+def test_every_variable_has_its_line():
+    """Those that minddp/environment.py reads, and those that the build reads."""
+    page = configuration()
+    text = (ROOT / "minddp" / "environment.py").read_text() + (ROOT / "setup.py").read_text()
+    read = set(re.findall(r'environ(?:\.get\(|\[)"([A-Z_]+)"', text)) - {"PATH"}
+    read |= set(re.findall(r'getenv\("([A-Z_]+)"', "".join(p.read_text() for p in (ROOT / "csrc").rglob("*.cpp"))))
+    assert read <= set(re.findall(r"^\* `([A-Z_]+)`", page, re.MULTILINE)), page
+
+
+@pytest.mark.parametrize("path", [*layout.make_layout().cpp, *layout.make_layout().python])
+def test_the_annotated_source_shows_every_line_of_code(path):
+    text = (ROOT / path).read_text()
+    rows = (source.python_rows if path.endswith(".py") else source.cpp_rows)(text)
+    shown = {line for row in rows if row.first for line in range(row.first, row.last + 1)}
+    notes = " ".join(" ".join(row.note) for row in rows)
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or number in shown:
+            continue
+        words = re.sub(r'^\s*(?://|#|r?""")\s?|"""$', "", line).strip()
+        assert words in ("", '"""') or words in notes, f"{path}:{number}: {line}"
+
+
+def test_a_link_to_nothing_is_an_error(tmp_path):
+    writer = Writer(layout.make_layout(), tmp_path, {})
+    assert writer.translate("[x](CHANGELOG.md)", "index", "README.md") == "[x](changelog.md)\n"
+    assert "[`csrc/reducer/wait.h`](source/csrc/reducer/wait.h.md)" in writer.translate(
+        "see `csrc/reducer/wait.h`", "index", "README.md"
+    )
+    with pytest.raises(ValueError, match="no file of the repository"):
+        writer.translate("[x](nothing.md)", "index", "README.md")
+
+
+def test_tutorials_are_numbered_alike():
+    numbers = [path.name[:2] for path in sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.py"))]
+    assert numbers == [f"{number:02}" for number in range(len(numbers))]
+    for path in (ROOT / "tutorials").glob("[0-9][0-9]_*.py"):
+        assert (ROOT / "tutorials" / "expected" / f"{path.stem}.txt").exists(), f"{path.name} --accept"
+        assert tutorials.cells(path.read_text())
+
+
+def test_what_a_tutorial_prints_is_compared():
+    assert run_all.matches("a … ms\nb 2\n", "a   12.5 ms\nb  2\n")
+    assert run_all.matches("a\n…\nz\n", "a\nb\nc\nz\n") and run_all.matches("a\n…\nz\n", "a\nz\n")
+    assert not run_all.matches("a … ms\n", "a 1 ms\nb\n")
+    assert not run_all.matches("b 2\n", "b 3\n")
+    assert run_all.masked("step 3.5 ms, off by 1.2e-07, 40 rows") == "step … ms, off by …, 40 rows\n"
