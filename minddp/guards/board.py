@@ -10,6 +10,9 @@ key                holds
 ``told/<n>``       the n-th of them
 =================  ==================================================================================================
 
+A launcher that starts ranks anew may give them the store of those before (torchrun does): what was written before
+this process began was written by no rank of its group, and is passed over.
+
 Everything is JSON: nothing that comes from a peer is executed. Every call may wait for the store, and raise when
 it is gone: for the watchdog's thread only.
 """
@@ -17,13 +20,14 @@ it is gone: for the watchdog's thread only.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from ..ranks.processes import Process
+from ..ranks.processes import Process, began
 
 # How many default groups have been on one store, as this process has seen them: what an earlier one's ranks left
 # there says nothing about a later one's.
@@ -45,6 +49,11 @@ def next_era(store: dist.Store) -> int:
     return _eras[prefix]
 
 
+def _is_of_earlier_ranks(when: float) -> bool:
+    """Whether something was written before this process began; clocks and kernels differ by a second or so."""
+    return when < began() - 2
+
+
 class Board:
     """One rank's view of the keys.
 
@@ -61,12 +70,15 @@ class Board:
             self._store.add(counter, 0)
 
     def introduce(self, process: Process) -> None:
-        self._store.set(f"who/{self._rank}", json.dumps(process))
+        self._store.set(f"who/{self._rank}", json.dumps([time.time(), *process]))
 
     def process(self, rank: int) -> Process | None:
         """``None``: it has not made a wrapper yet."""
         text = self._get(f"who/{rank}")
-        return None if text is None else Process(*json.loads(text))
+        if text is None:
+            return None
+        when, *process = json.loads(text)
+        return None if _is_of_earlier_ranks(when) else Process(*process)
 
     def asked(self) -> int:
         return int(self._store.get("asked"))
@@ -87,7 +99,7 @@ class Board:
 
     def tell(self, failure: dict[str, Any]) -> None:
         number = self._store.add("told", 1)
-        self._store.set(f"told/{number}", json.dumps({"rank": self._rank, **failure}))
+        self._store.set(f"told/{number}", json.dumps({"rank": self._rank, "time": time.time(), **failure}))
 
     def news(self) -> list[dict[str, Any]]:
         """What has been told since the last call, by any rank."""
@@ -98,7 +110,9 @@ class Board:
             if text is None:  # announced, not there yet
                 break
             self._read += 1
-            found.append(json.loads(text))
+            entry = json.loads(text)
+            if not _is_of_earlier_ranks(entry["time"]):
+                found.append(entry)
         return found
 
     def _get(self, key: str) -> str | None:

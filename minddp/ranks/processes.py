@@ -49,6 +49,17 @@ def here() -> Process:
 
 
 @functools.cache
+def began() -> float:
+    """When this process did, as :func:`time.time` counts, give or take a second; 0 where nobody can tell."""
+    try:
+        with open("/proc/stat") as file:
+            boot = next(int(line.split()[1]) for line in file if line.startswith("btime"))
+        return boot + int(_stat(os.getpid())[_STARTED]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, StopIteration):
+        return 0.0
+
+
+@functools.cache
 def _machine() -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -70,7 +70,11 @@ def run(folder: Path, kills: int, draw: random.Random) -> tuple[int, int]:
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3",
         "--monitor-interval", "0.1", "-m", "tests.faults.kills", "--train", str(folder),
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT),
+        # Else the restarted ranks get the store of those before, and Gloo connects to addresses of dead ranks.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }  # fmt: skip
     with (folder / "output.txt").open("w") as output:
         launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     done, seen, deadline = 0, set[Path](), time.monotonic() + LONGEST

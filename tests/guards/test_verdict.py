@@ -4,13 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 import minddp
+from minddp.guards import board
+from minddp.guards.board import Board
 from minddp.guards.verdict import CANNOT_COME, Fact, Kind, Wait, describe, judge, lost, root_causes, slow
-from minddp.ranks.processes import Process, Sight, here, look
+from minddp.ranks.processes import Process, Sight, began, here, look
 from minddp.testing import run_ranks
 
 NAMES = {3: "a.weight", 2: "a.bias"}
@@ -132,6 +136,26 @@ def test_what_becomes_of_a_process():
     assert look(process) == Sight("gone", "SIGKILL")
     child.wait()
     assert look(process) == Sight("gone")
+
+
+def test_what_earlier_ranks_left_on_the_store_is_passed_over(monkeypatch):
+    """torchrun may give restarted ranks the store of those that failed."""
+    store = dist.HashStore()
+    earlier = Board(store, 1, 1)
+    earlier.introduce(PROCESS)
+    earlier.tell({"words": "its program ended with KeyError", "because": [], "over": False})
+    assert Board(store, 1, 0).process(1) == PROCESS
+    assert [entry["words"] for entry in Board(store, 1, 0).news()] == ["its program ended with KeyError"]
+    monkeypatch.setattr(board, "began", lambda: time.time() + 10)
+    later = Board(store, 1, 0)
+    assert later.process(1) is None and later.news() == []
+    monkeypatch.setattr(board, "began", lambda: time.time() - 1)
+    earlier.tell({"words": "again", "because": [], "over": False})
+    assert [entry["words"] for entry in later.news()] == ["again"]
+
+
+def test_when_this_process_began():
+    assert time.time() - 3600 * 24 < began() <= time.time() + 1
 
 
 def _bad_timeouts(rank, world_size):
