@@ -7,6 +7,7 @@
 # make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class
 # make fuzz         random programs with torch's class and with ours; ARGS="--programs 20000 --seed 1 --ranks 2,2,3"
 # make faults       faults of one rank at each place of training, beside torch's class; writes docs/faults.md
+# make kills        ranks killed at random under torchrun's restarts; ARGS="--runs 200 --seed 0"
 # make mutants      plants faults in a copy, each of which a test must catch; ARGS="--only reducer- --folder /tmp/m"
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
 # make docs         the site, in build/docs/html, and its tests: every page in a browser, every command of the docs
@@ -27,8 +28,8 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test libraries test-libraries engines package lint format conformance fuzz faults mutants
-.PHONY: tutorials docs exercises bench check-torch check-cuda gpu-check clean distclean
+.PHONY: build demo test test-libraries libraries engines package lint format conformance fuzz faults kills mutants tutorials docs
+.PHONY: exercises bench check-torch check-cuda gpu-check clean distclean
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -135,6 +136,9 @@ fuzz: $(BUILT) $(call needs,test)
 faults: $(BUILT) $(call needs,test)
 	@mkdir -p build
 	OMP_NUM_THREADS=1 $(PY) -m tests.faults.matrix --json build/faults.json --page docs/faults.md $(ARGS)
+
+kills: $(BUILT) $(call needs,test)
+	$(PY) -m tests.faults.kills $(ARGS)
 
 mutants: $(BUILT) $(call needs,test)
 	$(PY) -m tests.mutants $(ARGS)

@@ -41,26 +41,23 @@ void Bucket::check(const Slot& slot, const at::Tensor& grad) const {
           kind(options_.sparse, grad_dtype_, device_)));
 }
 
-// The gradient's memory is one piece in the slot's order. Strides of dimensions of size 1 say nothing: convolutions
-// in channels_last give them as they like.
-bool Bucket::is_one_piece(const Slot& slot, const at::Tensor& grad) {
-  if (grad.sizes() != slot.parameter.sizes() || grad.is_conj() || grad.is_neg()) return false;
-  for (int64_t d = 0; d < grad.dim(); ++d)
-    if (grad.size(d) != 1 && grad.stride(d) != slot.strides[d]) return false;
-  return true;
-}
-
 void Bucket::before_growth(size_t i) {
   c10::NoGradGuard no_grad;
   Slot& slot = (*slots_)[i];
-  const at::Tensor& grad = slot.parameter.grad();
-  bool grows = grad.defined();
-  // Zeroed in place since it grew: nothing is left of the result.
-  bool zeroed = grows && slot.base.defined() && grad._version() != slot.version && !grad.is_sparse() &&
-      !grad.any().item<bool>();
-  if (!grows || zeroed) slot.base = at::Tensor();
-  if (grows && slot.has_result()) slot.base = grad.clone();
+  slot.drop_stale_base();
+  if (slot.has_result()) slot.base = slot.parameter.grad().clone();
   slot.result = SameTensor();
+}
+
+// Of a .grad that has been set to none, replaced, or zeroed in place since it grew nothing of the result is left.
+void Bucket::Slot::drop_stale_base() {
+  if (!base.defined()) return;
+  const at::Tensor& grad = parameter.grad();
+  auto zeroed = [&] {
+    at::Tensor values = grad.is_sparse() ? grad.coalesce().values() : grad;
+    return grad._version() != version && !values.any().item<bool>();
+  };
+  if (!(grown == grad) || zeroed()) base = at::Tensor();
 }
 
 void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution) {
@@ -108,6 +105,7 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
     const at::Tensor& grad = slot.parameter.mutable_grad();
     void* dst = base + slot.offset * buffer_.element_size();
     if (grad.defined()) check(slot, grad);
+    slot.drop_stale_base();
     const bool nothing_new = options_.keep_base && slot.has_result();
     if (nothing_new) slot.base = grad.clone();
     if (!grad.defined() || nothing_new)
@@ -158,6 +156,7 @@ void Bucket::pack_sparse(double scale) {
   Slot& slot = slots_->front();
   const at::Tensor& grad = slot.parameter.grad();
   if (grad.defined()) check(slot, grad);
+  slot.drop_stale_base();
   bool nothing_new = options_.keep_base && slot.has_result();
   if (nothing_new) slot.base = grad;
   if (!grad.defined() || nothing_new)
@@ -211,7 +210,10 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
   const bool ours = bool(flight_.work);  // no hook has seen the buffer, and may have kept it
   flight_ = {};
   if (options_.sparse) {
-    if (used[slots_->front().index]) unpack_sparse(result, scale);
+    if (used[slots_->front().index])
+      unpack_sparse(result, scale);
+    else
+      slots_->front().base = at::Tensor();
     return release();
   }
   if (ours && used[slots_->front().index] && exchange(result, scale)) {
@@ -222,9 +224,13 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
   const char* base = static_cast<const char*>(flat.const_data_ptr());
   segments_.clear();
   for (Slot& slot : *slots_) {
-    if (!used[slot.index]) continue;
     const at::Tensor& p = slot.parameter;
     at::Tensor& grad = p.mutable_grad();
+    if (!used[slot.index]) {  // nowhere: what all ranks have stays
+      if (slot.base.defined() && options_.gradient_as_view) slot.result = grad.copy_(slot.base);
+      slot.base = at::Tensor();
+      continue;
+    }
     if (!grad.defined() || grad.scalar_type() != grad_dtype_) {  // the latter under mixed precision
       grad = options_.gradient_as_view
           ? slot.view

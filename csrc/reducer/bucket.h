@@ -13,6 +13,7 @@
 
 #include "support/scaled_copy.h"
 #include "support/same_tensor.h"
+#include "support/one_piece.h"
 #include "support/sole_holder.h"
 #include "wait.h"
 
@@ -40,13 +41,16 @@ class Bucket {
     bool packed = false;   // in this backward
     SameTensor result;     // .grad, where all ranks have it, and it has not grown since
     at::Tensor base;       // with keep_base: that result, while .grad grows
-    uint32_t version = 0;  // of .grad, when it had grown
+    SameTensor grown;      // the .grad that held it, when it had grown
+    uint32_t version = 0;  // of that
 
     void note_result() { result = parameter.grad(); }
     bool has_result() const { return result == parameter.grad(); }
+    void drop_stale_base();
     void keep_from(const Slot& before) {  // buckets have been cut anew
       result = before.result;
       base = before.base;
+      grown = before.grown;
       version = before.version;
     }
   };
@@ -75,7 +79,11 @@ class Bucket {
   bool mark_ready() { return producers_.note(), --pending_ == 0; }
   // With keep_base: .grad of parameter i is about to grow, and has grown.
   void before_growth(size_t i);
-  void after_growth(size_t i) { (*slots_)[i].version = (*slots_)[i].parameter.grad()._version(); }
+  void after_growth(size_t i) {
+    Slot& slot = (*slots_)[i];
+    slot.grown = slot.parameter.grad();
+    slot.version = slot.parameter.grad()._version();
+  }
   // Copies the gradients that are not there yet, times `scale`, into the buffer, on the current stream, after the
   // streams that made them; a missing gradient counts as zero. Afterwards kPacked. With views, a gradient alone in
   // its bucket is not copied where nobody else holds its memory: that memory is the buffer.
@@ -131,7 +139,9 @@ class Bucket {
   void unpack_sparse(const at::Tensor& result, double scale);
   bool exchange(const at::Tensor& result, double scale);
   void adopt_view(Slot& slot);
-  static bool is_one_piece(const Slot& slot, const at::Tensor& grad);
+  static bool is_one_piece(const Slot& slot, const at::Tensor& grad) {
+    return minddp::is_one_piece(grad, slot.parameter.sizes(), slot.strides);
+  }
   bool can_cast(at::ScalarType dtype) const {
     return dtype == grad_dtype_ || (at::isFloatingType(dtype) && at::isFloatingType(options_.buffer_dtype));
   }

@@ -97,6 +97,9 @@ std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
 
 void Reducer::begin_forward() {
   interrupted_ = false;
+  // Cast and cast back, parameters have other AccumulateGrad nodes. One in turn tells for all.
+  turn_ = (turn_ + 1) % parameters_.size();
+  if (hooks_ && phase_ == Phase::kIdle && hooks_->is_lost(turn_, parameters_[turn_])) install_hooks();
   forwards_.begin();
   trace_->note(StepEvent::kForwardBegin);
 }
@@ -127,7 +130,7 @@ void Reducer::abort_iteration() {
   phase_ = Phase::kIdle;
   next_bucket_ = 0;
   backward_ = {};
-  interrupted_ = false;
+  interrupted_ = deferred_ = false;
   forwards_.iteration_ends();
   usage_.begin_iteration();
   for (Bucket& bucket : buckets_) bucket.abandon();
@@ -136,15 +139,17 @@ void Reducer::abort_iteration() {
   last_error_.clear();
 }
 
-// The first sign of a backward: it has reached an output of a forward, or one of our gradients is there. Only an
-// output's hook is sure to run in the outermost graph task, and not in a reentrant checkpoint's.
+// The first sign of a backward: it has reached an output of a forward, or one of our gradients is there. The latter
+// may be in a reentrant checkpoint's graph task, which knows nothing of the rest.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
   const bool synchronized = through_synchronized_forward.value_or(false);
   const bool known = !backward_.alive.expired();
   if (known && !(synchronized && graph_task == backward_.graph_task && backward_.origin != Origin::kSynchronized))
     return;
-  backward_.origin = synchronized ? Origin::kSynchronized : forwards_.origin();
+  const Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards_.origin();
+  backward_.origin = answer.origin;
+  deferred_ |= answer.taken;
   if (backward_.origin == Origin::kLocal && sync_enabled) {
     TORCH_WARN_ONCE(
         "DistributedDataParallel: backward() runs outside of the no_sync() that its forward ran in. As in "
@@ -153,7 +158,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   }
   backward_.takes_part.clear();
   const bool asks = used_map_.mode() == GraphMode::kFindUnused && recorded_;
-  if (asks && through_synchronized_forward && backward_.origin == Origin::kSynchronized)
+  if (asks && (answer.seen || (through_synchronized_forward && backward_.origin == Origin::kSynchronized)))
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
   backward_.graph_task = graph_task;
@@ -229,10 +234,11 @@ void Reducer::note_origin(size_t index) {
 
 void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) {
   auto [b, slot] = place_[index];
-  if (recorded_ && !passes_through()) buckets_[b].pack_early(slot, options_.pre_scale);
+  const bool sends = recorded_ && !deferred_;
+  if (sends && !passes_through()) buckets_[b].pack_early(slot, options_.pre_scale);
   if (!buckets_[b].mark_ready()) return;
   trace_->note(b, BucketEvent::kReady);
-  if (!recorded_) return;
+  if (!sends) return;
   if (!skips(b)) pack(b, contribution);  // now, not when it is launched: the gradients are still in the cache
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].complete()) launch_or_skip(next_bucket_);
 }
@@ -371,6 +377,7 @@ void Reducer::end_iteration() {
   recorded_ = true;
   usage_.end_iteration([&](size_t i) { return used_map_.known_unused(i); });
   forwards_.iteration_ends();
+  deferred_ = false;
   phase_ = Phase::kIdle;
   trace_->note(StepEvent::kFinalizeEnd);
 }

@@ -209,6 +209,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Phase phase_ = Phase::kIdle;
   bool recorded_ = false;
   bool interrupted_ = false;
+  bool deferred_ = false;  // this iteration's gradients may come again: nothing is sent before its end
+  size_t turn_ = 0;        // whose hook was looked at last
   bool graph_is_static_ = true;
   std::vector<size_t> last_missing_;
   mutable std::string last_error_;

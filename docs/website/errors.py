@@ -80,7 +80,7 @@ def worded(parts: list[str]) -> str:
 
 def worded_in_errors_h() -> Iterator[Message]:
     """The reducer's messages, each a function with its cause above it."""
-    path = "csrc/reducer/errors.h"
+    path = next((ROOT / "csrc").rglob("errors.h")).relative_to(ROOT).as_posix()
     text = (ROOT / path).read_text()
     for function in re.finditer(r"((?:^//.*\n)*)^inline (?:std::string|const char\*) (\w+)\(", text, re.MULTILINE):
         comment, name = function.groups()

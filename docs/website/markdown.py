@@ -62,8 +62,8 @@ class Writer:
 
     def _named(self, match: re.Match[str], page: str, path: str) -> str:
         folder = Path(path).parent.as_posix()
-        candidates = [match[1], f"{folder}/{match[1]}", f"csrc/{match[1]}", f"csrc/reducer/{match[1]}"]
-        for name in candidates + [f"minddp/{match[1]}"]:
+        places = (folder, "csrc", "csrc/reducer", "csrc/support", "minddp")
+        for name in (match[1], *(f"{place}/{match[1]}" for place in places)):
             target = self.layout.page(os.path.normpath(name))
             if target and target != page:
                 return f"[`{match[1]}`]({self.to(target, page)}.md)"

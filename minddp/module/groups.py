@@ -11,8 +11,8 @@ import torch.distributed as dist
 _LOST = (
     "DistributedDataParallel over one dimension of a mesh: {count} parameters are parallelized over another "
     "({first}, ...). They train, but from the first forward on they are missing from parameters() and state_dict(), "
-    "as with torch's class: make the optimizer before that; clip and save them through the submodules' attributes, "
-    "which are DTensors."
+    "as with torch's class: make the optimizer before that, clip and save them through the submodules' attributes "
+    "(DTensors)."
 )
 
 

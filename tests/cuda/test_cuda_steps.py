@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import minddp
 from minddp.testing import run_ranks
@@ -147,7 +148,7 @@ def profiles(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     for name, options in PROFILED.items():
         model = minddp.DistributedDataParallel(make_model(), device_ids=[0], **options)
         if name == "hook":
-            model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook)
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
         x = inputs(1)[0]
         for _ in range(3):
             step(model, x)

@@ -18,7 +18,8 @@ PATH = ROOT / "csrc" / "reducer"
 
 
 def reading_path() -> str:
-    return "".join(path.read_text() for path in PATH.iterdir())
+    """And what it uses."""
+    return "".join(path.read_text() for folder in (PATH, ROOT / "csrc" / "support") for path in folder.iterdir())
 
 
 def test_both_reducers_have_the_functions_of_the_table():
@@ -62,7 +63,7 @@ def test_every_message_is_found():
     messages = errors.every_message()
     assert len(messages) > 150
     of_reducer = {message.where: message for message in messages if message.path.endswith("errors.h")}
-    text = (PATH / "errors.h").read_text()
+    text = next((ROOT / "csrc").rglob("errors.h")).read_text()
     assert set(of_reducer) == set(re.findall(r"^inline (?:std::string|const char\*) (\w+)\(", text, re.MULTILINE))
     assert "finished reduction" in of_reducer["unfinished_reduction"].text
     assert "next forward or optimizer step" in of_reducer["unfinished_reduction"].cause

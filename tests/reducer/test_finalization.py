@@ -264,7 +264,7 @@ def _automatic(ddp, rank):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_same_calls_have_the_same_outcome(world_size):
     """As in torch's class, error by error and gradient by gradient."""
-    assert run_ranks(_all_transcripts, world_size) == [True] * world_size
+    assert run_ranks(_all_transcripts, world_size, timeout=150) == [True] * world_size
 
 
 def _should(rank, world_size):

@@ -30,6 +30,7 @@ class Branches(nn.Module):
         self.spare = nn.Linear(4, 3)
         self.joins = joins  # the side stream waits for what came before forward
         self.uses_spare = True
+        self.side_first = False  # then its gradients come last
         self.side = torch.Stream(device) if device != "cpu" else None
         self.to(device)
         # autograd accumulates on the stream that a parameter was first used on, while anything remembers that.
@@ -40,21 +41,28 @@ class Branches(nn.Module):
                 self.first_use = [p.view_as(p) for p in self.second.parameters()]
 
     def forward(self, x: Tensor, side_x: Tensor) -> Tensor:
-        left = self.first(x)
-        if self.side is None:
-            right = self.second(side_x)
+        if self.side_first:
+            right = self._on_side(side_x)
+            left = self.first(x)
         else:
+            left = self.first(x)
+            right = self._on_side(side_x)
+        if self.side is not None:
             here = torch.accelerator.current_stream()
-            if self.joins:
-                self.side.wait_stream(here)
-            with self.side:
-                side_x.record_stream(self.side)
-                right = self.second(side_x)
             here.wait_stream(self.side)
             right.record_stream(here)
         both = left + right
         out: Tensor = self.last(both)
         return out + self.spare(both) if self.uses_spare else out
+
+    def _on_side(self, x: Tensor) -> Tensor:
+        if self.side is None:
+            return self.second(x)  # type: ignore[no-any-return]
+        if self.joins:
+            self.side.wait_stream(torch.accelerator.current_stream())
+        with self.side:
+            x.record_stream(self.side)
+            return self.second(x)  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -69,6 +77,7 @@ class Program:
         hook: a communication hook.
         joins: whether the side stream waits for what came before forward.
         spare_in: the iterations that use all parameters.
+        side_first_in: those whose gradients come in another order than buckets were cut along.
         no_sync_in: those under ``no_sync``.
         release: buckets are given back after each iteration.
         reads: gradients are looked at after every iteration, or after the last alone.
@@ -82,6 +91,7 @@ class Program:
     on_side: bool = False
     hook: Callable[[Any, Any], Any] | None = None
     spare_in: tuple[int, ...] = tuple(range(ITERATIONS))
+    side_first_in: tuple[int, ...] = (2, 3)
     no_sync_in: tuple[int, ...] = ()
     release: bool = False
     reads: bool = True
@@ -110,6 +120,7 @@ SMALL = {"bucket_cap_mb": 1e-4}  # several buckets of two or three gradients
 PROGRAMS: dict[str, Program] = {
     "default": Program(SMALL),
     "one bucket": Program(),
+    "each alone": Program({"bucket_cap_mb": 1e-6}),
     "views": Program({**SMALL, "gradient_as_bucket_view": True}),
     "views, alone": Program({"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True}),
     "views, accumulating": Program({**SMALL, "gradient_as_bucket_view": True}, zero=None, steps=False),
@@ -169,6 +180,7 @@ def train(program: Program, device: str) -> list[Tensor | None]:
             extension.load().synchronize()
         for i, (x, side_x) in enumerate(inputs):
             module.uses_spare = i in program.spare_in
+            module.side_first = i in program.side_first_in
             if program.zero is not None:
                 model.zero_grad(set_to_none=program.zero)
             if program.options.get("reduction") == "weighted":
