@@ -1,19 +1,20 @@
 # make demo         trains a small convolutional net on two ranks (TORCH_DDP=1: with PyTorch's class)
 # make test         the tests
-# make libraries    Accelerate, Lightning, transformers and more, by unmodified scripts
+# make libraries    Accelerate, Lightning, PEFT, ignite and more, with torch's class and with ours: a table
 # make engines      one script under torchrun, Ray, SLURM's variables, mpirun...; ARGS="--only ray"
 # make package      sdist and wheel, built and installed in empty environments
 # make lint         ruff, mypy, clang-format; make format applies what can be applied
 # make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class
 # make fuzz         random programs with torch's class and with ours; ARGS="--programs 20000 --seed 1 --ranks 2,2,3"
 # make faults       faults of one rank at each place of training, beside torch's class; writes docs/faults.md
+# make kills        ranks killed at random under torchrun's restarts; ARGS="--runs 200 --seed 0"
 # make mutants      plants faults in a copy, each of which a test must catch; ARGS="--only reducer- --folder /tmp/m"
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
 # make docs         the site, in build/docs/html, and its tests: every page in a browser, every command of the docs
 # make exercises    tests what you have written in exercises/; SOLUTIONS=1: the solutions
 # make check-torch  builds and tests with each release in TORCHES, aside; ARGS="--turn 1/3": a third of the tests
 # make check-cuda   compiles the CUDA build against a CUDA torch; needs nvcc, but no GPU
-# make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half)
+# make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half); ARGS=A, B or C; ARGS=--plan
 #
 # Each makes what it needs: .venv with torch, the extension built in place. PYTHON=/path/to/python uses an
 # environment that exists instead (nothing is installed there). TORCH= is the torch that .venv gets; conformance
@@ -27,7 +28,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test libraries engines package lint format conformance fuzz faults mutants tutorials docs
+.PHONY: build demo test libraries engines package lint format conformance fuzz faults kills mutants tutorials docs
 .PHONY: exercises bench check-torch check-cuda gpu-check clean distclean
 
 ifdef PYTHON
@@ -93,8 +94,12 @@ demo: $(BUILT) $(call needs,tutorials)
 test: $(BUILT) $(call needs,test)
 	$(PY) -m pytest --ignore tests/libraries --ignore tests/package --ignore tests/docs $(ARGS)
 
-# Users' libraries, by unmodified scripts under torchrun.
-libraries: $(BUILT) $(call needs,test) $(call needs,libraries)
+# Users' libraries, by unmodified scripts under torchrun, and by test programs that they ship. ARGS="--only peft"
+libraries: $(BUILT) $(call needs,test) $(call needs,libraries) $(call needs,suites)
+	$(PY) -m tests.libraries $(ARGS)
+
+# The part of it that every change must pass.
+test-libraries: $(BUILT) $(call needs,test) $(call needs,libraries)
 	$(PY) -m pytest tests/libraries $(ARGS)
 
 # The lines of docs/launching.md. Ray gets an environment of its own, which adds to this one.
@@ -106,7 +111,7 @@ package: $(BUILT) $(call needs,test)
 	$(PY) -m pytest tests/package $(ARGS)
 
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
-FORMATTED := $(filter-out setup.py,$(SOURCES))
+FORMATTED := $(filter-out setup.py,$(SOURCES)) $(wildcard tests/streams/*.h tests/streams/*.cpp)
 
 lint: $(call needs,dev) $(call needs,test)
 	$(PY) -m ruff check .
@@ -131,6 +136,9 @@ fuzz: $(BUILT) $(call needs,test)
 faults: $(BUILT) $(call needs,test)
 	@mkdir -p build
 	OMP_NUM_THREADS=1 $(PY) -m tests.faults.matrix --json build/faults.json --page docs/faults.md $(ARGS)
+
+kills: $(BUILT) $(call needs,test)
+	$(PY) -m tests.faults.kills $(ARGS)
 
 mutants: $(BUILT) $(call needs,test)
 	$(PY) -m tests.mutants $(ARGS)
@@ -198,7 +206,7 @@ $(CUDA_BUILD)/.built: $(SOURCES) $(wildcard minddp/*.py minddp/*/*.py) | .venv-c
 	  .venv-cuda/bin/python setup.py -q build --build-base $(CUDA_BUILD) --build-lib $(CUDA_BUILD)/lib
 	@touch $@
 
-gpu-check: $(BASE) $(call needs,test) $(call needs,bench)
+gpu-check: $(BASE) $(call needs,test) $(call needs,bench)  # builds by itself, with a limit of its own
 	$(PY) benchmarks/gpu_check.py $(ARGS)
 
 clean:

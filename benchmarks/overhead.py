@@ -13,10 +13,11 @@ floor  step(local) and then raw, in one: the step of a reducer that costs nothin
 The two differ where ranks wait for each other: local and raw, measured apart, know no such wait, and the
 floor's own overhead is its price. Where backward hides communication, both may be negative; compare the
 steps there. Printed are medians over rounds with quartiles, and ratios to torch's DDP with default
-arguments, with a 95 % interval from resampling whole rounds.
+arguments (--baseline: to another variant), with a 95 % interval from resampling whole rounds.
 
     python benchmarks/overhead.py                    # three models, world sizes 1 and 2
     python benchmarks/overhead.py --small --rounds 10
+    python benchmarks/overhead.py --baseline torch-views-batched-lazy  # what one would pick of torch 2.15's
     python benchmarks/overhead.py --callgrind        # instructions instead of time; needs valgrind
 
 A ratio is left out where torch's own cost is not clearly above zero.
@@ -43,7 +44,8 @@ MODELS = ("many-small", "mlp67", "resnet50")
 SMALL = {"mlp67": "mlp67-small", "resnet50": "resnet50-small"}
 BASELINE = "torch"
 VARIANTS = (
-    "torch", "torch-views", "torch-static", "torch-batched", "minddp", "minddp-views", "minddp-static",
+    "torch", "torch-views", "torch-static", "torch-batched", "torch-views-batched", "torch-views-batched-lazy",
+    "minddp", "minddp-views", "minddp-views-lazy", "minddp-static",
 )  # fmt: skip
 COSTS = {"overhead": ("local", "raw"), "above_floor": ("floor",)}  # what is taken off the step
 WARMUP = 3  # steps: torch's DDP rebuilds its buckets after the first
@@ -115,21 +117,21 @@ def ratio_interval(numerator: list[float], denominator: list[float], draws: int 
     return [ratios[int(len(ratios) * 0.025)], middle, ratios[int(len(ratios) * 0.975)]]
 
 
-def summarize(samples: Samples, variants: list[str]) -> dict[str, Any]:
+def summarize(samples: Samples, variants: list[str], baseline: str = BASELINE) -> dict[str, Any]:
     """Everything that is printed and stored for one model at one world size."""
     rows: dict[str, Any] = {name: {"step": spread(samples[name]).to_json()} for name in ("local", "raw")}
     variants = [*variants, "floor"]
     for name in variants:
         rows[name] = {"step": spread(samples[name]).to_json()}
-        if BASELINE in variants:
-            rows[name]["step_ratio"] = ratio_interval(samples[name], samples[BASELINE])
+        if baseline in variants:
+            rows[name]["step_ratio"] = ratio_interval(samples[name], samples[baseline])
         for key, parts in COSTS.items():
             if name in parts:
                 continue
             cost = less(samples, name, *parts)
             rows[name][key] = spread(cost).to_json()
-            if BASELINE in variants:
-                base = less(samples, BASELINE, *parts)
+            if baseline in variants:
+                base = less(samples, baseline, *parts)
                 if spread(base).low > 0:  # else torch's cost is hidden behind backward: no ratio
                     rows[name][f"{key}_ratio"] = ratio_interval(cost, base)
     return rows
@@ -151,29 +153,32 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         results.append(
             {
                 "model": name, "world_size": world, "inner_steps": inner, "bucket_bytes": answers[0][1],
-                "rows": summarize(samples, arguments.variants), "samples": samples,
+                "rows": summarize(samples, arguments.variants, arguments.baseline), "samples": samples,
             }
         )  # fmt: skip
-        print_table(results[-1])
-    settings = {"engine": arguments.engine, "threads": arguments.threads, "rounds": arguments.rounds}
+        print_table(results[-1], arguments.baseline)
+    settings = {
+        "engine": arguments.engine, "threads": arguments.threads, "rounds": arguments.rounds,
+        "baseline": arguments.baseline,
+    }  # fmt: skip
     return {"benchmark": "overhead", **settings, "results": results}
 
 
-def print_table(result: dict[str, Any]) -> None:
+def print_table(result: dict[str, Any], baseline: str = BASELINE) -> None:
     """One model at one world size, times in milliseconds."""
     from rich.console import Console
     from rich.table import Table
 
     title = rf"{result['model']}, {result['world_size']} rank(s): ms, median \[quartiles]"
     table = Table(title=title, title_justify="left")
-    headings = ("variant", "step", "/ torch's", "overhead", "/ torch's", "above floor", "/ torch's")
+    headings = ("variant", "step", f"/ {baseline}'s", "overhead", "/ its", "above floor", "/ its")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=True)
     for name, row in result["rows"].items():
         cells = []
         for key in ("step", *COSTS):
             cells.append(_show(row[key]) if key in row else "")
-            cells.append(_show_ratio(row.get(f"{key}_ratio")) if name != BASELINE else "")
+            cells.append(_show_ratio(row.get(f"{key}_ratio")) if name != baseline else "")
         table.add_row(name, *cells)
     Console(width=160).print(table)
 
@@ -258,10 +263,18 @@ def run_callgrind(arguments: argparse.Namespace) -> dict[str, Any]:
 # ---- command line
 
 
+def default_variants() -> list[str]:
+    """Of all variants, those that the installed torch has arguments for."""
+    from variants import supported
+
+    return [name for name in VARIANTS if supported(name)]
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = harness.parser(__doc__)
     parser.add_argument("--models", type=harness.names, default=list(MODELS), help="comma-separated")
-    parser.add_argument("--variants", type=harness.names, default=list(VARIANTS), help="comma-separated")
+    parser.add_argument("--variants", type=harness.names, help="comma-separated; default: all that this torch has")
+    parser.add_argument("--baseline", default=BASELINE, help="the variant that ratios are to")
     parser.add_argument("--world-sizes", type=harness.numbers, default=[1, 2], help="comma-separated")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--inner", type=int, help="steps in a visit (default: 5 for many-small, else 2)")
@@ -278,6 +291,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    arguments.variants = arguments.variants or default_variants()
+    if arguments.baseline not in (BASELINE, *arguments.variants):
+        raise BenchmarkError(f"--baseline {arguments.baseline} is none of {', '.join(arguments.variants)}")
     if arguments.callgrind_child:
         callgrind_child(arguments.callgrind_child, arguments.models[0], arguments.steps)
         return 0

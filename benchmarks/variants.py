@@ -10,12 +10,13 @@ Implementations (the part before the dash):
     flat           after backward, all gradients copied to one buffer, one allreduce, copied back
     late           the same with buffers of at most bucket_cap_mb, all launched before any is awaited
     per-parameter  an allreduce for each parameter as its gradient arrives, awaited after backward
-Options of the two DDP classes (after the dash): views, static, batched, unused.
+Options of the two DDP classes (after the dash): views, static, batched, lazy, unused. Torch has lazy from 2.15 on.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from models import Workload
 
 __all__ = [
     "IMPLEMENTATIONS", "MIB", "OPTIONS", "Step", "ddp_class", "group_by_cap", "make_step", "raw_collectives",
-    "timed", "with_option",
+    "supported", "timed", "with_option",
 ]  # fmt: skip
 
 MIB = 1 << 20
@@ -38,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
     "batched": {"batched_grad_copy": True},
+    "lazy": {"lazy_bucket_allocation": True},
     "unused": {"find_unused_parameters": True},
 }
 
@@ -109,11 +111,20 @@ def make_step(variant: str, work: Workload, device: torch.device, **arguments: A
             f"variant {variant!r} is not known: implementations are {', '.join(IMPLEMENTATIONS)}, "
             f"options of torch and minddp are {', '.join(OPTIONS)}, joined by dashes"
         )
+    if not supported(variant):
+        raise BenchmarkError(f"variant {variant!r} needs another torch: {torch.__version__} has no such argument")
     for option in options:
         arguments |= OPTIONS[option]
     if device.type == "cuda":
         arguments["device_ids"] = [device.index]
     return Step(work, ddp_class(package)(work.module, **arguments))
+
+
+def supported(variant: str) -> bool:
+    """Whether the installed torch's class takes the arguments of ``variant``."""
+    package, *options = variant.split("-")
+    names = {name for option in options for name in OPTIONS.get(option, {})}
+    return package != "torch" or names <= set(inspect.signature(ddp_class("torch")).parameters)
 
 
 def _naive(work: Workload) -> Step:

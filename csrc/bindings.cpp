@@ -166,8 +166,7 @@ void bind_enums(py::module_& module) {
       .value("IDLE", Phase::kIdle)
       .value("BACKWARD", Phase::kBackward)
       .value("INCOMPLETE", Phase::kIncomplete)
-      .value("LAUNCHED", Phase::kLaunched)
-      .value("SPOILED", Phase::kSpoiled);
+      .value("LAUNCHED", Phase::kLaunched);
   py::enum_<GraphMode>(module, "GraphMode")
       .value("ALL_USED", GraphMode::kAllUsed)
       .value("FIND_UNUSED", GraphMode::kFindUnused)

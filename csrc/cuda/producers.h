@@ -1,8 +1,10 @@
-// The streams that made a bucket's gradients, and waiting for them without the host.
+// The streams of a bucket's life, and their order without the host.
 //
-// autograd runs a parameter's AccumulateGrad on the stream of its forward. A bucket is packed on the stream
-// of its last gradient, so that stream must first wait for the others. Any device with streams; on the CPU
-// there is nothing to order.
+// autograd runs a parameter's AccumulateGrad on the stream of its forward. A bucket is packed on the stream of its
+// last gradient, launched from that of the gradient which completed the buckets before it, and unpacked on the stream
+// that called backward(). Each waits for the one before; at the end the streams of the gradients wait for the result,
+// since they are the next to touch `.grad` and the buffer. Any device with streams; on the CPU there is nothing to
+// order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,6 +12,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 namespace minddp {
@@ -18,7 +21,10 @@ class Producers {
  public:
   explicit Producers(at::Device device) : device_(device) {}
 
-  void clear() { streams_.clear(); }
+  void clear() {
+    streams_.clear();
+    packed_on_.reset();
+  }
   // The current stream has made a gradient.
   void note() {
     if (device_.is_cpu()) return;
@@ -27,25 +33,39 @@ class Producers {
   }
   // What the current stream does from here on comes after all noted gradients.
   void wait() const {
-    for (const c10::Stream& stream : streams_) {
-      if (stream == current()) continue;
-      c10::Event event(device_.type());
-      event.record(stream);
-      event.block(current());
-    }
+    for (const c10::Stream& stream : streams_) order(stream, current());
   }
-  // `tensor`, made on one of the noted streams, is about to be freed while the current stream may still use it.
+  // The current stream has packed the bucket.
+  void note_packed() {
+    if (!device_.is_cpu()) packed_on_ = current();
+  }
+  // What the current stream does from here on comes after the packing.
+  void wait_packed() const {
+    if (packed_on_) order(*packed_on_, current());
+  }
+  // What made the gradients, and packed them, goes on after what the current stream was given so far.
+  void hold_back() const {
+    for (const c10::Stream& stream : streams_) order(current(), stream);
+    if (packed_on_) order(current(), *packed_on_);
+  }
+  // `tensor` is about to be freed while the current stream may still read it. On which stream it was allocated nobody
+  // tells; the allocator does nothing where it is this one.
   void keep(at::Tensor& tensor) const {
-    auto other = [&](const c10::Stream& stream) { return stream != current(); };
-    if (tensor.defined() && !tensor.is_sparse() && std::any_of(streams_.begin(), streams_.end(), other))
-      tensor.record_stream(current());
+    if (!device_.is_cpu() && tensor.defined() && !tensor.is_sparse()) tensor.record_stream(current());
   }
 
  private:
   c10::Stream current() const { return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_); }
+  void order(const c10::Stream& before, const c10::Stream& after) const {
+    if (before == after) return;
+    c10::Event event(device_.type());
+    event.record(before);
+    event.block(after);
+  }
 
   at::Device device_;
   std::vector<c10::Stream> streams_;
+  std::optional<c10::Stream> packed_on_;
 };
 
 }  // namespace minddp

@@ -36,7 +36,7 @@ struct DeviceTable {
 constexpr int kBatch = 4;  // loads in flight per thread
 
 template <typename T, int kWidth>
-struct alignas(kWidth == 1 ? alignof(T) : 16) Vector {
+struct alignas(kWidth * sizeof(T) < 16 ? kWidth * sizeof(T) : 16) Vector {
   T values[kWidth];
 };
 
@@ -90,14 +90,23 @@ __device__ bool copy_vectors(const Src* src, Dst* dst, int count, double scale) 
   return nonfinite;
 }
 
-// One chunk: vectors where both ends are aligned to 16 bytes, then what is left, one by one. A chunk
-// begins a multiple of 16 bytes into its piece, so either all chunks of a piece are aligned or none.
-template <typename Src, typename Dst, bool kScaled>
+template <typename T, int kWidth>
+__device__ bool is_aligned(const T* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % alignof(Vector<T, kWidth>) == 0;
+}
+
+// One chunk: vectors as wide as both ends allow, 16 bytes at most, then what is left, one by one. Gradients lie in a
+// bucket without gaps, so one of odd length leaves those after it at 8 or 4 bytes. A chunk begins a multiple of 16
+// bytes into its piece, so all chunks of a piece are aligned alike. The narrower type fills a vector; the wider one
+// makes several accesses of 16 bytes.
+template <typename Src, typename Dst, bool kScaled,
+    int kWidth = 16 / (sizeof(Src) < sizeof(Dst) ? sizeof(Src) : sizeof(Dst))>
 __device__ bool copy_chunk(const Src* src, Dst* dst, int count, double scale) {
-  // The narrower type fills 16 bytes; the wider one makes several such accesses.
-  constexpr int kWidth = 16 / (sizeof(Src) < sizeof(Dst) ? sizeof(Src) : sizeof(Dst));
-  const bool aligned = ((reinterpret_cast<uintptr_t>(src) | reinterpret_cast<uintptr_t>(dst)) & 15) == 0;
-  const int vectors = aligned ? count / kWidth : 0;
+  if constexpr (kWidth > 1) {
+    if (!is_aligned<Src, kWidth>(src) || !is_aligned<Dst, kWidth>(dst))
+      return copy_chunk<Src, Dst, kScaled, kWidth / 2>(src, dst, count, scale);
+  }
+  const int vectors = count / kWidth;
   bool nonfinite = copy_vectors<Src, Dst, kScaled, kWidth>(src, dst, vectors, scale);
   const int done = vectors * kWidth;
   nonfinite |=

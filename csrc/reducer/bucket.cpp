@@ -41,23 +41,23 @@ void Bucket::check(const Slot& slot, const at::Tensor& grad) const {
           kind(options_.sparse, grad_dtype_, device_)));
 }
 
-// The gradient's memory is one piece in the slot's order, of the expected dtype.
-bool Bucket::is_one_piece(const Slot& slot, const at::Tensor& grad) const {
-  return grad.strides() == at::IntArrayRef(slot.strides) && grad.scalar_type() == grad_dtype_ &&
-      grad.sizes() == slot.parameter.sizes() && !grad.is_conj() && !grad.is_neg();
-}
-
 void Bucket::before_growth(size_t i) {
   c10::NoGradGuard no_grad;
   Slot& slot = (*slots_)[i];
-  const at::Tensor& grad = slot.parameter.grad();
-  bool grows = grad.defined();
-  // Zeroed in place since it grew: nothing is left of the result.
-  bool zeroed = grows && slot.base.defined() && grad._version() != slot.version && !grad.is_sparse() &&
-      !grad.any().item<bool>();
-  if (!grows || zeroed) slot.base = at::Tensor();
-  if (grows && slot.has_result()) slot.base = grad.clone();
-  slot.synchronized = false;
+  slot.drop_stale_base();
+  if (slot.has_result()) slot.base = slot.parameter.grad().clone();
+  slot.result = SameTensor();
+}
+
+// Of a .grad that has been set to none, replaced, or zeroed in place since it grew nothing of the result is left.
+void Bucket::Slot::drop_stale_base() {
+  if (!base.defined()) return;
+  const at::Tensor& grad = parameter.grad();
+  auto zeroed = [&] {
+    at::Tensor values = grad.is_sparse() ? grad.coalesce().values() : grad;
+    return grad._version() != version && !values.any().item<bool>();
+  };
+  if (!(grown == grad) || zeroed()) base = at::Tensor();
 }
 
 void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution) {
@@ -70,6 +70,7 @@ void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tens
     borrow(scale);
   else
     pack_dense(0, slots_->size(), scale);
+  producers_.note_packed();
 }
 
 void Bucket::pack_early(size_t i, double scale) {
@@ -92,6 +93,11 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
   c10::NoGradGuard no_grad;
   if (!buffer_.defined()) allocate();
   segments_.clear();
+  at::ScalarType dtype = grad_dtype_;  // of the segments so far; under mixed precision gradients may have another
+  auto copy_segments = [&] {
+    scaled_copy(segments_, device_, dtype, options_.buffer_dtype, scale);
+    segments_.clear();
+  };
   char* base = static_cast<char*>(buffer_.mutable_data_ptr());
   for (size_t i = begin; i < end; ++i) {
     Slot& slot = (*slots_)[i];
@@ -99,18 +105,21 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
     const at::Tensor& grad = slot.parameter.mutable_grad();
     void* dst = base + slot.offset * buffer_.element_size();
     if (grad.defined()) check(slot, grad);
+    slot.drop_stale_base();
     const bool nothing_new = options_.keep_base && slot.has_result();
     if (nothing_new) slot.base = grad.clone();
     if (!grad.defined() || nothing_new)
       segments_.push_back({nullptr, dst, slot.parameter.numel()});
     else if (slot.base.defined())
       slot.view.copy_(grad).sub_(slot.base).mul_(scale);
-    else if (is_one_piece(slot, grad))
+    else if (is_one_piece(slot, grad) && can_cast(grad.scalar_type())) {
+      if (grad.scalar_type() != dtype) copy_segments();
+      dtype = grad.scalar_type();
       segments_.push_back({grad.const_data_ptr(), dst, grad.numel()});
-    else
+    } else
       slot.view.copy_(grad).mul_(scale);
   }
-  scaled_copy(segments_, device_, grad_dtype_, options_.buffer_dtype, scale);
+  copy_segments();
   if (options_.gradient_as_view)
     for (size_t i = begin; i < end; ++i) adopt_view((*slots_)[i]);
 }
@@ -129,7 +138,8 @@ bool Bucket::can_borrow(const std::vector<int32_t>& used, const at::Tensor& cont
   const at::Tensor& grad = slot.parameter.grad();
   bool has_place = options_.allocate || options_.buffer_dtype != grad_dtype_ || slot.base.defined();
   return options_.gradient_as_view && slots_->size() == 1 && !has_place && used[slot.index] && grad.defined() &&
-      !grad.requires_grad() && !grad.is_sparse() && is_one_piece(slot, grad) && is_sole_holder(grad, contribution);
+      !grad.requires_grad() && !grad.is_sparse() && grad.scalar_type() == grad_dtype_ && is_one_piece(slot, grad) &&
+      is_sole_holder(grad, contribution);
 }
 
 // Makes the only gradient itself the buffer: flat, in the order of its memory.
@@ -146,6 +156,7 @@ void Bucket::pack_sparse(double scale) {
   Slot& slot = slots_->front();
   const at::Tensor& grad = slot.parameter.grad();
   if (grad.defined()) check(slot, grad);
+  slot.drop_stale_base();
   bool nothing_new = options_.keep_base && slot.has_result();
   if (nothing_new) slot.base = grad;
   if (!grad.defined() || nothing_new)
@@ -181,8 +192,8 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
   };
   if (slots_->size() != 1 || !device_.is_cpu() || borrowed_ || options_.allocate || options_.gradient_as_view ||
       slot.base.defined() || !grad.defined() || grad.requires_grad() || grad.use_count() != 1 ||
-      result.scalar_type() != grad_dtype_ || !result.is_same(buffer_) || !is_one_piece(slot, grad) || !whole(grad) ||
-      !whole(buffer_))
+      result.scalar_type() != grad_dtype_ || grad.scalar_type() != grad_dtype_ || !result.is_same(buffer_) ||
+      !is_one_piece(slot, grad) || !whole(grad) || !whole(buffer_))
     return false;
   // The buffer's memory is held by itself and by the slot's window.
   if (grad.storage().use_count() != 1 || buffer_.storage().use_count() != 2) return false;
@@ -199,7 +210,10 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
   const bool ours = bool(flight_.work);  // no hook has seen the buffer, and may have kept it
   flight_ = {};
   if (options_.sparse) {
-    if (used[slots_->front().index]) unpack_sparse(result, scale);
+    if (used[slots_->front().index])
+      unpack_sparse(result, scale);
+    else
+      slots_->front().base = at::Tensor();
     return release();
   }
   if (ours && used[slots_->front().index] && exchange(result, scale)) {
@@ -210,9 +224,13 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
   const char* base = static_cast<const char*>(flat.const_data_ptr());
   segments_.clear();
   for (Slot& slot : *slots_) {
-    if (!used[slot.index]) continue;
     const at::Tensor& p = slot.parameter;
     at::Tensor& grad = p.mutable_grad();
+    if (!used[slot.index]) {  // nowhere: what all ranks have stays
+      if (slot.base.defined() && options_.gradient_as_view) slot.result = grad.copy_(slot.base);
+      slot.base = at::Tensor();
+      continue;
+    }
     if (!grad.defined() || grad.scalar_type() != grad_dtype_) {  // the latter under mixed precision
       grad = options_.gradient_as_view
           ? slot.view

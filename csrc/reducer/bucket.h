@@ -13,11 +13,12 @@
 
 #include "support/scaled_copy.h"
 #include "support/same_tensor.h"
+#include "support/one_piece.h"
 #include "support/sole_holder.h"
-#include "transport_memory.h"
 #include "wait.h"
 
 #include "cuda/producers.h"
+#include "transport/memory.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -36,22 +37,20 @@ class Bucket {
     at::Tensor parameter;
     int64_t offset;  // in elements
     std::vector<int64_t> strides;
-    at::Tensor view;            // parameter-shaped window on the buffer (not a view to autograd)
-    bool packed = false;        // in this backward
-    bool synchronized = false;  // there is a result that all ranks have, and .grad has not grown since
-    SameTensor result;          // that .grad
-    at::Tensor base;            // with keep_base: that result, while .grad grows
-    uint32_t version = 0;       // of .grad, when it had grown
+    at::Tensor view;       // parameter-shaped window on the buffer (not a view to autograd)
+    bool packed = false;   // in this backward
+    SameTensor result;     // .grad, where all ranks have it, and it has not grown since
+    at::Tensor base;       // with keep_base: that result, while .grad grows
+    SameTensor grown;      // the .grad that held it, when it had grown
+    uint32_t version = 0;  // of that
 
-    void note_result() {
-      synchronized = true;
-      result = parameter.grad();
-    }
-    bool has_result() const { return synchronized && result == parameter.grad(); }
+    void note_result() { result = parameter.grad(); }
+    bool has_result() const { return result == parameter.grad(); }
+    void drop_stale_base();
     void keep_from(const Slot& before) {  // buckets have been cut anew
-      synchronized = before.synchronized;
       result = before.result;
       base = before.base;
+      grown = before.grown;
       version = before.version;
     }
   };
@@ -80,7 +79,11 @@ class Bucket {
   bool mark_ready() { return producers_.note(), --pending_ == 0; }
   // With keep_base: .grad of parameter i is about to grow, and has grown.
   void before_growth(size_t i);
-  void after_growth(size_t i) { (*slots_)[i].version = (*slots_)[i].parameter.grad()._version(); }
+  void after_growth(size_t i) {
+    Slot& slot = (*slots_)[i];
+    slot.grown = slot.parameter.grad();
+    slot.version = slot.parameter.grad()._version();
+  }
   // Copies the gradients that are not there yet, times `scale`, into the buffer, on the current stream, after the
   // streams that made them; a missing gradient counts as zero. Afterwards kPacked. With views, a gradient alone in
   // its bucket is not copied where nobody else holds its memory: that memory is the buffer.
@@ -94,6 +97,10 @@ class Bucket {
     flight_ = std::move(flight);
     state_ = State::kLaunched;
   }
+  // What the current stream launches comes after the packing, on whichever stream that was. REQUIRES: kPacked.
+  void before_launch() const { producers_.wait_packed(); }
+  // The streams that made this backward's gradients go on after its end, on the current stream.
+  void hold_back_streams() const { producers_.hold_back(); }
   // Forgets buffer and collective, which nobody waits for any more. It may still write to the buffer, and keeps that
   // alive. So may what this device's current stream has been given to do.
   void abandon() {
@@ -132,7 +139,12 @@ class Bucket {
   void unpack_sparse(const at::Tensor& result, double scale);
   bool exchange(const at::Tensor& result, double scale);
   void adopt_view(Slot& slot);
-  bool is_one_piece(const Slot& slot, const at::Tensor& grad) const;
+  static bool is_one_piece(const Slot& slot, const at::Tensor& grad) {
+    return minddp::is_one_piece(grad, slot.parameter.sizes(), slot.strides);
+  }
+  bool can_cast(at::ScalarType dtype) const {
+    return dtype == grad_dtype_ || (at::isFloatingType(dtype) && at::isFloatingType(options_.buffer_dtype));
+  }
   void check(const Slot& slot, const at::Tensor& grad) const;
 
   const Options options_;

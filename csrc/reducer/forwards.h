@@ -29,6 +29,7 @@ class Forwards {
   // `visible`: what forward returned leads to nodes, so that a backward without any of them is not its.
   void end(bool synchronized, bool visible) {
     add(begin_, at::sequence_number::peek(), synchronized);
+    hidden_local_ = !synchronized && !visible;
     if (!synchronized) return;
     awaits_backward_ = true;
     hidden_ = !visible;
@@ -41,20 +42,26 @@ class Forwards {
   // The next backward is synchronized wherever forward ran: what callers of `reducer.prepare_for_backward` expect.
   void arm() { armed_ = true; }
   bool awaits_backward() const { return awaits_backward_; }
-  void iteration_ends() { armed_ = awaits_backward_ = hidden_ = false; }
+  void iteration_ends() { armed_ = awaits_backward_ = hidden_ = hidden_local_ = false; }
 
+  struct Answer {
+    Origin origin;
+    bool seen = false;   // the graph task holds nodes of a synchronized forward: it is no checkpoint's
+    bool taken = false;  // it does not, but such a forward waits for a backward
+  };
   // Of the graph task that runs now. Walks its nodes once, until one of a synchronized forward is found.
-  Origin origin() const {
-    if (armed_ || hidden_) return Origin::kSynchronized;
-    bool local = false;
+  Answer origin() const {
+    if (armed_ || hidden_) return {Origin::kSynchronized};
+    bool local = hidden_local_;
     for (const torch::autograd::Node* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
       const Span* span = find(*node);
-      if (span && span->synchronized) return Origin::kSynchronized;
+      if (span && span->synchronized) return {Origin::kSynchronized, true};
       local |= span != nullptr;
     }
-    // As in torch, a synchronized forward whose backward has not come takes what comes.
-    if (local && awaits_backward_) return Origin::kSynchronized;
-    return local ? Origin::kLocal : Origin::kBypassed;
+    // As in torch, a synchronized forward whose backward has not come takes what comes. It may well be its own: a
+    // reentrant checkpoint's graph is made during backward.
+    if (awaits_backward_) return {Origin::kSynchronized, false, true};
+    return {local ? Origin::kLocal : Origin::kBypassed};
   }
 
  private:
@@ -81,6 +88,7 @@ class Forwards {
   bool armed_ = false;
   bool awaits_backward_ = false;
   bool hidden_ = false;
+  bool hidden_local_ = false;  // the last forward was under no_sync, and shows no nodes either
 };
 
 }  // namespace minddp

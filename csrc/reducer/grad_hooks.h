@@ -80,6 +80,11 @@ class GradHooks {
     }
   }
 
+  // Whether parameter i has another node by now.
+  bool is_lost(size_t i, const at::Tensor& parameter) const {
+    return torch::autograd::impl::grad_accumulator(parameter) != hooked_[i].first;
+  }
+
   // By parameter: whether the backward that runs now will accumulate into it, as far as its own graph tells.
   // Autograd's engine has walked the graph before the first hook runs; a reentrant checkpoint's graph does not exist
   // yet.
@@ -108,8 +113,12 @@ class GradHooks {
 // Calls `on_backward` when backward reaches a node that made one of `outputs`, before that node runs. The
 // hook lives as long as the graph does.
 inline void watch_outputs(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_backward) {
-  for (const at::Tensor& output : outputs)
+  for (const at::Tensor& output : outputs) {
     if (auto node = output.grad_fn()) node->add_pre_hook(std::make_unique<BeforeNode>(on_backward));
+    // Changed in place, a view gets another node, above its base's.
+    if (auto node = output.is_view() ? output._base().grad_fn() : nullptr)
+      node->add_pre_hook(std::make_unique<BeforeNode>(on_backward));
+  }
 }
 
 }  // namespace minddp

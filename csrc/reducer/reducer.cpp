@@ -97,6 +97,9 @@ std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
 
 void Reducer::begin_forward() {
   interrupted_ = false;
+  // Cast and cast back, parameters have other AccumulateGrad nodes. One in turn tells for all.
+  turn_ = (turn_ + 1) % parameters_.size();
+  if (hooks_ && phase_ == Phase::kIdle && hooks_->is_lost(turn_, parameters_[turn_])) install_hooks();
   forwards_.begin();
   trace_->note(StepEvent::kForwardBegin);
 }
@@ -127,7 +130,7 @@ void Reducer::abort_iteration() {
   phase_ = Phase::kIdle;
   next_bucket_ = 0;
   backward_ = {};
-  interrupted_ = false;
+  interrupted_ = deferred_ = false;
   forwards_.iteration_ends();
   usage_.begin_iteration();
   for (Bucket& bucket : buckets_) bucket.abandon();
@@ -136,15 +139,17 @@ void Reducer::abort_iteration() {
   last_error_.clear();
 }
 
-// The first sign of a backward: it has reached an output of a forward, or one of our gradients is there. Only an
-// output's hook is sure to run in the outermost graph task, and not in a reentrant checkpoint's.
+// The first sign of a backward: it has reached an output of a forward, or one of our gradients is there. The latter
+// may be in a reentrant checkpoint's graph task, which knows nothing of the rest.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
   const bool synchronized = through_synchronized_forward.value_or(false);
   const bool known = !backward_.alive.expired();
   if (known && !(synchronized && graph_task == backward_.graph_task && backward_.origin != Origin::kSynchronized))
     return;
-  backward_.origin = synchronized ? Origin::kSynchronized : forwards_.origin();
+  const Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards_.origin();
+  backward_.origin = answer.origin;
+  deferred_ |= answer.taken;
   if (backward_.origin == Origin::kLocal && sync_enabled) {
     TORCH_WARN_ONCE(
         "DistributedDataParallel: backward() runs outside of the no_sync() that its forward ran in. As in "
@@ -152,12 +157,10 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
         "Put both inside of no_sync(), or both outside.");
   }
   backward_.takes_part.clear();
-  const bool outermost = through_synchronized_forward.has_value();
-  if (outermost && backward_.origin == Origin::kSynchronized && used_map_.mode() == GraphMode::kFindUnused &&
-      recorded_)
+  const bool asks = used_map_.mode() == GraphMode::kFindUnused && recorded_;
+  if (asks && (answer.seen || (through_synchronized_forward && backward_.origin == Origin::kSynchronized)))
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
-  backward_.finalized = false;
   backward_.graph_task = graph_task;
   backward_.makes_graph = c10::GradMode::is_enabled();
   backward_.begin = at::sequence_number::peek();
@@ -191,8 +194,9 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   const bool defined = parameters_[index].mutable_grad().defined();
   if (options_.keep_base && defined) buckets_[place_[index].first].after_growth(place_[index].second);
   enter_backward(std::nullopt);
-  if (phase_ >= Phase::kLaunched || backward_.finalized) {
-    phase_ = Phase::kSpoiled;
+  if (phase_ == Phase::kLaunched) {
+    phase_ = Phase::kBackward;  // it would be lost, or change what is being sent: only abort_iteration() leads on
+    next_bucket_ = 0;
     fail(errors::ready_twice(group_->getRank(), {index, names_[index]}, usage_.arrivals[index] + 1));
   }
   if (defined) usage_.local_used_map[index] = 1;
@@ -230,10 +234,11 @@ void Reducer::note_origin(size_t index) {
 
 void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) {
   auto [b, slot] = place_[index];
-  if (recorded_ && !passes_through()) buckets_[b].pack_early(slot, options_.pre_scale);
+  const bool sends = recorded_ && !deferred_;
+  if (sends && !passes_through()) buckets_[b].pack_early(slot, options_.pre_scale);
   if (!buckets_[b].mark_ready()) return;
   trace_->note(b, BucketEvent::kReady);
-  if (!recorded_) return;
+  if (!sends) return;
   if (!skips(b)) pack(b, contribution);  // now, not when it is launched: the gradients are still in the cache
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].complete()) launch_or_skip(next_bucket_);
 }
@@ -270,18 +275,13 @@ void Reducer::launch_or_skip(size_t index) {
 void Reducer::launch(size_t index) {
   Bucket& bucket = buckets_[index];
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
+  bucket.before_launch();
   trace_->note(index, BucketEvent::kLaunch);
-  Flight flight;
-  if (passes_through()) {
-    flight.future = completed(at::empty({0}));
-  } else {
-    GradBucket seen = grad_bucket(index, bucket.buffer());
-    flight = run_hook(seen);
-  }
-  if (bucket.device().is_cpu()) {  // elsewhere a future completes when it is enqueued: no time to tell
-    flight.future->addCallback([done = trace_->done, index](Future&) { Trace::note_done(*done, index); },
-        /*uses_future=*/false);
-  }
+  GradBucket seen = grad_bucket(index, bucket.buffer());
+  Flight flight = passes_through() ? Flight{completed(at::empty({0})), nullptr} : run_hook(seen);
+  auto note_done = [done = trace_->done, index](Future&) { Trace::note_done(*done, index); };
+  // Not elsewhere, where a future completes when it is enqueued.
+  if (bucket.device().is_cpu()) flight.future->addCallback(note_done, /*uses_future=*/false);
   bucket.launched(std::move(flight));
 }
 
@@ -310,9 +310,12 @@ void Reducer::launch_rest() {
 
 void Reducer::finalize_backward_manual() {
   auto lock = guard();
-  backward_.finalized = phase_ == Phase::kBackward;
-  if (backward_.finalized) trace_->note(StepEvent::kBackwardEnd);
-  if (backward_.finalized) launch_rest();
+  if (phase_ == Phase::kBackward) {
+    trace_->note(StepEvent::kBackwardEnd);
+    launch_rest();
+    backward_.origin = Origin::kBypassed;  // what it still brings is this rank's alone
+  }
+  interrupted_ = false;
   finalize_backward();
 }
 
@@ -334,6 +337,7 @@ void Reducer::finalize_backward() {
       fail(errors::wrong_hook_result(group_->getRank(), i, result.numel(), bucket.numel()));
     trace_->note(i, BucketEvent::kUnpackBegin);
     if (!optimizer_in_backward) bucket.unpack(result, scale, used);
+    bucket.hold_back_streams();
     if (options_.lazy_bucket_allocation) bucket.abandon();
     trace_->note(i, BucketEvent::kUnpackEnd);
   }
@@ -345,8 +349,7 @@ void Reducer::backward_is_gone(int graph_task) {
   if (backward_.graph_task != graph_task) return;
   interrupted_ = backward_.origin == Origin::kSynchronized;
   backward_ = {};
-  if (phase_ != Phase::kBackward && phase_ != Phase::kSpoiled && !interrupted_) return;
-  if (!callbacks_.on_interrupted) return;
+  if ((phase_ != Phase::kBackward && !interrupted_) || !callbacks_.on_interrupted) return;
   try {
     callbacks_.on_interrupted(last_error_);
   } catch (const std::exception& error) {  // nobody is there to catch it, and backward has an error of its own
@@ -374,6 +377,7 @@ void Reducer::end_iteration() {
   recorded_ = true;
   usage_.end_iteration([&](size_t i) { return used_map_.known_unused(i); });
   forwards_.iteration_ends();
+  deferred_ = false;
   phase_ = Phase::kIdle;
   trace_->note(StepEvent::kFinalizeEnd);
 }

@@ -12,7 +12,7 @@
 //   kBackward -- the same, where finalization is the caller's --> kLaunched
 //   kLaunched, or kBackward with all buckets launched -- finalize_backward_manual() --> kIdle
 //   kLaunched -- next forward, or optimizer.step() --> an error that says so
-//   kLaunched -- a gradient, which would be lost --> kSpoiled, an error there and at the next forward
+//   kLaunched -- a gradient, which would be lost --> kBackward, with an error
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
 //   kIncomplete -- another such backward, which may bring them --> kBackward
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names them
@@ -58,7 +58,7 @@
 
 namespace minddp {
 
-enum class Phase { kIdle, kBackward, kIncomplete, kLaunched, kSpoiled };
+enum class Phase { kIdle, kBackward, kIncomplete, kLaunched };
 
 struct ReducerOptions {
   GraphMode graph_mode = GraphMode::kAllUsed;
@@ -209,6 +209,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Phase phase_ = Phase::kIdle;
   bool recorded_ = false;
   bool interrupted_ = false;
+  bool deferred_ = false;  // this iteration's gradients may come again: nothing is sent before its end
+  size_t turn_ = 0;        // whose hook was looked at last
   bool graph_is_static_ = true;
   std::vector<size_t> last_missing_;
   mutable std::string last_error_;
@@ -224,7 +226,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     std::weak_ptr<int> alive;
     Origin origin = Origin::kBypassed;
     bool makes_graph = false;      // create_graph=True
-    bool finalized = false;        // by a hook in it
     uint64_t begin = 0;            // of the nodes that it makes
     ParamUsage::Flags takes_part;  // empty where nobody asks
   } backward_;

@@ -40,18 +40,21 @@ class UsedMap {
 
   // Returns when the collective, if there is to be one, is on its way; nothing here waits for `device`.
   void send(c10d::ProcessGroup& group, const Map& local, at::Device device) {
-    future_ = nullptr;
+    flight_ = {};
     if (nothing_to_agree_on_ || decided()) return;
     RECORD_FUNCTION("minddp::search_unused_parameters", std::vector<c10::IValue>());
-    sum_ = at::tensor(local, at::kInt).to(device, /*non_blocking=*/true);
+    // From pinned memory: else the host waits until it has been read.
+    sum_ = at::tensor(local, at::dtype(at::kInt).pinned_memory(!device.is_cpu())).to(device, /*non_blocking=*/true);
     std::vector<at::Tensor> tensors = {sum_};
-    future_ = group.allreduce(tensors)->getFuture();
+    auto work = group.allreduce(tensors);
+    flight_ = {work->getFuture(), work};
   }
-  void forget() { future_ = nullptr; }
+  void forget() { flight_ = {}; }
   // The sum over ranks as of the last send; this rank's own map where none was sent.
   Map sum(const Map& local, const Wait& wait) const {
-    if (!future_) return local;
-    wait(*future_);
+    if (!flight_.future) return local;
+    wait(*flight_.future);
+    if (!sum_.device().is_cpu()) flight_.work->synchronize();
     at::Tensor map = sum_.cpu();
     return {map.const_data_ptr<int32_t>(), map.const_data_ptr<int32_t>() + map.numel()};
   }
@@ -70,7 +73,7 @@ class UsedMap {
   const bool nothing_to_agree_on_;
   Map static_used_, static_here_;  // kStatic: by some rank; by this one
   at::Tensor sum_;
-  c10::intrusive_ptr<Future> future_;
+  Flight flight_;
 };
 
 }  // namespace minddp

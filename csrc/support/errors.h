@@ -61,12 +61,9 @@ inline std::string ready_twice(int rank, const Parameter& p, int arrivals) {
 // Two wrappers reduce one gradient, which is a window on one's bucket, in the same backward.
 inline std::string shared_view(int rank, const Parameter& p) {
   return c10::str("Parameter '", p.name,
-      "' belongs to two wrappers that both reduce its gradient in this backward, one "
-      "of them with gradient_as_bucket_view=True: its gradient would be a window on one's bucket, and be changed "
-      "while "
-      "the other sends it. Construct both with gradient_as_bucket_view=False, or wrap once the module that holds "
-      "both. "
-      "[rank ",
+      "' belongs to two wrappers that both reduce its gradient in this backward, one of them with ",
+      "gradient_as_bucket_view=True: its gradient would be a window on one's bucket, and be changed while the other ",
+      "sends it. Construct both with gradient_as_bucket_view=False, or wrap once the module that holds both. [rank ",
       rank, "]");
 }
 

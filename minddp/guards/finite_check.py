@@ -7,6 +7,7 @@ ranks, sent beside the last bucket, tells everyone whether anybody has found som
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +25,16 @@ class FiniteCheck:
         group: the reducer's process group.
         names: parameter names by ``id`` of the parameter.
         device: where the group's collectives work.
+        mode: what follows where somebody has found something: ``"raise"``, ``"warn"``, or ``"skip"`` the step.
+
+    Attributes:
+        skipped: iterations whose steps were to be skipped so far, the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, names: dict[int, str], device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, names: dict[int, str], device: torch.device, mode: str = "raise"):
+        self.mode = mode
+        self.skipped = 0
+        self._skips = False
         self._group = group
         self._names = names
         self._device = device
@@ -49,6 +57,7 @@ class FiniteCheck:
     @torch.no_grad()
     def send(self) -> None:
         """Asks all ranks whether anybody has found something. Collective, once an iteration, after its buckets."""
+        self._skips = False
         flags = [flags.any().to(self._device) for _, flags in self._found]
         found = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool, device=self._device)
         self._any = found.to(torch.int32)
@@ -58,24 +67,36 @@ class FiniteCheck:
 
     def forget(self) -> None:
         """The iteration was given up."""
-        self._found, self._work = [], None
+        self._found, self._work, self._skips = [], None, False
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """Waits for the ranks' answer about the last synchronized backward; asked again, it is silent.
 
+        Returns:
+            Whether steps with these gradients are to be skipped: all of them until the next synchronized backward.
+
         Raises:
-            RuntimeError: on every rank, where any rank's own gradient was not finite. Names parameters and ranks.
+            RuntimeError: with ``mode="raise"``, on every rank, where any rank's own gradient was not finite. Names
+                parameters and ranks.
         """
         if self._work is None:
-            return
+            return self._skips
         waiting.wait_for(self._work, self._group, "the ranks' answer whether gradients were finite")
         self._work = None
         found, self._found = self._found, []
         assert self._any is not None
         if not self._any.item():
-            return
+            return False
+        if self.mode == "skip":
+            self.skipped += 1
+            self._skips = True
+            return True
         mine = [name for names, flags in found for name, bad in zip(names, flags.tolist()) if bad]
-        raise RuntimeError(_message(gather_objects(mine, self._group)))
+        message = _message(self.mode, gather_objects(mine, self._group))
+        if self.mode == "raise":
+            raise RuntimeError(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return False
 
 
 def _numbers(gradient: torch.Tensor) -> torch.Tensor:
@@ -83,17 +104,17 @@ def _numbers(gradient: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def _message(everyone: Sequence[Sequence[str]]) -> str:
+def _message(mode: str, everyone: Sequence[Sequence[str]]) -> str:
     names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
     lines = [
         f"'{name}' on " + ranks_text([rank for rank, theirs in enumerate(everyone) if name in theirs])
         for name in names
     ]
     return (
-        f"DistributedDataParallel(check_finite=True): before they were averaged, the gradients of {len(names)} "
+        f"DistributedDataParallel(check_finite={mode!r}): before they were averaged, the gradients of {len(names)} "
         "parameters held NaN or infinity:\n"
         + indented(lines)
-        + "\nNo optimizer has used them. Look at these ranks' batches and losses; "
-        "torch.autograd.set_detect_anomaly(True) finds the operation. Under a GradScaler, which expects infinities "
-        "and skips their steps, leave check_finite out."
+        + ("\nNo optimizer has used them." if mode == "raise" else "\nThe optimizer uses them.")
+        + " Look at these ranks' batches and losses; torch.autograd.set_detect_anomaly(True) finds the operation. "
+        'Under a GradScaler, which expects infinities and skips their steps, use check_finite="skip" or none.'
     )

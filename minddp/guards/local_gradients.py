@@ -12,13 +12,14 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 # So long may another rank come later to its own step before it counts as one that has no such gradients.
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
 
 
@@ -37,6 +38,7 @@ class LocalGradients:
         self._asked: tuple[int, int] | None = None  # iteration and number of the last question
         self._seen = -1  # the backward of the last answer
         self._refusal: RuntimeError | None = None
+        self._kept: list[str] = []
         self.name(key)
 
     def name(self, key: str) -> None:
@@ -68,6 +70,7 @@ class LocalGradients:
         turn = f"{self._asked[0]}/{self._asked[1]}"
         mine = {name: _signature(gradient) for name, gradient in named}
         self._store.set(f"{turn}/{self._rank}", json.dumps(mine))
+        self._forget(f"{turn}/{self._rank}")
         deadline = time.monotonic() + PATIENCE_SECONDS
         for rank in range(self._size):
             theirs = self._answer(f"{turn}/{rank}", deadline)
@@ -75,6 +78,14 @@ class LocalGradients:
             if differing:
                 return RuntimeError(_message(differing, self._rank, rank, theirs is None))
         return None
+
+    def _forget(self, key: str) -> None:
+        """Deletes this rank's answer before the last: who asks now has read it."""
+        self._kept.append(key)
+        if len(self._kept) > 2:
+            assert self._store is not None
+            with suppress(RuntimeError, NotImplementedError):  # a store that deletes nothing
+                self._store.delete_key(self._kept.pop(0))
 
     def _answer(self, key: str, deadline: float) -> dict[str, list[float]] | None:
         assert self._store is not None
@@ -118,7 +129,7 @@ def _alike(mine: Sequence[float], theirs: Sequence[float] | None) -> bool:
 def _message(names: Sequence[str], rank: int, other: int, absent: bool) -> str:
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     shown = ", ".join(f"'{name}'" for name in names[:10]) + more
-    what = f"rank {other} has none" if absent else f"they differ from rank {other}'s"
+    what = f"rank {other} has shown none for {PATIENCE_SECONDS:g} s" if absent else f"they differ from rank {other}'s"
     return (
         f"optimizer.step() on rank {rank} would use gradients that were never averaged, of {shown}: their backward "
         f"ran through no forward of DistributedDataParallel's, but past it, and {what}. The replicas would drift "

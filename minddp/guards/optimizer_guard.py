@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Guarded(Protocol):
-    """Who reduces parameters; ``may_refuse_step`` is asked first, and costs little."""
+    """Who reduces parameters; ``may_refuse_step`` is asked first, and costs little.
+
+    ``check_step`` raises where gradients must not be used, and returns whether the step is to change nothing.
+    """
 
     def may_refuse_step(self) -> bool: ...
     def parameter_ids(self) -> set[int]: ...
-    def check_step(self, stepped: set[int], others: Sequence[Any]) -> None: ...
+    def check_step(self, stepped: set[int], others: Sequence[Any]) -> bool: ...
 
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -48,12 +52,15 @@ def _look_at_steps() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
+    # What else an optimizer of the user's takes there, a module say, is handed on as it is.
+    if not isinstance(closure, (types.FunctionType, types.MethodType, functools.partial)) or not _is_asked(optimizer):
         _check(optimizer)
         return None
+    function: Callable[..., Any] = closure
 
-    def then_checked() -> Any:
-        loss = closure()
+    @functools.wraps(function)
+    def then_checked(*arguments: Any, **keywords: Any) -> Any:
+        loss = function(*arguments, **keywords)
         _check(optimizer)
         return loss
 
@@ -62,10 +69,27 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     return (args[0], then_checked, *args[2:]), kwargs
 
 
+def _is_asked(optimizer: torch.optim.Optimizer) -> bool:
+    stepped = _parameters(optimizer)
+    return any(not stepped.isdisjoint(guarded.parameter_ids()) for guarded in watched())
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def _check(optimizer: torch.optim.Optimizer) -> None:
     everyone = watched()
     for guarded in everyone:
         if guarded.may_refuse_step():
-            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            stepped = _parameters(optimizer)
             if not stepped.isdisjoint(guarded.parameter_ids()):
-                guarded.check_step(stepped, [other for other in everyone if other is not guarded])
+                if guarded.check_step(stepped, [other for other in everyone if other is not guarded]):
+                    _skip(optimizer)
+
+
+def _skip(optimizer: torch.optim.Optimizer) -> None:
+    """A step without gradients changes neither parameters nor the optimizer's state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None

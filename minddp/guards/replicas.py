@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..ranks.messages import gather_objects, indented, ranks_text
+from ..ranks.waiting import wait_for
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -32,25 +33,41 @@ def digest(tensor: torch.Tensor) -> str:
     return hashed.hexdigest()
 
 
-def check_replicas(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+def check_replicas(
+    named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device | None = None
+) -> None:
     """Raises on every rank when a tensor's bits differ between ranks. Collective.
+
+    Where they are the same, that is one collective of two integers on ``device``; only else names are exchanged.
 
     Raises:
         RuntimeError: names the tensors that differ, and which ranks hold the same.
     """
-    everyone = gather_objects({name: digest(tensor) for name, tensor in named}, group)
+    mine = {name: digest(tensor) for name, tensor in named}
+    if _same_everywhere(mine, group, device or torch.device("cpu")):
+        return
+    everyone = gather_objects(mine, group)
     names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
     differing = [name for name in names if len({theirs.get(name) for theirs in everyone}) > 1]
-    if not differing:
-        return
     lines = [f"'{name}': {_camps([theirs.get(name) for theirs in everyone])}" for name in differing]
     raise RuntimeError(
         f"DistributedDataParallel: the ranks' replicas differ in {len(differing)} of {len(names)} tensors:\n"
         + indented(lines)
         + "\nSomething has changed them on some ranks only: a checkpoint loaded on one rank, an edit of .data, "
-        "optimizers with different settings or states, parameters outside of the wrapper's care. Call "
-        "check_replicas() after each step to find which. ddp.refresh() on every rank starts again from rank 0's."
+        "optimizers with different settings or states, parameters outside of the wrapper's care. Construct with "
+        "check_replicas_every=1 to find when. ddp.repair_replicas(rank) gives all ranks that rank's."
     )
+
+
+def _same_everywhere(mine: dict[str, str], group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks have the same digests: the largest number that stands for them is the smallest, too."""
+    number = int.from_bytes(hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=7).digest(), "little")
+    bounds = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # the stub forgets that it converts
+    wait_for(group.allreduce([bounds], options), group, "the comparison of replicas")
+    largest, smallest = bounds.tolist()
+    return bool(largest == -smallest)
 
 
 def _camps(values: Sequence[Any]) -> str:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ DEFAULT_BUCKET_CAP_MB = 25
 DEFAULT_LAST_BUCKET_BYTES = MIB
 _DEFAULT_ALONE_BYTES = {"cpu": 4 * MIB}  # elsewhere the cap: collectives cost more there, copies less
 
+FINITE_MODES = ("raise", "warn", "skip")
 REDUCTIONS = ("mean", "sum", "weighted")
 
 
@@ -45,7 +46,8 @@ class Config:
     reduce_dtype: torch.dtype | None
     predivide_factor: float | None
     bucket_plan: BucketPlan | None
-    check_finite: bool
+    check_finite: str | None
+    check_replicas_every: int | None
     desync_timeout: float | None
     mixed_precision: _MixedPrecision | None
     # Defaults for wrappers that were pickled without them.
@@ -89,6 +91,7 @@ class Config:
             "predivide_factor": self.predivide_factor,
             "mixed_precision": self.mixed_precision,
             "check_finite": self.check_finite,
+            "check_replicas_every": self.check_replicas_every,
         }
 
 
@@ -100,7 +103,6 @@ _FLAGS = (
     "skip_all_reduce_unused_params",
     "batched_grad_copy",
     "lazy_bucket_allocation",
-    "check_finite",
 )
 
 
@@ -130,6 +132,8 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
         predivide_factor=None if predivide is None else float(predivide),
         bucket_plan=plan,
         mixed_precision=arguments["mixed_precision"],
+        check_finite=_finite_mode(arguments["check_finite"]),
+        check_replicas_every=_every("check_replicas_every", arguments["check_replicas_every"]),
         desync_timeout=_seconds("desync_timeout", arguments["desync_timeout"]),
         **{name: bool(arguments[name]) for name in _FLAGS},
     )
@@ -145,6 +149,24 @@ def _caps(cap: float | str | None, caps: Sequence[float] | None) -> tuple[tuple[
     one = _cap_bytes("bucket_cap_mb", DEFAULT_BUCKET_CAP_MB if default else cap)
     several = tuple(_cap_bytes("bucket_cap_mb_list", cap) for cap in caps or ())
     return several or (one,), default and not several, auto
+
+
+def _finite_mode(value: Any) -> str | None:
+    if value is None or isinstance(value, bool):
+        return "raise" if value else None
+    if value not in FINITE_MODES:
+        raise ValueError(f'check_finite must be a bool, "raise", "warn" or "skip", got {value!r}')
+    return str(value)
+
+
+def _every(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a number of iterations, or None, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, or None, got {value!r}")
+    return int(value)
 
 
 def _seconds(name: str, value: Any) -> float | None:

@@ -7,7 +7,6 @@ for one, but runs none of its code: every method is defined here (a test makes t
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,7 +23,6 @@ from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ..guards import lifetime, optimizer_guard
-from ..guards.replicas import check_replicas
 from ..reduction.start import sync_module_states, verify_same_arguments, verify_same_model
 from ..timeline import StepTimes, step_times
 from .buffers import BufferSync
@@ -37,6 +35,7 @@ from .find_tensors import find_tensors
 from .groups import choose_group
 from .join import DDPJoinHook, agree_on_sync
 from .parameters import Parameters
+from .replicas import Replicas
 from .torch_base import TorchBase
 from .torch_names import TorchNames
 
@@ -53,7 +52,7 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 class DistributedDataParallel(  # type: ignore[override,misc]
-    BufferSync, HookRegistration, ManualFinalization, TorchNames, TorchBase
+    BufferSync, HookRegistration, ManualFinalization, Replicas, TorchNames, TorchBase
 ):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
@@ -96,9 +95,11 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         reduce_dtype: dtype in which low-precision gradients travel and are added (``torch.float32``).
         predivide_factor: divide by this before the sum, by the rest after it (range of float16).
         bucket_plan: a :class:`minddp.planner.BucketPlan` to pin, or the path of a saved one.
-        check_finite: before ``optimizer.step()`` (and at the next forward), raise on every rank when a rank's own
-            gradient, before the average, held NaN or infinity; names parameters and ranks. Reads each bucket
-            once more, and the host waits for the answer; not for a ``GradScaler``, which expects infinities.
+        check_finite: ``"raise"`` (or ``True``): before ``optimizer.step()`` (and at the next forward), raise on every
+            rank when a rank's own gradient, before the average, held NaN or infinity; names parameters and ranks.
+            ``"warn"``: the same as a warning. ``"skip"``: that step changes nothing, on all ranks alike, and clears
+            the gradients; goes with a ``GradScaler``. Reads each bucket once more, and the host waits for the answer.
+        check_replicas_every: compare the ranks' parameters (:meth:`check_replicas`) before each n-th forward.
         desync_timeout: seconds after which ranks that wait raise, with the culprit's name, when another cannot come:
             it is gone, stopped, cut off, waits for something else, or stands still inside of forward or backward. A
             rank that answers from between two iterations (an evaluation, a checkpoint) is waited for as long as the
@@ -139,7 +140,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         reduce_dtype: torch.dtype | None = None,
         predivide_factor: float | None = None,
         bucket_plan: Any = None,
-        check_finite: bool = False,
+        check_finite: bool | str = False,
+        check_replicas_every: int | None = None,
         desync_timeout: float | None = 30.0,
     ):
         arguments = locals().copy()
@@ -220,6 +222,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             engine.check_finished()
             if engine.reducer.sync_enabled:
                 engine.begin_iteration(self._join_config.enable)
+                if self._config.check_replicas_every is not None and not self._join_config.enable:
+                    self._check_replicas_now_and_then()
         self._note_not_joined()
         if grad and not engine.reducer.has_rebuilt:
             engine.rebuild_buckets()
@@ -357,21 +361,6 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     def release_buckets(self) -> None:
         """Frees the buckets' memory between phases of training; the next backward allocates it again."""
         self.reducer.release_buckets()
-
-    def check_replicas(self, buffers: bool = False) -> None:
-        """Raises on every rank unless all ranks hold the same parameters, bit for bit. Collective.
-
-        Reads the model once, on the host: for now and then, or after each step while looking for a cause.
-
-        Args:
-            buffers: compare buffers too. Between the broadcasts before forward they usually differ.
-
-        Raises:
-            RuntimeError: names the tensors that differ, and which ranks hold the same.
-        """
-        tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers() if buffers else ())
-        named = [(name, tensor) for name, tensor in tensors if name not in self.parameters_to_ignore]
-        check_replicas(named, self.process_group)
 
     def refresh(self) -> None:
         """Takes over what has changed in the module since it was wrapped. Collective, between iterations.

@@ -68,6 +68,7 @@ class Engine:
         self.devices = devices
         self.hook: tuple[Any, Any] | None = None
         self.mixed: MixedPrecision | None = None
+        self.finite: FiniteCheck | None = None
         self.has_rebuilt_buckets = False
         self._checks_order = ordering.enabled()
         self._made = False
@@ -176,10 +177,12 @@ class Engine:
         store = dist.distributed_c10d._get_default_store() if has_store else None
         key = "" if self.inspector is None else self.inspector.key
         self._local_gradients = LocalGradients(self.group, store, key)
-        self.finite: FiniteCheck | None = None
+        skipped = 0 if self.finite is None else self.finite.skipped
+        self.finite = None
         if self.config.check_finite:
             names = {id(p): name for name, p in zip(self.parameters.names, self.parameters.reduced)}
-            self.finite = FiniteCheck(self.group, names, self.parameters.device)
+            self.finite = FiniteCheck(self.group, names, self.parameters.device, self.config.check_finite)
+            self.finite.skipped = skipped
             self.reducer.after_last_launch.append(self.finite.send)
 
     def _make_tuner(self) -> AutoTuner | None:
@@ -318,8 +321,8 @@ class Engine:
         if self.may_refuse_step() and not self.parameter_ids().isdisjoint(map(id, parameters)):
             self.abort_iteration()
 
-    def check_step(self, stepped: set[int], others: Sequence[Engine]) -> None:
-        """Raises where an optimizer must not use the gradients.
+    def check_step(self, stepped: set[int], others: Sequence[Engine]) -> bool:
+        """Raises where an optimizer must not use the gradients; returns whether its step is to change nothing.
 
         Args:
             stepped: ``id`` of each of the optimizer's parameters.
@@ -328,8 +331,7 @@ class Engine:
         self.report_failure(self._check_not_within)
         self.report_failure(self.reducer.check_finished)
         self.report_failure(self._check_not_interrupted)
-        if self.finite is not None:
-            self.finite.check()
+        skips = self.finite is not None and self.finite.check()
         names, parameters = self.parameters.names, self.parameters.reduced
         bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
         for other in others if bypassed else ():
@@ -341,6 +343,7 @@ class Engine:
             last = max(backward for _, backward in bypassed.values())
             iteration = self.reducer.iteration()
             self.report_failure(lambda: self._local_gradients.check(named, last, iteration))
+        return skips
 
     def _check_not_within(self) -> None:
         """Where gradients are averaged at the end of backward, and nobody steps in a hook after that."""

@@ -116,7 +116,7 @@ class TorchNames:
         return self._config.lazy_bucket_allocation
 
     @property
-    def check_finite(self) -> bool:
+    def check_finite(self) -> str | None:
         return self._config.check_finite
 
     @classmethod

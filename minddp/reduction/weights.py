@@ -58,7 +58,6 @@ class Weights:
         waiting.wait_for(self._work, self._group, "the sum of all ranks' weights")
         assert self._sum is not None
         total, mine = self._sum.item(), self._sent
-        self._sent, self._work = None, None
         rank = self._group.rank()
         if math.isnan(total):
             who = "this rank did not call it" if mine is None else "another rank did not call it"

@@ -54,8 +54,8 @@ def expected(source: torch.Tensor | None, like: torch.Tensor, scale: float) -> t
 
 
 def check_copy(kernel: Any, src: torch.dtype, dst: torch.dtype, scale: float) -> None:
-    """Every size at four alignments, in one call, with missing sources among them."""
-    shapes = [(numel, a, b) for numel in SIZES for a in (0, 1) for b in (0, 1)]
+    """Every size at nine pairs of alignments, in one call, with missing sources among them."""
+    shapes = [(numel, a, b) for numel in SIZES for a in (0, 1, 2) for b in (0, 2, 4)]
     sources: list[Any] = [random_tensor(numel, src, kernel.device, offset) for numel, offset, _ in shapes]
     sources[5] = sources[-1] = None
     destinations = [Destination(numel, dst, kernel.device, offset) for numel, _, offset in shapes]

@@ -46,12 +46,13 @@ def test_everybody_is_told():
         ({}, "told"),
         ({"exited": None}, "stuck"),
         ({"told": None}, "not told"),
-        ({"told": None, "finished": True}, "unharmed"),
+        ({"told": None, "finished": True, "digests": ["a"]}, "unharmed"),
+        ({"told": None, "finished": True, "digests": ["b"]}, "replicas differ"),
         ({"told": 11.0}, "late"),
         ({"named": False}, "not named"),
     ],
 )
 def test_verdicts(survivor, expected):
-    well = {"exited": 1.0, "told": 2.0, "named": True, "finished": False}
-    result = {"fault": "killed", "fault_happened": True, "survivors": [well, {**well, **survivor}]}
+    well = {"exited": 1.0, "told": 2.0, "named": True, "finished": False, "digests": []}
+    result = {"fault": "killed", "fault_happened": True, "digests": ["a"], "survivors": [well, {**well, **survivor}]}
     assert verdict(result) == expected

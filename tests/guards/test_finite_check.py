@@ -1,4 +1,6 @@
-"""check_finite=True: every rank learns whose gradient was not finite, before the optimizer uses it."""
+"""check_finite=: every rank learns whose gradient was not finite, before the optimizer uses it."""
+
+import warnings
 
 import pytest
 import torch
@@ -113,3 +115,92 @@ def _accumulated(rank, world_size):
 def test_a_nan_of_an_earlier_micro_batch():
     with pytest.raises(RankError, match=r"of 1 parameters held NaN or infinity:\n  'weight' on rank 1\n"):
         run_ranks(_accumulated, 2)
+
+
+def _modes(rank, world_size):
+    """One NaN on rank 1 in the third of five steps, by mode; momentum and weight decay would move parameters."""
+    for mode, optimizer_type in (("skip", "sgd"), ("skip", "adam"), ("warn", "sgd")):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+        ddp = minddp.DistributedDataParallel(net, check_finite=mode, bucket_cap_mb=1e-6)
+        front, back = list(net[0].parameters()), list(net[2].parameters())
+        if optimizer_type == "sgd":
+            make = lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1)  # noqa: E731
+        else:
+            make = lambda ps: torch.optim.AdamW(ps, lr=0.1)  # noqa: E731
+        optimizers = [make(front), make(back)]  # both of one wrapper
+        for iteration in range(5):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * iteration + rank))
+            if iteration == 2 and rank == 1:
+                x[0, 0] = float("nan")
+            ddp(x).square().sum().backward()
+            before = [p.detach().clone() for p in net.parameters()]
+            steps = [float(s["step"]) for o in optimizers for s in o.state.values() if "step" in s]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.step()
+            told = [w for w in caught if "held NaN or infinity" in str(w.message)]
+            same = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+            assert len(told) == (mode == "warn" and iteration >= 2)  # the weights are not finite from then on
+            assert not told or iteration > 2 or "'0.weight' on rank 1" in str(told[0].message)
+            assert same == (mode == "skip" and iteration == 2), (mode, iteration)
+            if same:
+                assert steps == [float(s["step"]) for o in optimizers for s in o.state.values() if "step" in s]
+                assert all(p.grad is None for p in net.parameters())
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        assert ddp.skipped_steps == (mode == "skip")
+        finite = all(p.isfinite().all() for p in net.parameters())
+        assert finite == (mode == "skip")
+        if finite:
+            ddp.check_replicas()
+    return True
+
+
+def test_warn_and_skip():
+    assert run_ranks(_modes, 2) == [True, True]
+
+
+def _scaled(rank, world_size):
+    """Beside torch's class under a GradScaler: an infinity on rank 1 alone skips the same steps, at equal scales."""
+    results = []
+    for wrap in (
+        lambda net: minddp.DistributedDataParallel(net, check_finite="skip"),
+        nn.parallel.DistributedDataParallel,
+    ):
+        torch.manual_seed(0)
+        net = nn.Linear(3, 2)
+        ddp, scaler = wrap(net), torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        scales = []
+        for iteration in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * iteration + rank))
+            if iteration in (1, 3) and rank == 1:
+                x[0, 0] = float("inf")
+            scaler.scale(ddp(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        results.append(([p.detach().clone() for p in net.parameters()], scales))
+        skipped = getattr(ddp, "skipped_steps", 2)
+        assert skipped == 2
+    (ours, scales), (theirs, their_scales) = results
+    assert scales == their_scales == [8.0, 4.0, 4.0, 2.0, 2.0]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return True
+
+
+def test_skip_agrees_with_a_grad_scaler():
+    assert run_ranks(_scaled, 2) == [True, True]
+
+
+def _bad_mode(rank, world_size):
+    with pytest.raises(ValueError, match='check_finite must be a bool, "raise", "warn" or "skip", got \'never\''):
+        minddp.DistributedDataParallel(nn.Linear(1, 1), check_finite="never")
+
+
+def test_a_bad_mode_is_named():
+    run_ranks(_bad_mode, 1)

@@ -1,5 +1,7 @@
 """A module that changes after it was wrapped: noticed, and taken over by refresh(). Replicas compared."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -230,3 +232,45 @@ def test_a_long_list_is_cut():
     message = r"differ in 30 of 30 tensors:(\n  '\d+\.\w+': rank 0 \| rank 1){20}\n  and 10 more\n"
     with pytest.raises(RankError, match=message):
         run_ranks(_many, 2)
+
+
+def _drifts(rank, world_size, every, noticed_at):
+    """Rank 1's weights are edited before the third of six forwards, which is noticed before the ``noticed_at``-th."""
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    ddp = minddp.DistributedDataParallel(net, check_replicas_every=every)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for forward in range(1, 7):
+        if forward == 3 and rank == 1:
+            net[0].weight.data[0, 0] += 1e-3
+        optimizer.zero_grad()
+        with ddp.no_sync():  # not counted
+            ddp(torch.randn(3, 2)).sum().backward()
+        drifted = forward == noticed_at
+        expected = pytest.raises(RuntimeError, match=r"'0.weight': rank 0 \| rank 1") if drifted else nullcontext()
+        with expected:
+            ddp(torch.randn(3, 2)).sum().backward()
+        if drifted:
+            with pytest.raises(ValueError, match="0 to 1, got 2"):
+                ddp.repair_replicas(2)
+            ddp.repair_replicas(1)
+            ddp.check_replicas(buffers=True)
+            continue
+        optimizer.step()
+    return net[0].weight.detach()
+
+
+@pytest.mark.parametrize(("every", "noticed_at"), [(1, 3), (4, 4), (None, None)])
+def test_replicas_are_compared_now_and_then(every, noticed_at):
+    weight, other = run_ranks(_drifts, 2, every, noticed_at)
+    assert torch.equal(weight, other) == (every is not None)
+
+
+def _bad_every(rank, world_size):
+    for value, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="check_replicas_every must be"):
+            minddp.DistributedDataParallel(nn.Linear(1, 1), check_replicas_every=value)
+
+
+def test_a_bad_number_of_iterations_is_named():
+    run_ranks(_bad_every, 1)

@@ -18,6 +18,7 @@ from tests.conformance.zygote import children_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
+SWAPPED = Path(__file__).parent / "swapped"
 
 CLASS = {
     "torch": "torch.nn.parallel.distributed.DistributedDataParallel",
@@ -46,11 +47,13 @@ def _end(process: subprocess.Popen[str]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _communicate(command: list[str], folder: Path, timeout: float) -> tuple[int | str, str]:
+def _communicate(
+    command: list[str], folder: Path, timeout: float, variables: dict[str, str] | None = None
+) -> tuple[int | str, str]:
     """(exit status, output) of one command in ``folder``."""
     process = subprocess.Popen(
         command,
-        env=_environment(),
+        env={**_environment(), **(variables or {})},
         cwd=folder,
         text=True,
         stdout=subprocess.PIPE,
@@ -63,6 +66,17 @@ def _communicate(command: list[str], folder: Path, timeout: float) -> tuple[int 
         _end(process)
         output, _ = process.communicate()
         return f"no end within {timeout} s", output
+
+
+def run_shipped(impl: str, module: str, folder: Path, timeout: float) -> tuple[int | str, str]:
+    """(exit status, output) of a library's own test program, which knows nothing of minddp: sitecustomize does."""
+    folder.mkdir(parents=True)
+    ranks = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", module]
+    variables = {"ACCELERATE_USE_CPU": "true"}
+    if impl == "minddp":
+        variables["PYTHONPATH"] = os.pathsep.join([str(SWAPPED), _environment()["PYTHONPATH"]])
+    return _communicate(command, folder, timeout, variables)
 
 
 def run(

@@ -19,8 +19,8 @@ from minddp.testing import run_ranks
 
 OURS = minddp.DistributedDataParallel
 
-# Defaults that differ: name -> why. What None stands for is in the docstrings.
-OTHER_DEFAULTS: dict[str, str] = {}
+# Defaults that differ: name -> why.
+OTHER_DEFAULTS = {"broadcast_buffers": "True in torch 2.11, None later; the same buffers are broadcast"}
 
 _INSIDE = "inside torch's own class; another one does its work here"
 _PYTHON_REDUCER = "torch's reducer in Python, for compiled autograd, which raises here"

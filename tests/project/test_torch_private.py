@@ -134,7 +134,7 @@ def main() -> None:
     """Notes the installed torch for everything that it has, and lists what is new or no longer used."""
     before = listed() if LIST.exists() else {}
     paths, attributes = used()
-    lines = ["# By `python -m tests.project.test_torch_private`: the releases of torch in which each was seen.", ""]
+    lines = ["# By `python -m tests.project.test_torch_private`: in which releases of torch each was seen.", ""]
     for table, names, is_there in (
         ("names", paths, resolves),
         ("headers", headers(), lambda header: (HEADERS / header).exists()),

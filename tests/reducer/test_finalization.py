@@ -264,7 +264,7 @@ def _automatic(ddp, rank):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_same_calls_have_the_same_outcome(world_size):
     """As in torch's class, error by error and gradient by gradient."""
-    assert run_ranks(_all_transcripts, world_size) == [True] * world_size
+    assert run_ranks(_all_transcripts, world_size, timeout=150) == [True] * world_size
 
 
 def _should(rank, world_size):
@@ -469,19 +469,18 @@ def _late(rank, world_size):
         ddp(x, False).sum().backward()
         ddp.finalize_backward()
     Ahead.call = ddp.finalize_backward
-    with pytest.raises(RuntimeError, match="layer.* has been marked as ready twice: its gradient arrived 2 times"):
-        ddp(x, True).sum().backward()
+    ddp(x, True).sum().backward()
     Ahead.call = None
-    with pytest.raises(RuntimeError, match="ended with an exception"):
-        ddp(x, True)
-    ddp.abort_iteration()
+    with pytest.raises(RuntimeError, match=r"gradients that were never averaged, of .*layer\.weight"):
+        torch.optim.SGD(ddp.parameters(), lr=0.1).step()
     ddp.zero_grad()
     ddp(x, False).sum().backward()
     ddp.finalize_backward()
+    torch.optim.SGD(ddp.parameters(), lr=0.1).step()
     return True
 
 
-def test_a_gradient_after_finalization_raises():
+def test_a_gradient_after_finalization_is_not_stepped_on():
     assert run_ranks(_late, 2) == [True, True]
 
 

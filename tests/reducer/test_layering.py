@@ -17,7 +17,6 @@ PATH = CSRC / "reducer"
 # Lowest first: a unit may include those before it. `bindings` is not part of the reading path.
 LAYERS = [
     "wait",
-    "transport_memory",
     "bucket",
     "forwards",
     "grad_hooks",

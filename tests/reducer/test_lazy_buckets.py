@@ -98,7 +98,7 @@ def _everywhere(rank, world_size):
     """Lazy gives the bits of eager; and torch's numbers."""
     for branches, cases in ((False, {**CASES, **OURS_ALONE}), (True, WITH_BRANCHES)):
         for name, kwargs in cases.items():
-            for to_none in (True, False):
+            for to_none in (True, False) if "views" in name else (True,):
                 lazy = _train(OURS, rank, {**kwargs, **LAZY}, to_none, branches)
                 _assert_same(lazy, _train(OURS, rank, kwargs, to_none, branches), name, exactly=True)
                 if TORCH_HAS_IT and name not in OURS_ALONE:
@@ -108,7 +108,7 @@ def _everywhere(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_lazy_buckets_change_no_number(world_size):
-    assert run_ranks(_everywhere, world_size) == [True] * world_size
+    assert run_ranks(_everywhere, world_size, timeout=150) == [True] * world_size
 
 
 def _memory(rank, world_size, kwargs):

@@ -8,17 +8,18 @@ from statistics import median
 from typing import Any
 
 Results = Sequence[dict[str, Any]]
-WORDS = ("told", "not named", "late", "not told", "unharmed", "wrong weights", "stuck", "no fault")
+WELL = ("told", "unharmed")
+WORDS = (*WELL, "not named", "late", "not told", "replicas differ", "wrong weights", "stuck", "no fault")
 
 _PAGE = """# What the others are told when one rank meets a fault
 
 Written by `make faults`, cell by cell: real processes train a small model; in its fourth step one of them meets a
 fault at the named place. "Told": each other rank raises within 10 seconds of the fault (a cut link: {cut:.0f}), with
 an error that names the faulty rank, its weights until then are those of a run without a fault (a swallowed exception
-gives the others another batch: not compared), and its process ends. Else: "not named" (an error that does not say
-who), "late", "stuck" (still running {stuck} seconds after the fault), "unharmed" (ended as if nothing had been). The
-group's timeout is {group} s, `desync_timeout` {desync} s; a stopped process goes on after twelve seconds. Torch's
-class had the same cells.
+gives the others another batch: not compared), and its process ends. "Unharmed": all ranks go on to the end, alike.
+Else: "not named" (an error that does not say who), "late", "stuck" (still running {stuck} seconds after the fault),
+"replicas differ" (all ended, with different weights). The group's timeout is {group} s, `desync_timeout` {desync} s;
+a stopped process goes on after twelve seconds. Where there is an entry, torch's class had the same cells.
 
 {summary}
 
@@ -35,7 +36,7 @@ def summary(results: Results) -> str:
         if of_kind:
             counts = [(word, sum(result["verdict"] == word for result in of_kind)) for word in WORDS]
             told = ", ".join(f"{word}: {count}" for word, count in counts if count or word == "told")
-            lost = sum(result["verdict"] != "told" for result in of_kind)
+            lost = sum(result["verdict"] not in WELL for result in of_kind)
             lines.append(f"- {kind}: {len(of_kind)} cells; {told}; lost: {lost}")
     return "\n".join(lines)
 

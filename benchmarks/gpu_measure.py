@@ -1,0 +1,262 @@
+"""What ``gpu_check.py`` measures, one part a process; it may be run by itself.
+
+    python benchmarks/gpu_measure.py many-small --device cuda --output answer.json
+
+build        the extension, with CUDA, in place
+many-small, resnet50
+             at world size 1: launches of a step beyond the local one (torch.profiler; on a CPU ATen calls), and
+             step(DDP) - step(local): the reducer and the collectives of one rank
+bandwidth    packing and unpacking, as a share of a plain copy of as many bytes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # minddp as built in place
+VARIANTS = ["torch", "torch-views", "minddp", "minddp-views"]
+OURS = "scaled_copy_kernel"
+BUCKET_BYTES = 25 << 20
+SETS = 8  # of source and destination, in turn: together they fit into no cache
+SEGMENTS = {"one segment": 1, "400 segments": 400, "5,000 segments": 5000}
+
+
+# ---- build
+
+
+def build(device: str) -> dict[str, Any]:
+    """Builds the extension; on a GPU machine a build without CUDA is an error."""
+    environment = os.environ | ({"MINDDP_CUDA": "1"} if device == "cuda" else {})
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
+    from minddp import _extension
+
+    return {"config": _extension.build_record()}
+
+
+# ---- on the rank
+
+
+def count_launches(rank: int, world_size: int, model: str, engine: str) -> dict[str, dict[str, Any]]:
+    """For each variant: launches of one step, those of our kernel, and how many buckets there are."""
+    import harness
+    import models
+    import overhead
+    import torch
+    import variants as steps
+    from torch.profiler import ProfilerActivity, profile
+
+    device = harness.rank_device(engine, rank)
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    counts: dict[str, dict[str, Any]] = {}
+    for variant in ["local", *VARIANTS]:
+        step = steps.make_step(variant, models.workload(model, device, rank), device)
+        for _ in range(overhead.WARMUP):
+            step()
+        with profile(activities=[activity]) as seen:
+            step()
+        names = Counter(event.name for event in seen.events() if _is_launch(event, device))
+        counts[variant] = {
+            "launches": sum(names.values()),
+            "ours": sum(count for name, count in names.items() if OURS in name),
+            "buckets": len(step.bucket_bytes()) if variant != "local" else 0,
+            "names": dict(names.most_common(40)),
+        }
+        del step
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return counts
+
+
+def _is_launch(event: Any, device: Any) -> bool:
+    if device.type == "cpu":
+        return bool(event.name.startswith("aten::"))
+    from torch.autograd import DeviceType
+
+    return bool(event.device_type == DeviceType.CUDA and not event.name.startswith("ProfilerStep"))
+
+
+# ---- bandwidth
+
+
+def bandwidth(device: str) -> dict[str, Any]:
+    """Bytes per second of packing 25 MiB (a destination of another dtype: unpacking), beside ``copy_`` of as many."""
+    import torch
+
+    rows = []
+    for source_type, target_type, scale in [
+        (torch.float32, torch.float32, 1.0),
+        (torch.float32, torch.float32, 0.5),
+        (torch.bfloat16, torch.bfloat16, 0.5),
+        (torch.float32, torch.bfloat16, 0.5),
+        (torch.bfloat16, torch.float32, 0.5),
+    ]:
+        numel = BUCKET_BYTES // 4
+        sources = [torch.randn(numel, device=device).to(source_type) for _ in range(SETS)]
+        targets = [torch.empty(numel, dtype=target_type, device=device) for _ in range(SETS)]
+        moved = numel * (source_type.itemsize + target_type.itemsize)
+        like = [torch.empty(2, moved // 2, dtype=torch.uint8, device=device) for _ in range(SETS)]
+        calls: dict[str, list[Callable[[], None]]] = {"copy": [lambda a=a, b=b: a.copy_(b) for a, b in like]}
+        for name, count in SEGMENTS.items():
+            calls[name] = [_pack_call(device, a, b, scale, count) for a, b in zip(sources, targets, strict=True)]
+        seconds = _interleaved_seconds(calls, device)
+        for name in SEGMENTS:
+            rows.append(
+                {
+                    "from": str(source_type), "to": str(target_type), "scale": scale, "segments": name,
+                    "bytes_per_second": moved / seconds[name], "of_copy": seconds["copy"] / seconds[name],
+                }
+            )  # fmt: skip
+    lines = ["packing 25 MiB                                  GB/s   of a copy"]
+    for row in rows:
+        what = f"{row['from'][6:]} to {row['to'][6:]} x {row['scale']:g}, {row['segments']}"
+        lines.append(f"{what:44}{row['bytes_per_second'] / 1e9:8.1f}{row['of_copy']:10.2f}")
+    return {"rows": rows, "table": lines}
+
+
+def _pack_call(device: str, source: Any, target: Any, scale: float, count: int) -> Callable[[], None]:
+    from minddp import _extension
+
+    extension = _extension.load()
+    size = -(-source.numel() // count)
+    pieces, targets = list(source.split(size)), list(target.split(size))
+    if device == "cuda":
+        return lambda: extension.cuda_scaled_copy(pieces, targets, source.dtype, scale)
+
+    def on_cpu() -> None:
+        for piece, to in zip(pieces, targets, strict=True):
+            extension.scaled_copy(piece, to, scale)
+
+    return on_cpu
+
+
+def _interleaved_seconds(calls: dict[str, list[Callable[[], None]]], device: str) -> dict[str, float]:
+    """Medians over rounds of one call, each set in its turn. On a GPU a captured graph is timed: its time alone.
+
+    A graph launches the kernel of 5,000 segments in several pieces; see csrc/cuda/scaled_copy.cu.
+    """
+    import harness
+
+    timer = _graph_timer if device == "cuda" else _host_timer
+    timed = {name: timer(each) for name, each in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for order in harness.rounds(list(calls), 15 if device == "cuda" else 5):
+        for name in order:
+            samples[name].append(timed[name]())
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _host_timer(calls: list[Callable[[], None]]) -> Callable[[], float]:
+    def measure() -> float:
+        begin = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - begin) / len(calls)
+
+    return measure
+
+
+def _graph_timer(calls: list[Callable[[], None]]) -> Callable[[], float]:
+    import torch
+
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def measure() -> float:
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3 / len(calls)
+
+    return measure
+
+
+# ---- the whole
+
+
+def measure_model(model: str, device: str, rounds: int) -> dict[str, Any]:
+    """Launches and overhead of every variant on one model, at world size 1."""
+    import harness
+    import overhead
+
+    with harness.Ranks(1, "nccl" if device == "cuda" else "gloo") as ranks:
+        launches = ranks.run(count_launches, model, ranks.engine, timeout=100)[0]
+        answer = ranks.run(overhead.measure_rounds, model, VARIANTS, rounds, 3, ranks.engine, timeout=150)[0]
+    samples = answer[0]
+    base = overhead.less(samples, "torch", "local")
+    rows = {}
+    for variant in VARIANTS:
+        added = overhead.less(samples, variant, "local")
+        rows[variant] = {
+            "added": harness.spread(added).to_json(),
+            "step": harness.spread(samples[variant]).to_json(),
+            "ratio": overhead.ratio_interval(added, base),
+        }
+    local = harness.spread(samples["local"]).to_json()
+    entry = {"model": model, "launches": launches, "local": local, "overhead": rows}
+    return {**entry, "table": model_lines(entry)}
+
+
+def model_lines(entry: dict[str, Any]) -> list[str]:
+    """One model's table."""
+    import harness
+
+    counts = entry["launches"]
+    local = counts["local"]["launches"]
+    lines = [f"{entry['model']}: local step {entry['local']['median'] * 1e3:.3f} ms, {local} launches"]
+    row = "{:14}{:>26}{:>10}{:>10}{:>6}{:>9}".format
+    lines.append(row("", "added ms [quartiles]", "of torch", "launches", "ours", "buckets"))
+    for variant, values in entry["overhead"].items():
+        count = counts[variant]
+        added = harness.Spread(**values["added"]).show(1e3, 3)
+        ratio = "" if values["ratio"] is None else f"{values['ratio'][1]:.2f}"
+        more = f"+{count['launches'] - local}"
+        lines.append(row(variant, added, ratio, more, count["ours"], count["buckets"]))
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("part", choices=["build", "many-small", "resnet50", "bandwidth"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
+    parser.add_argument("--rounds", type=int, help="of the overhead (default: 20 on a GPU, 5 on a CPU)")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    arguments = parser.parse_args(argv)
+    device = arguments.device
+    if arguments.part == "build":
+        result = build(device)
+    elif arguments.part == "bandwidth":
+        result = bandwidth(device)
+    else:
+        result = measure_model(arguments.part, device, arguments.rounds or (20 if device == "cuda" else 5))
+    if arguments.part != "build":
+        import harness
+
+        result["machine"] = harness.machine()
+    print(*result.get("table", []), sep="\n")
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

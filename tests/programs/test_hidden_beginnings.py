@@ -1,0 +1,413 @@
+"""Backwards whose beginning is hard to see: the outputs' nodes are gone, or the first gradient is a nested graph's.
+
+Each program runs with torch's class and with minddp's, and gives the gradients or weights of its last step. Torch is
+right in all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+import minddp
+from minddp.testing import run_ranks
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batch(rank, i=0):
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
+
+
+def gradients(*modules):
+    return [None if p.grad is None else p.grad.clone() for module in modules for p in module.parameters()]
+
+
+def descend(module):
+    with torch.no_grad():
+        for p in module.parameters():
+            p -= 0.1 * p.grad
+
+
+def weights(module):
+    return [p.detach().clone() for p in module.parameters()]
+
+
+class Experts(nn.Module):
+    """One of three, chosen by the caller; the output is a view."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+
+    def forward(self, x, which):
+        return self.experts[which](x).view(-1, 4)
+
+
+def experts_changed_in_place(wrap, rank):
+    """The in-place operation gives the output, a view, another node; which experts rest depends on the rank."""
+    torch.manual_seed(0)
+    body = wrap(nn.Linear(4, 4, bias=False), bucket_cap_mb=1e-5)
+    experts = wrap(Experts(), find_unused_parameters=True, bucket_cap_mb=1e-5)
+    for i in range(4):
+        body.zero_grad()
+        experts.zero_grad()
+        out = experts(body(batch(rank, i)), 2 if rank == 1 else 0)
+        out *= 0.5
+        out.pow(2).sum().backward()
+    return gradients(body, experts)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        g = g.clone()
+        dist.all_reduce(g)
+        return g
+
+
+class StatisticThenExperts(nn.Module):
+    """A collective of its own before the experts, as a SyncBatchNorm's; flattened at the end."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4, bias=False)
+        self.experts = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+
+    def forward(self, x, which):
+        return self.experts[which](_Summed.apply(self.body(x))).flatten()
+
+
+def a_collective_of_the_model(wrap, rank):
+    model = wrap(StatisticThenExperts(), find_unused_parameters=True, bucket_cap_mb=1e-5)
+    for _ in range(4):
+        model.zero_grad()
+        out = model(batch(0)[:4] * (rank + 1), 2 if rank == 1 else 0)
+        out[0] = 0.0
+        out.pow(2).sum().backward()
+    return gradients(model)
+
+
+class CheckpointedView(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x):
+        return checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=True).view(-1)
+
+
+def a_checkpoints_view_in_place(wrap, rank):
+    model = wrap(CheckpointedView())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for i in range(3):
+        optimizer.zero_grad()
+        out = model(batch(rank, i))
+        out *= 2.0
+        out.pow(2).mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+class KeptFeatures(nn.Module):
+    """The loss takes what forward kept, and not what it returned."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden = checkpoint(self.a, x.clone().requires_grad_(), use_reentrant=True)
+        self.features = checkpoint(self.b, hidden, use_reentrant=True)
+        return {"logits": self.features * 1.0}
+
+
+def features_and_a_step_by_hand(wrap, rank):
+    model = wrap(KeptFeatures())
+    for i in range(3):
+        model.zero_grad()
+        model(batch(rank, i))
+        model.module.features.pow(2).mean().backward()
+        descend(model)
+    return weights(model)
+
+
+class Auxiliary(nn.Module):
+    """A loss of its own, kept on the module, from inside of a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.extra = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        out = self.body(x)
+        self.loss = checkpoint(self.extra, out.detach().requires_grad_(), use_reentrant=True).pow(2).mean()
+        return out
+
+
+def an_auxiliary_loss(wrap, rank):
+    model = wrap(Auxiliary())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for i in range(3):
+        optimizer.zero_grad()
+        (model(batch(rank, i)).pow(2).mean() + model.module.loss).backward()
+        optimizer.step()
+    return weights(model)
+
+
+class _Reversible(torch.autograd.Function):
+    """Its backward runs a forward and a backward."""
+
+    @staticmethod
+    def forward(ctx, x, net):
+        ctx.net = net
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return net(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.net(x), g)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return _Reversible.apply(self.body(x), self.block)[:, :2]
+
+
+def a_reversible_block(wrap, rank):
+    model = wrap(Reversible())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for i in range(3):
+        optimizer.zero_grad()
+        out = model(batch(rank, i))
+        out[0] = 0.0
+        out.pow(2).mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def a_penalty_past_a_forward_that_waits(wrap, rank):
+    """All of the module's gradients past the wrapper, while a forward waits: torch averages them, too."""
+    model = wrap(mlp())
+    for i in range(3):
+        model.zero_grad()
+        model(batch(rank, i + 1))
+        model.module(batch(rank, i)).pow(2).sum().backward()
+        descend(model)
+    return weights(model)
+
+
+PROGRAMS = [
+    experts_changed_in_place, a_collective_of_the_model, a_checkpoints_view_in_place, features_and_a_step_by_hand,
+    an_auxiliary_loss, a_reversible_block, a_penalty_past_a_forward_that_waits,
+]  # fmt: skip
+
+
+def _both(rank, world_size):
+    warnings.simplefilter("ignore")
+    return {f.__name__: (f(TorchDDP, rank), f(minddp.DistributedDataParallel, rank)) for f in PROGRAMS}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_same_as_with_torch(world_size):
+    ranks = run_ranks(_both, world_size, timeout=120)
+    for name in ranks[0]:
+        for theirs, ours in (seen[name] for seen in ranks):
+            for a, b in zip(theirs, ours, strict=True):
+                assert (a is None) == (b is None), name
+                assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-5), name
+
+
+# ---- where torch has no answer: beside one process that has all ranks' shares
+
+
+def _penalized_experts(rank, world_size):
+    """A penalty on one expert's weights in the same loss: on some ranks all of its gradient."""
+    torch.manual_seed(0)
+    body, experts = nn.Linear(4, 4, bias=False), Experts()
+    alone_body, alone_experts = nn.Linear(4, 4, bias=False), Experts()
+    alone_body.load_state_dict(body.state_dict())
+    first = minddp.DistributedDataParallel(body, bucket_cap_mb=1e-5)
+    second = minddp.DistributedDataParallel(experts, find_unused_parameters=True, bucket_cap_mb=1e-5)
+
+    def loss(body, experts, other, i):
+        return experts(body(batch(other, i)), 2 if other == 1 else 0).pow(2).sum()
+
+    same = []
+    for i in range(4):
+        for module in (first, second, alone_body, alone_experts):
+            module.zero_grad()
+        (loss(first, second, rank, i) + 0.1 * experts.experts[0].weight.pow(2).sum()).backward()
+        everyone = sum(loss(alone_body, alone_experts, other, i) for other in range(world_size))
+        (everyone / world_size + 0.1 * alone_experts.experts[0].weight.pow(2).sum()).backward()
+        pairs = zip(gradients(body, experts), gradients(alone_body, alone_experts))
+        same += [(a is None and b is None) or torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs]
+    return same
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_penalty_on_an_expert_that_rests(world_size):
+    assert all(all(same) for same in run_ranks(_penalized_experts, world_size))
+
+
+def _local_steps(rank, world_size):
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    class Hidden(CheckpointedView):
+        def forward(self, x):
+            return Box(super().forward(x))
+
+    ddp, alone = minddp.DistributedDataParallel(Hidden()), Hidden()
+    optimizers = [torch.optim.SGD(module.parameters(), 0.05) for module in (ddp, alone)]
+    for i in range(3):
+        for module, optimizer in zip((ddp, alone), optimizers):
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                module(batch(rank, i)).value.pow(2).mean().backward()
+            optimizer.step()
+    return all(torch.equal(a, b) for a, b in zip(weights(ddp), weights(alone)))
+
+
+def test_local_steps_on_what_nobody_can_see():
+    """Under no_sync, the output in an object of the user's, all gradients nested: local on purpose."""
+    assert all(run_ranks(_local_steps, 2))
+
+
+def _cast_and_back(rank, world_size):
+    ddp = minddp.DistributedDataParallel(mlp())
+    seen = []
+    for i in range(8):
+        ddp.zero_grad()
+        ddp(batch(rank, i)).pow(2).sum().backward()
+        descend(ddp)
+        seen.append(weights(ddp))
+        if i in (2, 4):
+            ddp.to(torch.bfloat16)
+            with torch.no_grad():
+                ddp(batch(rank, i).bfloat16())
+            ddp.float()
+    return seen[-1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_that_were_cast_and_cast_back_keep_their_hooks(world_size):
+    first, *others = run_ranks(_cast_and_back, world_size)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other))
+
+
+# ---- sums that are added to
+
+
+def _two_micro_batches(rank, world_size, reduction, views):
+    """Two synchronized micro-batches a step; which expert is used depends on batch and rank."""
+    ddp = minddp.DistributedDataParallel(
+        nn.ModuleDict({"e": nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(2)])}),
+        find_unused_parameters=True, gradient_as_bucket_view=views, reduction=reduction,
+    )  # fmt: skip
+    ddp.module.forward = lambda x, which: ddp.module["e"][which](x)
+    seen = []
+    for step in ([(0, 0, 0), (1, 1, 1)], [(0, 1, 1), (0, 1, 1)], [(1, 1, 1), (1, 1, 1)]):
+        for micro in step:
+            if reduction == "weighted":
+                ddp.add_weight(1)
+            ddp(torch.ones(1, 2), micro[rank]).sum().backward()
+        seen.append([0.0 if p.grad is None else float(p.grad[0, 0]) for p in ddp.parameters()])
+        ddp.zero_grad()
+    divisor = 1 if reduction == "sum" else world_size
+    right = [
+        [sum(micro[r] == which for micro in step for r in range(world_size)) / divisor for which in (0, 1)]
+        for step in ([(0, 0, 0), (1, 1, 1)], [(0, 1, 1), (0, 1, 1)], [(1, 1, 1), (1, 1, 1)])
+    ]
+    return seen, right
+
+
+@pytest.mark.parametrize("reduction", ["sum", "weighted"])
+@pytest.mark.parametrize("views", [False, True])
+def test_sums_of_experts_over_micro_batches(reduction, views):
+    for world_size in (2, 3):
+        for seen, right in run_ranks(_two_micro_batches, world_size, reduction, views):
+            for mine, expected in zip(seen, right, strict=True):
+                assert mine == pytest.approx(expected)
+
+
+def _assigned_between(rank, world_size):
+    ddp = minddp.DistributedDataParallel(nn.Linear(2, 1, bias=False), reduction="sum")
+    x = torch.ones(1, 2)
+    ddp(x).sum().backward()
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    ddp.module.weight.grad = torch.ones(1, 2)  # by hand: what was there is gone
+    ddp(x).sum().backward()
+    return float(ddp.module.weight.grad[0, 0])
+
+
+def test_a_gradient_assigned_by_hand_has_no_base():
+    assert run_ranks(_assigned_between, 2) == [4.0, 4.0]
+
+
+# ---- optimizers of the user's
+
+
+class _TakesModel(torch.optim.SGD):
+    def step(self, model):
+        model.eval()
+        super().step()
+        return "stepped"
+
+
+class _TakesArguments(torch.optim.SGD):
+    def step(self, closure):
+        loss = closure(True)
+        super().step()
+        return float(loss)
+
+
+def _own_optimizers(rank, world_size):
+    ddp = minddp.DistributedDataParallel(nn.Linear(2, 2))
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert _TakesModel(ddp.parameters(), 0.1).step(ddp.module) == "stepped"
+    optimizer = _TakesArguments(ddp.parameters(), 0.1)
+
+    def closure(zero):
+        if zero:
+            optimizer.zero_grad()
+        loss = ddp(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss.detach()
+
+    return optimizer.step(closure)
+
+
+def test_optimizers_with_arguments_of_their_own():
+    first, second = run_ranks(_own_optimizers, 2)
+    assert first == second

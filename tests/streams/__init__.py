@@ -1,0 +1,1 @@
+"""A fake accelerator, and programs for it; see device.h."""

@@ -1,0 +1,229 @@
+"""Programs whose gradients are made on several streams, for the fake device and, as the answer, for the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import minddp
+
+from . import extension
+
+ITERATIONS = 4
+
+
+class Branches(nn.Module):
+    """Two branches, the second on a stream of its own; gradients of both share buckets."""
+
+    def __init__(self, device: str, joins: bool = True):
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.second = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4))
+        self.last = nn.Linear(4, 3)
+        self.spare = nn.Linear(4, 3)
+        self.joins = joins  # the side stream waits for what came before forward
+        self.uses_spare = True
+        self.side_first = False  # then its gradients come last
+        self.side = torch.Stream(device) if device != "cpu" else None
+        self.to(device)
+        # autograd accumulates on the stream that a parameter was first used on, while anything remembers that.
+        self.first_use: list[Tensor] = []
+        if self.side is not None:
+            torch.accelerator.synchronize()
+            with self.side:
+                self.first_use = [p.view_as(p) for p in self.second.parameters()]
+
+    def forward(self, x: Tensor, side_x: Tensor) -> Tensor:
+        if self.side_first:
+            right = self._on_side(side_x)
+            left = self.first(x)
+        else:
+            left = self.first(x)
+            right = self._on_side(side_x)
+        if self.side is not None:
+            here = torch.accelerator.current_stream()
+            here.wait_stream(self.side)
+            right.record_stream(here)
+        both = left + right
+        out: Tensor = self.last(both)
+        return out + self.spare(both) if self.uses_spare else out
+
+    def _on_side(self, x: Tensor) -> Tensor:
+        if self.side is None:
+            return self.second(x)  # type: ignore[no-any-return]
+        if self.joins:
+            self.side.wait_stream(torch.accelerator.current_stream())
+        with self.side:
+            x.record_stream(self.side)
+            return self.second(x)  # type: ignore[no-any-return]
+
+
+@dataclass
+class Program:
+    """What is trained, and how.
+
+    Attributes:
+        options: of the wrapper.
+        zero: how gradients are emptied before an iteration; ``None``: they accumulate.
+        steps: whether an optimizer steps.
+        on_side: backward runs under a stream of the user's own.
+        hook: a communication hook.
+        joins: whether the side stream waits for what came before forward.
+        spare_in: the iterations that use all parameters.
+        side_first_in: those whose gradients come in another order than buckets were cut along.
+        no_sync_in: those under ``no_sync``.
+        release: buckets are given back after each iteration.
+        reads: gradients are looked at after every iteration, or after the last alone.
+        backend: of the group.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    zero: bool | None = True
+    steps: bool = True
+    joins: bool = True
+    on_side: bool = False
+    hook: Callable[[Any, Any], Any] | None = None
+    spare_in: tuple[int, ...] = tuple(range(ITERATIONS))
+    side_first_in: tuple[int, ...] = (2, 3)
+    no_sync_in: tuple[int, ...] = ()
+    release: bool = False
+    reads: bool = True
+    backend: str = extension.NAME
+
+
+def late_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Triples a bucket on a stream of its own, in a tensor of its own, as compressing hooks do."""
+    buffer = bucket.buffer()
+    if buffer.device.type == "cpu":
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer * 3)
+        return done
+    here, side = torch.accelerator.current_stream(), torch.Stream(buffer.device)
+    side.wait_stream(here)
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device])
+    with side:
+        buffer.record_stream(side)
+        future.set_result(buffer * 3)
+    return future
+
+
+MIXED = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SMALL = {"bucket_cap_mb": 1e-4}  # several buckets of two or three gradients
+
+PROGRAMS: dict[str, Program] = {
+    "default": Program(SMALL),
+    "one bucket": Program(),
+    "each alone": Program({"bucket_cap_mb": 1e-6}),
+    "views": Program({**SMALL, "gradient_as_bucket_view": True}),
+    "views, alone": Program({"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True}),
+    "views, accumulating": Program({**SMALL, "gradient_as_bucket_view": True}, zero=None, steps=False),
+    "accumulating": Program(SMALL, zero=None, steps=False),
+    "zeros": Program(SMALL, zero=False),
+    "unused": Program({**SMALL, "find_unused_parameters": True}, spare_in=(0, 2)),
+    "unused, views": Program(
+        {**SMALL, "find_unused_parameters": True, "gradient_as_bucket_view": True}, spare_in=(0, 2)
+    ),
+    "static": Program({**SMALL, "static_graph": True}, spare_in=()),
+    "bfloat16 travels": Program({**SMALL, "reduce_dtype": torch.bfloat16}),
+    "mixed precision": Program({**SMALL, "mixed_precision": MIXED}),
+    "sum": Program({**SMALL, "reduction": "sum"}, zero=None, steps=False),
+    "sum, no side": Program({**SMALL, "reduction": "sum"}, zero=None, steps=False, joins=False),
+    "weighted": Program({**SMALL, "reduction": "weighted"}),
+    "futures that order nothing": Program(SMALL, backend=extension.PLAIN),
+    "futures that order nothing, unused": Program(
+        {**SMALL, "find_unused_parameters": True}, spare_in=(0, 2), backend=extension.PLAIN
+    ),
+    "no_sync": Program(SMALL, zero=None, steps=False, no_sync_in=(0, 2)),
+    "late hook": Program(SMALL, hook=late_hook),
+    "late hook, views": Program({**SMALL, "gradient_as_bucket_view": True}, hook=late_hook),
+    "on a stream of the user's": Program(SMALL, on_side=True),
+    "side does not wait": Program(SMALL, steps=False, joins=False, reads=False),
+    "buckets released": Program(SMALL, zero=None, steps=False, joins=False, release=True),
+}
+
+
+@contextlib.contextmanager
+def group(backend: str = extension.NAME) -> Iterator[None]:
+    """The group of two ranks of which there is one, anew."""
+    dist.init_process_group(backend, rank=0, world_size=2, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def batches(device: str) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = torch.randn(ITERATIONS, 2, 3, 5, generator=generator)
+    return [(x.to(device), y.to(device)) for x, y in made]
+
+
+def train(program: Program, device: str) -> list[Tensor | None]:
+    """Every gradient of every iteration, and the parameters at the end."""
+    user = torch.Stream(device) if program.on_side and device != "cpu" else contextlib.nullcontext()
+    seen: list[Tensor | None] = []
+    with user:
+        module = Branches(device, program.joins)
+        model = minddp.DistributedDataParallel(module, **program.options)
+        module.first_use.clear()
+        if program.hook is not None:
+            model.register_comm_hook(None, program.hook)
+        inputs = batches(device)
+        if device != "cpu":
+            extension.load().synchronize()
+        for i, (x, side_x) in enumerate(inputs):
+            module.uses_spare = i in program.spare_in
+            module.side_first = i in program.side_first_in
+            if program.zero is not None:
+                model.zero_grad(set_to_none=program.zero)
+            if program.options.get("reduction") == "weighted":
+                model.add_weight(i + 1.0)
+            with model.no_sync() if i in program.no_sync_in else contextlib.nullcontext():
+                model(x, side_x).square().mean().backward()
+            if program.reads or i + 1 == ITERATIONS:
+                seen += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+            if program.steps:
+                with torch.no_grad():
+                    for p in module.parameters():
+                        if p.grad is not None:
+                            p.sub_(p.grad, alpha=0.1)
+            if program.release:
+                model.release_buckets()
+        seen += [p.detach().clone() for p in module.parameters()]
+    if device != "cpu":
+        extension.load().synchronize()
+    return [None if t is None else t.cpu() for t in seen]
+
+
+def differences(found: list[Tensor | None], want: list[Tensor | None]) -> list[str]:
+    """Where the two are not the same to rounding."""
+    wrong = []
+    for i, (a, b) in enumerate(zip(found, want, strict=True)):
+        if (a is None) != (b is None):
+            wrong.append(f"{i}: {a} instead of {b}")
+        elif a is not None and b is not None and not torch.allclose(a, b, rtol=1e-4, atol=1e-5):
+            wrong.append(f"{i}: {float((a - b).abs().max())} apart")
+    return wrong
+
+
+def check(name: str, seeds: list[int]) -> list[str]:
+    """Runs one program under each seed; what was wrong, with the seed."""
+    device = extension.load()
+    program = PROGRAMS[name]
+    with group(program.backend):
+        want = train(program, "cpu")
+    wrong = []
+    for seed in seeds:
+        device.seed(seed)
+        device.take_races()
+        with group(program.backend):
+            found = train(program, extension.NAME)
+        wrong += [f"{name}, order {seed}: {text}" for text in device.take_races() + differences(found, want)]
+    return wrong

@@ -1,0 +1,141 @@
+"""The whole way of a gradient on a device with streams, in random legal orders; see device.h.
+
+What the host does in a step is counted, too: where it waits, and what it copies from memory that is not pinned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from minddp.testing import run_ranks
+from tests.streams import extension, programs
+
+SEEDS = list(range(6))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Compiled here, once, and not within a rank's time."""
+    pytest.importorskip("ninja")
+    extension.build()
+
+
+def _check(rank: int, world_size: int, name: str) -> list[str]:
+    return programs.check(name, SEEDS)
+
+
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+@pytest.mark.timeout(300)
+def test_gradients_are_the_cpus_in_every_order(name: str) -> None:
+    assert run_ranks(_check, 1, name, backend=None, timeout=120) == [[]]
+
+
+# ---- what the device itself must see
+
+
+def _faults(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Programs with one mistake each; what was found of them."""
+    device = extension.load()
+    found: dict[str, list[str]] = {}
+
+    def streams() -> tuple[Any, Any]:
+        torch.accelerator.synchronize()
+        device.take_races()
+        return torch.accelerator.current_stream(), torch.Stream(extension.NAME)
+
+    here, side = streams()
+    x = torch.ones(100, device=extension.NAME)
+    with side:
+        x.add_(1)
+    found["no wait"] = device.take_races()
+
+    here, side = streams()
+    x = torch.ones(100, device=extension.NAME)
+    side.wait_stream(here)
+    with side:
+        y = x + 1
+    del x
+    torch.zeros(100, device=extension.NAME)
+    found["freed without record_stream"] = device.take_races()
+
+    here, side = streams()
+    x = torch.ones(100, device=extension.NAME)
+    side.wait_stream(here)
+    with side:
+        y = x + 1
+    x.record_stream(side)
+    del x
+    torch.zeros(100, device=extension.NAME)
+    here.wait_stream(side)
+    found["none"] = [*device.take_races(), *([] if torch.equal(y.cpu(), torch.full((100,), 2.0)) else ["values"])]
+    torch.accelerator.synchronize()
+    return found
+
+
+def test_the_device_finds_what_is_not_ordered() -> None:
+    found = run_ranks(_faults, 1, backend=None)[0]
+    assert found["none"] == []
+    assert any("does not wait for it" in text for text in found["no wait"])
+    assert any("the allocator does not know" in text for text in found["freed without record_stream"])
+
+
+def _values_show(rank: int, world_size: int) -> list[bool]:
+    """By order drawn: whether a missing wait shows in the values alone."""
+    device = extension.load()
+    shown = []
+    for seed in range(40):
+        torch.accelerator.synchronize()
+        device.seed(seed)
+        side = torch.Stream(extension.NAME)
+        x = torch.zeros(10, device=extension.NAME)
+        y = torch.zeros(10, device=extension.NAME)
+        torch.accelerator.synchronize()
+        with side:
+            x.add_(1)
+        y.add_(x)
+        torch.accelerator.synchronize()
+        shown.append(float(y[0]) == 0)
+    device.take_races()
+    return shown
+
+
+def test_orders_differ() -> None:
+    shown = run_ranks(_values_show, 1, backend=None)[0]
+    assert 5 < sum(shown) < 35
+
+
+# ---- the host's part
+
+
+def _host_work(rank: int, world_size: int, name: str) -> list[dict[str, int]]:
+    """What each step but the first two counted."""
+    device = extension.load()
+    program = programs.PROGRAMS[name]
+    device.seed(0)
+    counts = []
+    with programs.group():
+        module = programs.Branches(extension.NAME)
+        model = programs.minddp.DistributedDataParallel(module, **program.options)
+        if program.hook is not None:
+            model.register_comm_hook(None, program.hook)
+        for x, side_x in programs.batches(extension.NAME):
+            model.zero_grad()
+            if program.options.get("reduction") == "weighted":
+                model.add_weight(2.0)
+            torch.accelerator.synchronize()
+            device.take_counts()
+            model(x, side_x).square().mean().backward()
+            counts.append(dict(device.take_counts()))
+            torch.accelerator.synchronize()
+    return counts[2:]
+
+
+@pytest.mark.parametrize("name", ["default", "views", "unused", "static", "mixed precision", "late hook", "weighted"])
+def test_the_host_neither_waits_nor_copies_pageable_memory(name: str) -> None:
+    for counts in run_ranks(_host_work, 1, name, backend=None)[0]:
+        # Weights that do not add up must raise before anything is averaged: the host reads their sum, once.
+        assert counts.get("synchronize", 0) == (1 if name == "weighted" else 0), counts
+        assert counts.get("pageable copy", 0) == 0, counts
