@@ -78,7 +78,8 @@ class Reducer(_C.Reducer):
         ]
         # Where ranks may use different parameters, the order of arrival of one says little about the others'. And, as
         # in torch, their forwards have no collective of the reducer's in them: one rank alone may run some.
-        self.has_rebuilt = settings.graph_mode == _C.GraphMode.FIND_UNUSED
+        find_unused = settings.graph_mode == _C.GraphMode.FIND_UNUSED
+        self.has_rebuilt = find_unused and not settings.skip_all_reduce_unused
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook = False
         self._divisor = group.size()
