@@ -81,9 +81,9 @@ void Reducer::check_finished() const {
   if (phase_ == Phase::kLaunched) fail(errors::not_finalized(group_->getRank()));
   std::vector<errors::Parameter> absent;
   for (size_t index : missing()) absent.push_back({index, names_[index]});
-  auto cause = phase_ != Phase::kIncomplete       ? errors::Cause::kBackwardRaised
-      : options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
-                                                  : errors::Cause::kUnused;
+  auto cause = options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
+      : phase_ == Phase::kBackward                       ? errors::Cause::kBackwardRaised
+                                                         : errors::Cause::kUnused;
   fail(errors::unfinished_reduction(group_->getRank(), absent, cause));
 }
 
