@@ -273,12 +273,15 @@ class Engine:
 
     def rebuild_buckets(self) -> None:
         """Along the order of arrival, once. Collective."""
+        before = {frozenset(bucket) for bucket in self.reducer.buckets()}
         if not self.reducer._rebuild_buckets():
             return
         if self.reducer.agreed_token is not None:
             self.name(self.reducer.agreed_token)
-        self.has_rebuilt_buckets = True
-        self.logger.note_rebuilt(self.reducer)
+        changed = before != {frozenset(bucket) for bucket in self.reducer.buckets()}
+        if changed or not self.config.find_unused_parameters:
+            self.has_rebuilt_buckets = True
+            self.logger.note_rebuilt(self.reducer)
 
     def name(self, token: str) -> None:
         """What all ranks call this wrapper. Counting is no name: a copy on one rank alone would shift the rest."""

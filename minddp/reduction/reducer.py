@@ -79,7 +79,8 @@ class Reducer(_C.Reducer):
         # Where ranks may use different parameters, the order of arrival of one says little about the others'. And, as
         # in torch, their forwards have no collective of the reducer's in them: one rank alone may run some.
         find_unused = settings.graph_mode == _C.GraphMode.FIND_UNUSED
-        self.has_rebuilt = find_unused and not settings.skip_all_reduce_unused
+        self._agrees_on_order = not find_unused or settings.skip_all_reduce_unused
+        self.has_rebuilt = False
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook = False
         self._divisor = group.size()
@@ -127,13 +128,23 @@ class Reducer(_C.Reducer):
         return arrived + absent
 
     def _rebuild_buckets(self) -> bool:
-        """Once, after the first synchronized backward: buckets along rank 0's order. Collective."""
+        """Once, after the first synchronized backward: buckets along rank 0's order. Collective.
+
+        With unused parameters to find, what no rank has used lies apart, and nobody is asked: all know the same.
+        """
         if self.has_rebuilt or not self.has_recorded() or self.phase() != _C.Phase.IDLE:
             return False
         self.has_rebuilt = True
         order = ready_order(self.last_step()["ready_ns"])
-        order, token = agree_on_order(order, secrets.randbits(62), self.group, self._device)
-        self.agreed_token = f"{token:x}"
+        if self._agrees_on_order:
+            order, token = agree_on_order(order, secrets.randbits(62), self.group, self._device)
+            self.agreed_token = f"{token:x}"
+        elif self.group.size() > 1:
+            used = self._get_local_used_map().tolist()
+            backwards = reversed(range(len(used)))
+            order = [], []
+            for index in backwards:
+                order[not used[index]].append(index)
         super().set_buckets(self._assign(*order))
         return True
 

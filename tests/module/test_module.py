@@ -394,8 +394,13 @@ def _hook_errors(rank, world_size):
         ddp.register_comm_hook(None, allreduce_hook)
     late = _ddp()
     _warm(late, rank)
-    with pytest.raises(RuntimeError, match="before the first backward"):
-        late.register_comm_hook(None, allreduce_hook)
+    late.register_comm_hook(None, allreduce_hook)  # between iterations, as in torch
+    calls = []
+    twice = _ddp()
+    _warm(twice, rank)
+    twice.register_comm_hook(calls, lambda state, bucket: (state.append(1), allreduce_hook(None, bucket))[1])
+    _warm(twice, rank)
+    assert calls
     nothing = _ddp()
     nothing.register_comm_hook(None, lambda state, bucket: bucket.buffer())
     with pytest.raises(RuntimeError, match="callback must return a torch.futures.Future object, but got Tensor"):

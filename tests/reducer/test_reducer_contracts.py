@@ -743,7 +743,7 @@ def test_buckets_are_cut_anew_once():
 
 
 def _never_arrived(rank, world_size):
-    ddp = DDP(Two(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    ddp = DDP(Two(), find_unused_parameters=True)
     for step in range(2):
         ddp(_x(rank, step), ("left",)).backward()
     names = [sorted(ddp.reducer.names[i] for i in bucket) for bucket in ddp.reducer.buckets()]
