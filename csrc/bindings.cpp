@@ -243,7 +243,7 @@ void bind_reducer(py::module_& module) {
           py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr)
       .def("abort_iteration", &Reducer::abort_iteration)
       .def("bypassed", &Reducer::bypassed)
-      .def("share", &Reducer::share, py::arg("other"), py::arg("theirs"))
+      .def("share", &Reducer::share, py::arg("other"), py::arg("theirs"), py::arg("views"))
       .def("arrived_in", &Reducer::arrived_in, py::arg("index"))
       .def_readwrite("sync_enabled", &Reducer::sync_enabled)
       .def_readwrite("optimizer_in_backward", &Reducer::optimizer_in_backward)

@@ -64,6 +64,12 @@ class Forwards {
     return {local ? Origin::kLocal : Origin::kBypassed};
   }
 
+  // Whether the graph task that runs now holds nodes of any forward of the wrapper.
+  bool has_nodes_in_graph() const {
+    const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
+    return std::any_of(nodes.begin(), nodes.end(), [&](const auto* node) { return find(*node); });
+  }
+
  private:
   struct Span {
     uint64_t begin = 0, end = 0;  // sequence numbers, which each thread counts by itself

@@ -82,7 +82,7 @@ class GradHooks {
 
   // Whether parameter i has another node by now.
   bool is_lost(size_t i, const at::Tensor& parameter) const {
-    return torch::autograd::impl::grad_accumulator(parameter) != hooked_[i].first;
+    return parameter.requires_grad() && torch::autograd::impl::grad_accumulator(parameter) != hooked_[i].first;
   }
 
   // By parameter: whether the backward that runs now will accumulate into it, as far as its own graph tells.

@@ -147,7 +147,8 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const bool known = !backward_.alive.expired();
   if (known && !(synchronized && graph_task == backward_.graph_task && backward_.origin != Origin::kSynchronized))
     return;
-  const Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards_.origin();
+  Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards_.origin();
+  if (answer.taken && goes_through_a_sharer()) answer = {Origin::kBypassed};
   backward_.origin = answer.origin;
   deferred_ |= answer.taken;
   if (backward_.origin == Origin::kLocal && sync_enabled) {
@@ -214,9 +215,17 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   }
 }
 
+// Whether the graph task that runs now is of another wrapper's forward.
+bool Reducer::goes_through_a_sharer() const {
+  return std::any_of(sharers_.begin(), sharers_.end(), [](const Sharer& sharer) {
+    auto other = sharer.reducer.lock();
+    return other && other->forwards_.has_nodes_in_graph();
+  });
+}
+
 void Reducer::refuse_shared_view(size_t index) const {
   for (const Sharer& sharer : sharers_) {
-    auto other = sharer.theirs[index] < 0 ? nullptr : sharer.reducer.lock();
+    auto other = sharer.theirs[index] < 0 || !sharer.views ? nullptr : sharer.reducer.lock();
     if (other && other->backward_.origin == Origin::kSynchronized &&
         other->usage_.arrived_in[sharer.theirs[index]] == torch::autograd::get_current_graph_task_id())
       fail(errors::shared_view(group_->getRank(), {index, names_[index]}));

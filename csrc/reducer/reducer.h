@@ -132,11 +132,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     recorded_ = true;
   }
 
-  // `other` reduces some of these parameters too (theirs[i] is parameter i's index there, or -1), and one of the two
-  // makes gradients views: a backward through both is refused.
-  void share(const std::shared_ptr<Reducer>& other, std::vector<int64_t> theirs) {
+  // `other` reduces some of these parameters too: theirs[i] is parameter i's index there, or -1. Where one of the two
+  // makes gradients `views`, a backward through both is refused.
+  void share(const std::shared_ptr<Reducer>& other, std::vector<int64_t> theirs, bool views) {
     std::erase_if(sharers_, [&](const Sharer& s) { return s.reducer.expired() || s.reducer.lock() == other; });
-    sharers_.push_back({other, std::move(theirs)});
+    sharers_.push_back({other, std::move(theirs), views});
   }
 
   ReducerOptions& options() { return options_; }
@@ -168,6 +168,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void enter_backward(std::optional<bool> through_synchronized_forward);
   void begin_iteration();
   void refuse_shared_view(size_t index) const;
+  bool goes_through_a_sharer() const;
   void mark_variable_ready(size_t index, const at::Tensor& contribution);
   void note_origin(size_t index);
   void gradient_grew(size_t index);
@@ -234,6 +235,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   struct Sharer {
     std::weak_ptr<Reducer> reducer;
     std::vector<int64_t> theirs;
+    bool views;
   };
   std::vector<Sharer> sharers_;
   std::vector<c10::intrusive_ptr<Future>> extra_futures_;

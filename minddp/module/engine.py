@@ -118,15 +118,14 @@ class Engine:
         self.tuner = self._make_tuner()
 
     def _note_sharers(self) -> None:
-        """Other wrappers of some of these parameters, where gradients are windows on the buckets of one."""
+        """Other wrappers of some of these parameters: a backward through theirs is not this one's."""
         for other in optimizer_guard.watched():
-            if other is self or not (self.config.gradient_as_bucket_view or other.config.gradient_as_bucket_view):
+            if other is self or self.parameter_ids().isdisjoint(other.parameter_ids()):
                 continue
+            views = self.config.gradient_as_bucket_view or other.config.gradient_as_bucket_view
             for one, two in ((self, other), (other, self)):
                 index = {id(p): i for i, p in enumerate(two.parameters.reduced)}
-                theirs = [index.get(id(p), -1) for p in one.parameters.reduced]
-                if any(i >= 0 for i in theirs):
-                    one.reducer.share(two.reducer, theirs)
+                one.reducer.share(two.reducer, [index.get(id(p), -1) for p in one.parameters.reduced], views)
 
     def detach(self) -> None:
         """The parameters are nobody's any more."""

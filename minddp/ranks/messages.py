@@ -22,11 +22,11 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     device, what = _device(group), "what all ranks tell each other"
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
-    waiting.allgather(group, sizes, torch.tensor([len(mine)], device=device), what)
+    waiting.all_gather(group, sizes, torch.tensor([len(mine)], device=device), what)
     longest = max(int(size) for size in sizes)
     padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
     everyone = [torch.empty_like(padded) for _ in sizes]
-    waiting.allgather(group, everyone, padded, what)
+    waiting.all_gather(group, everyone, padded, what)
     return [data[: int(size)].cpu().numpy().tobytes() for data, size in zip(everyone, sizes)]
 
 

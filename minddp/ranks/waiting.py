@@ -37,11 +37,11 @@ def wait_for(work: Any, group: Any, what: str) -> None:
     _C.wait_for(work, _on_stall(group, what))
 
 
-def broadcast(group: Any, tensor: torch.Tensor, src: int, what: str) -> None:
+def broadcast_from(group: Any, tensor: torch.Tensor, src: int, what: str) -> None:
     """Rank ``src``'s tensor on all ranks of ``group``. Collective."""
     _C.group_broadcast(group, tensor, src, _on_stall(group, what))
 
 
-def allgather(group: Any, outputs: Sequence[torch.Tensor], mine: torch.Tensor, what: str) -> None:
+def all_gather(group: Any, outputs: Sequence[torch.Tensor], mine: torch.Tensor, what: str) -> None:
     """Every rank's tensor, in rank order. Collective."""
     _C.group_allgather(group, outputs, mine, _on_stall(group, what))

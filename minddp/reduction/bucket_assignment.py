@@ -97,7 +97,7 @@ def agree_on_order(
     if group.size() == 1:
         return order, token
     message = torch.tensor([token, len(arrived), *arrived, *absent], device=device)
-    waiting.broadcast(group, message, 0, "the new buckets, before forward")
+    waiting.broadcast_from(group, message, 0, "the new buckets, before forward")
     token, count, *indices = message.tolist()
     return (indices[:count], indices[count:]), token
 

@@ -399,10 +399,11 @@ class Visible(Scale):
 def _the_next_node(rank, world_size):
     ddp = DDP(Visible())
     for step in range(3):
-        ddp(_x(rank, step)).sum().backward()
+        out = ddp(_x(rank, step))
+        next_node = torch.mul(ddp.module.weight, _x(rank, step)[0])
+        out.sum().backward()
         ddp.zero_grad()
-        ddp(_x(rank, step))
-        torch.mul(ddp.module.weight, _x(rank, step)[0]).backward(torch.ones(4))
+        next_node.backward(torch.ones(4))
         assert torch.equal(ddp.module.weight.grad, _x(rank, step)[0])
         ddp.zero_grad()
 

@@ -5,22 +5,29 @@ What the host does in a step is counted, too: where it waits, and what it copies
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from minddp.testing import run_ranks
+from minddp.testing import run_ranks, shutdown
 from tests.streams import extension, programs
 
 SEEDS = list(range(6))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """Compiled here, once, and not within a rank's time."""
+def built() -> Iterator[None]:
+    """Compiled here, once, and not within a rank's time.
+
+    In processes of their own: one whose autograd engine has run knows of no device that comes later.
+    """
     pytest.importorskip("ninja")
     extension.build()
+    shutdown()
+    yield
+    shutdown()
 
 
 def _check(rank: int, world_size: int, name: str) -> list[str]:
