@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 # So long may another rank come later to its own step before it counts as one that has no such gradients.
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 10.0
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
 
 
