@@ -10,13 +10,13 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.testing import run_ranks
+from tests.programs.other_collective import other_collective
 
 
 def mlp():
@@ -68,20 +68,6 @@ def experts_changed_in_place(wrap, rank):
     return gradients(body, experts)
 
 
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.clone()
-        dist.all_reduce(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        g = g.clone()
-        dist.all_reduce(g)
-        return g
-
-
 class StatisticThenExperts(nn.Module):
     """A collective of its own before the experts, as a SyncBatchNorm's; flattened at the end."""
 
@@ -92,7 +78,7 @@ class StatisticThenExperts(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
 
     def forward(self, x, which):
-        return self.experts[which](_Summed.apply(self.body(x))).flatten()
+        return self.experts[which](other_collective(self.body(x))).flatten()
 
 
 def a_collective_of_the_model(wrap, rank):

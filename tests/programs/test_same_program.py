@@ -8,7 +8,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.testing import run_ranks
+from tests.programs.other_collective import other_collective
 
 MODES = {
     "default": {},
@@ -294,26 +294,6 @@ class Branches(nn.Module):
 
     def forward(self, x, which):
         return self.heads[which](torch.tanh(self.body(x)))
-
-
-def other_collective(x):
-    return _Summed.apply(x)
-
-
-class _Summed(torch.autograd.Function):
-    """A collective on the default group in forward and in backward, as a SyncBatchNorm's."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.clone()
-        dist.all_reduce(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        g = g.clone()
-        dist.all_reduce(g)
-        return g
 
 
 def two_modules_one_loss(wrap, rank):
