@@ -157,11 +157,8 @@ def _asks_for_local(program: dict[str, Any], step: int) -> bool:
     return local
 
 
-def _past_a_forward_that_waits(program: dict[str, Any], step: int) -> bool:
-    """Whether a backward through ``.module`` since zero_grad found a forward of its wrapper without a backward.
-
-    Or one under no_sync a forward of the wrapper's before it, which is still there.
-    """
+def _an_old_forward_waits(program: dict[str, Any], step: int) -> bool:
+    """Whether a backward under no_sync since zero_grad found a forward of the wrapper before, which is still there."""
     waiting: set[int] = set()
     old: set[int] = set()
     found = False
@@ -171,10 +168,8 @@ def _past_a_forward_that_waits(program: dict[str, Any], step: int) -> bool:
         elif verb == "rewrap":
             old |= waiting & {a.get("w", 0)} if a.get("keep") else set()
         elif verb == "backward":
-            through = {w for w, via, _ in ways if via == "ddp"}
-            found = found or any(via == "module" and w in waiting - through for w, via, _ in ways)
             found = found or any(w in old and not sync for w, _, sync in ways)
-            waiting -= through
+            waiting -= {w for w, via, _ in ways if via == "ddp"}
         elif verb == "zero":
             found = False
     return found
@@ -304,8 +299,8 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
                     continue  # about to go wrong in torch: views of a reduction that nobody waits for
                 detail = f"step {step}, rank {rank}, {label}: torch {_show(a)}, ours {other} {_show(b)}"
                 what = _kind_of(label)
-                if what == "a gradient" and _past_a_forward_that_waits(program, step):
-                    what = "a gradient past the wrapper, a forward of which waits"
+                if what == "a gradient" and _an_old_forward_waits(program, step):
+                    what = "a gradient under no_sync, while an old wrapper's forward waits"
                 return Difference("numbers", step, what, detail)
     return None
 
