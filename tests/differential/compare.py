@@ -158,7 +158,7 @@ def _asks_for_local(program: dict[str, Any], step: int) -> bool:
 
 
 def _an_old_forward_waits(program: dict[str, Any], step: int) -> bool:
-    """Whether a backward under no_sync since zero_grad found a forward of the wrapper before, which is still there."""
+    """Whether a backward under no_sync since zero_grad found a forward of the wrapper before, still alive."""
     waiting: set[int] = set()
     old: set[int] = set()
     found = False
