@@ -41,25 +41,6 @@ void Bucket::check(const Slot& slot, const at::Tensor& grad) const {
           kind(options_.sparse, grad_dtype_, device_)));
 }
 
-void Bucket::before_growth(size_t i) {
-  c10::NoGradGuard no_grad;
-  Slot& slot = (*slots_)[i];
-  slot.drop_stale_base();
-  if (slot.has_result()) slot.base = slot.parameter.grad().clone();
-  slot.result = SameTensor();
-}
-
-// Of a .grad that has been set to none, replaced, or zeroed in place since it grew nothing of the result is left.
-void Bucket::Slot::drop_stale_base() {
-  if (!base.defined()) return;
-  const at::Tensor& grad = parameter.grad();
-  auto zeroed = [&] {
-    at::Tensor values = grad.is_sparse() ? grad.coalesce().values() : grad;
-    return grad._version() != version && !values.any().item<bool>();
-  };
-  if (!(grown == grad) || zeroed()) base = at::Tensor();
-}
-
 void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution) {
   c10::NoGradGuard no_grad;
   producers_.wait();
@@ -105,13 +86,11 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
     const at::Tensor& grad = slot.parameter.mutable_grad();
     void* dst = base + slot.offset * buffer_.element_size();
     if (grad.defined()) check(slot, grad);
-    slot.drop_stale_base();
-    const bool nothing_new = options_.keep_base && slot.has_result();
-    if (nothing_new) slot.base = grad.clone();
+    const bool nothing_new = options_.keep_base && slot.known.is_all_of(grad);
     if (!grad.defined() || nothing_new)
       segments_.push_back({nullptr, dst, slot.parameter.numel()});
-    else if (slot.base.defined())
-      slot.view.copy_(grad).sub_(slot.base).mul_(scale);
+    else if (slot.known.tensor().defined())
+      slot.view.copy_(grad).sub_(slot.known.tensor()).mul_(scale);
     else if (is_one_piece(slot, grad) && can_cast(grad.scalar_type())) {
       if (grad.scalar_type() != dtype) copy_segments();
       dtype = grad.scalar_type();
@@ -136,7 +115,7 @@ void Bucket::adopt_view(Slot& slot) {
 bool Bucket::can_borrow(const std::vector<int32_t>& used, const at::Tensor& contribution) const {
   const Slot& slot = slots_->front();
   const at::Tensor& grad = slot.parameter.grad();
-  bool has_place = options_.allocate || options_.buffer_dtype != grad_dtype_ || slot.base.defined();
+  bool has_place = options_.allocate || options_.buffer_dtype != grad_dtype_ || slot.known.tensor().defined();
   return options_.gradient_as_view && slots_->size() == 1 && !has_place && used[slot.index] && grad.defined() &&
       !grad.requires_grad() && !grad.is_sparse() && grad.scalar_type() == grad_dtype_ && is_one_piece(slot, grad) &&
       is_sole_holder(grad, contribution);
@@ -156,13 +135,12 @@ void Bucket::pack_sparse(double scale) {
   Slot& slot = slots_->front();
   const at::Tensor& grad = slot.parameter.grad();
   if (grad.defined()) check(slot, grad);
-  slot.drop_stale_base();
-  bool nothing_new = options_.keep_base && slot.has_result();
-  if (nothing_new) slot.base = grad;
+  const bool nothing_new = options_.keep_base && slot.known.is_all_of(grad);
+  const at::Tensor& known = slot.known.tensor();
   if (!grad.defined() || nothing_new)
     buffer_ = zeros();
   else
-    buffer_ = (slot.base.defined() ? at::sub(grad, slot.base) : grad.clone()).mul_(scale);
+    buffer_ = (known.defined() ? at::sub(grad, known) : grad.clone()).mul_(scale);
   borrowed_ = slot.packed = true;
 }
 
@@ -177,10 +155,10 @@ at::Tensor Bucket::zeros() const {
 void Bucket::unpack_sparse(const at::Tensor& result, double scale) {
   Slot& slot = slots_->front();
   at::Tensor grad = scale == 1.0 ? result : result.mul(scale);
-  if (slot.base.defined()) grad = at::add(grad, slot.base);
+  if (slot.known.tensor().defined()) grad = at::add(grad, slot.known.tensor());
   slot.parameter.mutable_grad() = grad;
-  slot.base = at::Tensor();
-  if (options_.keep_base) slot.note_result();
+  slot.known.forget();
+  if (options_.keep_base) slot.known.note_result(slot.parameter.grad());
 }
 
 // On the CPU, where allocations are not ordered by streams. What was the gradient's memory is the next buffer.
@@ -191,7 +169,7 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
     return t.storage_offset() == 0 && t.storage().nbytes() == size_t(numel_ * t.element_size());
   };
   if (slots_->size() != 1 || !device_.is_cpu() || borrowed_ || options_.allocate || options_.gradient_as_view ||
-      slot.base.defined() || !grad.defined() || grad.requires_grad() || grad.use_count() != 1 ||
+      slot.known.tensor().defined() || !grad.defined() || grad.requires_grad() || grad.use_count() != 1 ||
       result.scalar_type() != grad_dtype_ || grad.scalar_type() != grad_dtype_ || !result.is_same(buffer_) ||
       !is_one_piece(slot, grad) || !whole(grad) || !whole(buffer_))
     return false;
@@ -213,11 +191,11 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
     if (used[slots_->front().index])
       unpack_sparse(result, scale);
     else
-      slots_->front().base = at::Tensor();
+      slots_->front().known.forget();
     return release();
   }
   if (ours && used[slots_->front().index] && exchange(result, scale)) {
-    if (options_.keep_base) slots_->front().note_result();
+    if (options_.keep_base) slots_->front().known.note_result(slots_->front().parameter.grad());
     return;
   }
   at::Tensor flat = result.reshape({-1}).contiguous();
@@ -227,8 +205,9 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
     const at::Tensor& p = slot.parameter;
     at::Tensor& grad = p.mutable_grad();
     if (!used[slot.index]) {  // nowhere: what all ranks have stays
-      if (slot.base.defined() && options_.gradient_as_view) slot.result = grad.copy_(slot.base);
-      slot.base = at::Tensor();
+      const at::Tensor& known = slot.known.tensor();
+      if (known.defined() && options_.gradient_as_view) slot.known.note_result(grad.copy_(known));
+      slot.known.forget();
       continue;
     }
     if (!grad.defined() || grad.scalar_type() != grad_dtype_) {  // the latter under mixed precision
@@ -245,9 +224,10 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
   scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
   for (Slot& slot : *slots_) {
     if (!used[slot.index]) continue;
-    if (slot.base.defined()) slot.parameter.mutable_grad().add_(slot.base);
-    slot.base = at::Tensor();
-    if (options_.keep_base) slot.note_result();
+    const at::Tensor& known = slot.known.tensor();
+    if (known.defined()) slot.parameter.mutable_grad().add_(known);
+    slot.known.forget();
+    if (options_.keep_base) slot.known.note_result(slot.parameter.grad());
   }
   if (borrowed_) release();
 }

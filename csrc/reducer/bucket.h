@@ -11,9 +11,9 @@
 // reducer's; a bucket has no lock.
 #pragma once
 
-#include "support/scaled_copy.h"
-#include "support/same_tensor.h"
+#include "support/known_part.h"
 #include "support/one_piece.h"
+#include "support/scaled_copy.h"
 #include "support/sole_holder.h"
 #include "wait.h"
 
@@ -39,31 +39,16 @@ class Bucket {
     std::vector<int64_t> strides;
     at::Tensor view;       // parameter-shaped window on the buffer (not a view to autograd)
     bool packed = false;   // in this backward
-    SameTensor result;     // .grad, where all ranks have it, and it has not grown since
-    at::Tensor base;       // with keep_base: that result, while .grad grows
-    SameTensor grown;      // the .grad that held it, when it had grown
-    uint32_t version = 0;  // of that
-
-    void note_result() { result = parameter.grad(); }
-    bool has_result() const { return result == parameter.grad(); }
-    void drop_stale_base();
-    void keep_from(const Slot& before) {  // buckets have been cut anew
-      result = before.result;
-      base = before.base;
-      grown = before.grown;
-      version = before.version;
-    }
+    KnownPart known = {};  // with keep_base
   };
   struct Options {
     at::ScalarType buffer_dtype;    // what travels; gradients are cast to it and back
     bool sparse = false;            // one parameter, whose gradient travels as it is
     bool gradient_as_view = false;  // .grad becomes a window on the buffer
-    // A result that is in .grad already, on all ranks alike, is not sent again, but added to. (A mean needs no such
-    // care: the mean of equal numbers is that number.)
-    bool keep_base = false;
-    bool any_grad_dtype = false;  // gradients need not have their parameter's dtype
-    int rank = 0;                 // for messages
-    Allocate allocate = nullptr;  // makes the buffer; empty: at::empty
+    bool keep_base = false;         // what all ranks have already is not sent again: the reduction is no mean
+    bool any_grad_dtype = false;    // gradients need not have their parameter's dtype
+    int rank = 0;                   // for messages
+    Allocate allocate = nullptr;    // makes the buffer; empty: at::empty
   };
   Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
       const std::vector<std::string>& names, Options options);
@@ -77,13 +62,6 @@ class Bucket {
   }
   // A gradient, made on the current stream, is whole; true when it was the last one.
   bool mark_ready() { return producers_.note(), --pending_ == 0; }
-  // With keep_base: .grad of parameter i is about to grow, and has grown.
-  void before_growth(size_t i);
-  void after_growth(size_t i) {
-    Slot& slot = (*slots_)[i];
-    slot.grown = slot.parameter.grad();
-    slot.version = slot.parameter.grad()._version();
-  }
   // Copies the gradients that are not there yet, times `scale`, into the buffer, on the current stream, after the
   // streams that made them; a missing gradient counts as zero. Afterwards kPacked. With views, a gradient alone in
   // its bucket is not copied where nobody else holds its memory: that memory is the buffer.

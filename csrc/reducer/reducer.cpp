@@ -26,7 +26,7 @@ void Reducer::install_hooks() {
     if (auto self = weak.lock()) self->on_ready(index, contribution);
   };
   BeforeGrowth before_growth = [weak = weak_from_this()](size_t index) {
-    if (auto self = weak.lock()) self->buckets_[self->place_[index].first].before_growth(self->place_[index].second);
+    if (auto self = weak.lock()) self->slot_of(index).known.before_growth(self->parameters_[index].grad());
   };
   hooks_ = std::make_unique<GradHooks>(parameters_, on_ready, options_.keep_base ? before_growth : nullptr);
 }
@@ -50,7 +50,7 @@ void Reducer::set_buckets(const Buckets& buckets) {
     for (Bucket::Slot& slot : *buckets_.back().slots()) {
       if (before.empty()) break;
       auto [bucket, place] = place_before[slot.index];
-      slot.keep_from((*before[bucket].slots())[place]);
+      slot.known = (*before[bucket].slots())[place].known;
     }
   }
   trace_ = std::make_shared<Trace>(*trace_);  // callbacks of earlier collectives keep the old one
@@ -193,7 +193,7 @@ void Reducer::begin_iteration() {
 void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   auto lock = guard();
   const bool defined = parameters_[index].mutable_grad().defined();
-  if (options_.keep_base && defined) buckets_[place_[index].first].after_growth(place_[index].second);
+  if (options_.keep_base && defined) slot_of(index).known.after_growth(parameters_[index].grad());
   enter_backward(std::nullopt);
   if (phase_ == Phase::kLaunched) {
     phase_ = Phase::kBackward;  // it would be lost, or change what is being sent: only abort_iteration() leads on

@@ -31,7 +31,7 @@
 //  * The first synchronized iteration launches nothing before its end. From it come the order of arrival, along
 //    which buckets are cut anew (trace.h), and the number of arrivals per parameter (param_usage.h).
 //  * What a rank sends is a parameter's whole `.grad`: averages of earlier backwards in it are the same on all ranks.
-//    (Where the reduction is no mean, what all ranks have already is left out: bucket.h, keep_base.)
+//    (Where the reduction is no mean, what all ranks have already is left out: known_part.h.)
 //  * A mean is a sum and a division. `pre_scale` divides while packing, which costs no pass over memory and
 //    keeps half precision in range; `post_scale` while unpacking, for what is known only then.
 //
@@ -65,7 +65,7 @@ struct ReducerOptions {
   std::optional<at::ScalarType> reduce_dtype;  // what travels; empty: the gradients' own
   bool gradient_as_bucket_view = false;
   bool skip_all_reduce_unused = false;  // the same parameters are unused on every rank
-  bool keep_base = false;               // the reduction is no mean; see bucket.h
+  bool keep_base = false;               // the reduction is no mean; see known_part.h
   bool any_grad_dtype = false;          // parameters change their dtype during backward
   bool always_reduce = false;           // go through the process group where it has one rank, too
   bool lazy_bucket_allocation = false;  // a bucket has memory from its first gradient to the end of its iteration
@@ -190,6 +190,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
         !options_.gradient_as_bucket_view && !options_.reduce_dtype && !any_sparse_;
   }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
+  Bucket::Slot& slot_of(size_t index) { return (*buckets_[place_[index].first].slots())[place_[index].second]; }
   [[noreturn]] void fail(const std::string& message) const;
   std::unique_lock<std::mutex> guard() {
     return several_threads_ ? std::unique_lock(mutex_) : std::unique_lock(mutex_, std::defer_lock);

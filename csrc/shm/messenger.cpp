@@ -102,8 +102,8 @@ bool Messenger::attempt(Request& request, Outcome& outcome) {
   std::string error;
   int peer = -1;
   try {
-    if (request.sends)
-      peer = mailbox_.try_send(request.memory, request.peer, request.tag) ? request.peer : -1;
+    if (request.sends)  // but not what this rank sends after it went away itself: nobody expects it any more
+      peer = !stopping_ && mailbox_.try_send(request.memory, request.peer, request.tag) ? request.peer : -1;
     else
       peer = mailbox_.try_receive(request.memory, request.peer, request.tag);
     error = peer < 0 ? hopeless : "";
@@ -125,8 +125,9 @@ std::string Messenger::why_hopeless(const Request& request) {
   if (gone.empty()) return "";
   const std::string rank = c10::str("rank ", group_->rank());
   if (request.sends)
-    return c10::str(rank, " sends to rank ", request.peer, " with tag ", request.tag, ", where ", Mailbox::kEntries,
-        " earlier messages are unreceived: ", gone);
+    return c10::str(rank, " sends to rank ", request.peer, " with tag ", request.tag,
+        stopping_ ? c10::str() : c10::str(", where ", Mailbox::kEntries, " earlier messages are unreceived"), ": ",
+        gone);
   const std::string from = request.peer == Mailbox::kAnySource ? "any rank" : "rank " + std::to_string(request.peer);
   return c10::str(rank, " receives from ", from, " with tag ", request.tag, ": ", gone);
 }

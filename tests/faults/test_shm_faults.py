@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -281,6 +282,7 @@ def many_sends(rank: int, world_size: int) -> None:
     out = [torch.full((1 + i % 3,), float(i)) for i in range(count)]
     sends = [dist.isend(tensor, peer, group, tag=i % 2) for i, tensor in enumerate(out)]
     assert not sends[-1].is_completed()
+    dist.barrier()  # nobody receives before both have looked
     received = [torch.zeros(1 + i % 3) for i in range(count)]
     works = [dist.irecv(tensor, peer, group, tag=i % 2) for i, tensor in enumerate(received)]
     for work in [*reversed(works), *sends]:
@@ -310,13 +312,32 @@ def test_queued_sends_end_at_the_timeout() -> None:
     assert "none was received within 1000 ms" in text
 
 
+def sends_after_leaving(rank: int, world_size: int) -> str:
+    group = shm_group()
+    if rank == 1:
+        dist.barrier()
+        return ""
+    dist.destroy_process_group(group)
+    text = expect_failure(lambda: group.send([torch.ones(1)], 1, 0).wait())
+    dist.barrier()
+    return text
+
+
+def test_a_rank_that_has_left_sends_nothing() -> None:
+    assert "rank 0 sends to rank 1" in run_ranks(sends_after_leaving, 2)[0]
+
+
 def destroys_in_callback(rank: int, world_size: int) -> None:
     for case in ("waited for", "by the worker", "of a receive", "nested", "twice"):
         group = shm_group()
+        sent = threading.Event()
         dist.barrier(group)
 
-        def destroy(done: torch.futures.Future, group: dist.ProcessGroup = group) -> str:
+        def destroy(
+            done: torch.futures.Future, group: dist.ProcessGroup = group, sent: threading.Event = sent
+        ) -> str:
             done.value()
+            assert case != "of a receive" or sent.wait(SOON)  # a rank that has left sends nothing
             dist.destroy_process_group(group)
             return "destroyed"
 
@@ -330,6 +351,7 @@ def destroys_in_callback(rank: int, world_size: int) -> None:
             future = work.get_future().then(destroy)
             time.sleep(0.1)  # the receives wait, on a thread of the group
             dist.send(torch.ones(1), 1 - rank, group)
+            sent.set()
             assert future.wait() == "destroyed"
         else:
             work = dist.all_reduce(torch.ones(1000), group=group, async_op=True)
