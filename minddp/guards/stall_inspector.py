@@ -4,6 +4,9 @@ A rank that raises, dies, is stopped or takes another branch leaves the others w
 minutes by default), or with "Connection closed by peer". So a rank that waits is told each second, by the thread that
 waits, to look at what the watchdog has found: it raises, with the culprit's name, place and words, or warns.
 
+On a device with streams (NCCL) nobody waits in backward: a collective is over for the host when it is enqueued. There
+each forward looks whether the watchdog has heard of a rank that failed, or seen one die.
+
 Costs nothing while collectives end within a second.
 """
 
@@ -57,10 +60,16 @@ class StallInspector:
         reducer: asked where it is; by other threads too.
         names: the parameters'.
         desync_timeout: seconds after which a rank that cannot come is waited for no more; ``None``: warns only.
+        has_streams: backward does not wait for its collectives: :meth:`check_peers` has something to look at.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, reducer: _C.Reducer, names: Sequence[str], desync_timeout: float | None
+        self,
+        group: dist.ProcessGroup,
+        reducer: _C.Reducer,
+        names: Sequence[str],
+        desync_timeout: float | None,
+        has_streams: bool,
     ):
         name = group.group_name
         self.group = group
@@ -75,6 +84,8 @@ class StallInspector:
         self._dog: Watchdog | None = watchdog.current(group)
         if self._dog is not None:
             weakref.finalize(self, self._dog.add_place(_weak_place(self))).atexit = False
+            if has_streams:
+                self._dog.listen()
         _inspectors.add(self)
 
     def rename(self, key: str) -> str:
@@ -144,6 +155,30 @@ class StallInspector:
             {index: self._names[index] for index in indices},
         )
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
+
+
+    def check_peers(self) -> None:
+        """Before a forward on a device with streams, where no wait tells that a rank is lost.
+
+        Raises:
+            RuntimeError: another rank has failed, or is gone; says which, and why.
+        """
+        if self._dog is None or not self._dog.absent:
+            return
+        iteration = self._reducer_iteration()
+        wait = Wait("", f"iteration {iteration + 1}", self._rank, self._ranks, self.key)
+        facts = [fact for fact in self._dog.facts(wait.others()) if fact.rank in self._dog.absent]
+        judged: Judged = [(fact, judge(fact, wait, False, float("inf"))) for fact in facts]
+        causes = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
+        gone = [(fact, kind) for fact, kind in judged if kind is Kind.GONE]
+        if gone and self._dog.first_seen_gone(gone) >= _SETTLED_SECONDS:
+            causes += gone
+        if causes:
+            _give_up(self._dog, self.group, wait, None, root_causes(causes), "")
+
+    def _reducer_iteration(self) -> int:
+        reducer = self._reducer()
+        return 0 if reducer is None else reducer.iteration()
 
 
 def _weak_place(inspector: StallInspector) -> watchdog.Place:
@@ -220,7 +255,7 @@ class LostPeer(RuntimeError):
 
 
 def _give_up(
-    dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, causes: Judged, error: str
+    dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float | None, causes: Judged, error: str
 ) -> None:
     dog.waits_no_more()
     raised = LostPeer(lost(wait, seconds, causes, error))

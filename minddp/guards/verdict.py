@@ -144,13 +144,14 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def lost(wait: Wait, seconds: float, causes: Sequence[tuple[Fact, Kind]], error: str) -> str:
-    """The error of a rank whose wait is over, ``error`` being the collective's own."""
+def lost(wait: Wait, seconds: float | None, causes: Sequence[tuple[Fact, Kind]], error: str) -> str:
+    """The error of a rank whose wait is over (``None``: it does not begin), ``error`` being the collective's own."""
     who = "; ".join(describe(fact, kind, wait) for fact, kind in causes)
     ranks = ranks_text([wait.ranks.index(fact.rank) for fact, _ in causes])
     told = f" The collective's own error: {error.splitlines()[0]}" if error else ""
+    waited = "" if seconds is None else f", for which rank {wait.rank} has waited {seconds:.0f} s"
     return (
-        f"{ranks} will not take part in {wait.what}, for which rank {wait.rank} has waited {seconds:.0f} s. "
+        f"{ranks} will not take part in {wait.what}{waited}. "
         f"{who[0].upper()}{who[1:]}.{told}"
     )
 

@@ -46,12 +46,14 @@ class Watchdog:
     Attributes:
         processes: by rank of the default group, as far as known.
         failures: what ranks have told and not taken back: ``{"rank", "words", "because", "over"}``, by rank.
+        absent: with :meth:`listen`, ranks that have told of a failure, or whose process on this machine is gone.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int):
         self.rank, self.size = rank, size
         self.processes: dict[int, Process] = {rank: here()}
         self.failures: dict[int, dict[str, Any]] = {}
+        self.absent: frozenset[int] = frozenset()
         self.interval = max(1.0, size / REQUESTS_A_SECOND)
         self._store = weakref.ref(store)
         self._lock = threading.Lock()
@@ -59,6 +61,7 @@ class Watchdog:
         self._turn_over = threading.Condition()
         self._outbox: deque[dict[str, Any]] = deque()
         self._places: dict[int, Place] = {}
+        self._listens = False
         self._wait: tuple[float, Wait] | None = None  # when this rank was last known to wait, and for what
         self._urgent = False
         self._answers: dict[int, tuple[float, dict[str, Any]]] = {}
@@ -96,6 +99,12 @@ class Watchdog:
         key = id(place)
         self._places[key] = place
         return lambda: self._places.pop(key, None) and None
+
+    def listen(self) -> None:
+        """From now on :attr:`absent` is looked after, also while nobody waits: one more request a turn."""
+        if not self._listens:
+            self._listens = True
+            self.interval = max(1.0, 2 * self.size / REQUESTS_A_SECOND)
 
     def note_words(self, words: str) -> None:
         """Of an exception that the program may handle: told only to those who ask where this rank is."""
@@ -193,6 +202,8 @@ class Watchdog:
         if question != self._question:
             self._question, self._asked = question, time.monotonic()
             board.answer({"question": question, **self._place()})
+        if self._listens or self._is_waiting():
+            self._hear(board)
         if self._is_waiting():
             self._ask(board)
         else:
@@ -204,6 +215,18 @@ class Watchdog:
             self._outbox.popleft()
         with self._turn_over:
             self._turn_over.notify_all()
+
+    def _hear(self, board: Board) -> None:
+        for entry in board.news():
+            with self._lock:
+                self.failures[entry["rank"]] = entry
+                if entry["over"]:
+                    del self.failures[entry["rank"]]
+        if self._listens:
+            with self._lock:
+                others = [(rank, process) for rank, process in self.processes.items() if rank != self.rank]
+                gone = {rank for rank, process in others if (sight := look(process)) and sight.state == "gone"}
+                self.absent = frozenset(gone | self.failures.keys())
 
     def _is_waiting(self) -> bool:
         wait = self._wait
@@ -218,11 +241,6 @@ class Watchdog:
             before = board.places(others)  # which says nothing about this wait
             with self._lock:
                 self._answers = {rank: (float("-inf"), place) for rank, place in before.items()}
-        for entry in board.news():
-            with self._lock:
-                self.failures[entry["rank"]] = entry
-                if entry["over"]:
-                    del self.failures[entry["rank"]]
         if now - self._asked > 2 * self.interval:
             self._asked = now
             board.ask()

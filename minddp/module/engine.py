@@ -167,7 +167,11 @@ class Engine:
         has_store = dist.is_initialized() and not self.has_foreign_group
         timeout = self.config.desync_timeout
         self.inspector = (
-            StallInspector(self.group, self.reducer, self.parameters.names, timeout) if has_store else None
+            StallInspector(
+                self.group, self.reducer, self.parameters.names, timeout, self.parameters.device.type != "cpu"
+            )
+            if has_store
+            else None
         )
         if self.inspector is not None:
             self.reducer.set_callbacks(
@@ -251,6 +255,7 @@ class Engine:
             self._check_module()
         if self.inspector is not None:
             self.inspector.take_back()
+            self.inspector.check_peers()
         self.logger.before_forward(self.reducer)
         if recording.active:
             recording.after_step(self)

@@ -20,6 +20,8 @@ from typing import Any
 __all__ = ["RankProcesses"]
 
 RUN_SECONDS = 20
+START_SECONDS = 10
+START_ATTEMPTS = 6
 
 
 def _serve(rank: int, world: int, port: int, prefix: str, pipe: Connection) -> None:
@@ -39,6 +41,7 @@ def _serve(rank: int, world: int, port: int, prefix: str, pipe: Connection) -> N
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait_for)
     gc.collect()
     gc.freeze()  # what was imported is not walked again after every program
+    pipe.send("ready")
     while True:
         try:
             program, name, apart = pipe.recv()
@@ -85,15 +88,27 @@ class RankProcesses:
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
-        self._generation += 1
-        for rank in range(self.world):
-            ours, theirs = self._context.Pipe()
-            arguments = (rank, self.world, self._store.port, f"generation{self._generation}", theirs)
-            process = self._context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        """Until all ranks have met: on a busy machine one of them may wait in vain for the store's first answer."""
+        for _ in range(START_ATTEMPTS):
+            self._generation += 1
+            for rank in range(self.world):
+                ours, theirs = self._context.Pipe()
+                arguments = (rank, self.world, self._store.port, f"generation{self._generation}", theirs)
+                process = self._context.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+            if self._have_met():
+                return
+            self.close()
+        raise RuntimeError(f"{self.world} ranks did not meet in {START_ATTEMPTS} attempts")
+
+    def _have_met(self) -> bool:
+        try:
+            return all(pipe.poll(START_SECONDS) and pipe.recv() == "ready" for pipe in self._pipes)
+        except (EOFError, OSError):
+            return False
 
     def close(self) -> None:
         for process in self._processes:

@@ -1,13 +1,17 @@
 """A rank that fails in its backward: the others, which wait for it, learn why within seconds."""
 
+import os
+import re
+import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from minddp.testing import RankPool
+from minddp.testing import RankError, RankPool
 
 
 class Two(nn.Module):
@@ -100,3 +104,52 @@ def test_a_slow_peer_is_named_and_waited_for():
     waited, slow = _run(_slow_peer)
     assert len(waited) == 1 and "Ranks [1] have not reported waiting" in waited[0]
     assert slow == []
+
+
+def _lost_before_a_forward(rank, world_size, how):
+    """Rank 0 waits for nothing: what it hears, it hears at a forward. So it is where backward waits for nobody."""
+    from minddp import DistributedDataParallel
+
+    ddp = DistributedDataParallel(Two())
+    x = torch.randn(2, 4)
+    for _ in range(2):  # the second forward has a collective, the new buckets
+        ddp(x, False).sum().backward()
+    store = dist.distributed_c10d._get_default_store()
+    ddp._engine.inspector._dog.listen()  # as where the device has streams
+    if rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        with pytest.raises(ValueError, match="no more data"):
+            out = ddp(x, False)
+            ddp.module.used.weight.register_hook(_no_more_data)
+            out.sum().backward()
+        store.wait(["heard"], timedelta(seconds=40))
+        return ""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        try:
+            ddp.abort_iteration()
+            ddp(x, False)
+        except RuntimeError as error:
+            store.set("heard", "")
+            return str(error)
+    return "nothing"
+
+
+def _no_more_data(_):
+    raise ValueError("no more data")
+
+
+@pytest.mark.parametrize("how, words", [("killed", "is gone"), ("raises", "says: an exception ended its backward")])
+def test_a_forward_hears_of_lost_peers(how, words):
+    """On a device with streams a collective is over for the host when it is enqueued: nobody waits in backward."""
+    pool = RankPool(2)
+    try:
+        heard = pool.run(_lost_before_a_forward, how, timeout=40, grace=20)[0]
+    except RankError as error:
+        assert how == "killed" and set(error.failures) == {1}
+        heard = error.results[0]
+    finally:
+        pool.close()
+    assert re.search(rf"(?i)rank 1 will not take part in iteration 3\. rank 1 .*{words}", heard)

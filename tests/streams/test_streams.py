@@ -5,12 +5,18 @@ What the host does in a step is counted, too: where it waits, and what it copies
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import minddp
 from minddp.testing import run_ranks, shutdown
 from tests.streams import extension, programs
 
@@ -146,3 +152,41 @@ def test_the_host_neither_waits_nor_copies_pageable_memory(name: str) -> None:
         # Weights that do not add up must raise before anything is averaged: the host reads their sum, once.
         assert counts.get("synchronize", 0) == (1 if name == "weighted" else 0), counts
         assert counts.get("pageable copy", 0) == 0, counts
+
+
+def _hears_of_a_failure(rank: int, world_size: int, path: str) -> str:
+    """Two processes, whose collectives the fake backend answers for both: only the store joins them."""
+    extension.load()
+    store = dist.FileStore(path, 2)
+    dist.init_process_group(extension.NAME, rank=rank, world_size=2, store=store)
+    model = minddp.DistributedDataParallel(programs.Branches(extension.NAME))
+    x, side_x = programs.batches(extension.NAME)[0]
+
+    def fails(grad: torch.Tensor) -> None:
+        raise ValueError("on rank 1 alone")
+
+    if rank == 1:
+        model.module.last.bias.register_hook(fails)
+    error = ""
+    deadline = time.monotonic() + 30
+    while not error and time.monotonic() < deadline:
+        try:
+            model(x, side_x).square().mean().backward()
+        except (RuntimeError, ValueError) as raised:
+            error = str(raised)
+        time.sleep(0.1)
+    torch.accelerator.synchronize()
+    store.set(f"done{rank}", "")
+    store.wait(["done0", "done1"], timedelta(seconds=30))
+    return error
+
+
+@pytest.mark.timeout(120)
+def test_a_forward_hears_of_a_rank_that_failed(tmp_path: Path) -> None:
+    """A backward waits for no collective here, and would go on with wrong gradients."""
+    try:
+        heard, failed = run_ranks(_hears_of_a_failure, 2, str(tmp_path / "store"), backend=None)
+    finally:
+        shutdown()
+    assert failed == "on rank 1 alone"
+    assert re.search(r"rank 1 will not take part in iteration \d+\. Rank 1 .* says: an exception ended", heard)
