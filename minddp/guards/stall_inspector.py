@@ -169,7 +169,7 @@ class StallInspector:
         wait = Wait("", f"iteration {iteration + 1}", self._rank, self._ranks, self.key)
         facts = [fact for fact in self._dog.facts(wait.others()) if fact.rank in self._dog.absent]
         judged: Judged = [(fact, judge(fact, wait, False, float("inf"))) for fact in facts]
-        causes = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
+        causes: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
         gone = [(fact, kind) for fact, kind in judged if kind is Kind.GONE]
         if gone and self._dog.first_seen_gone(gone) >= _SETTLED_SECONDS:
             causes += gone

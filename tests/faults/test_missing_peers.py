@@ -148,7 +148,8 @@ def test_a_forward_hears_of_lost_peers(how, words):
     try:
         heard = pool.run(_lost_before_a_forward, how, timeout=40, grace=20)[0]
     except RankError as error:
-        assert how == "killed" and set(error.failures) == {1}
+        if how != "killed":
+            raise
         heard = error.results[0]
     finally:
         pool.close()
