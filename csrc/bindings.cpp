@@ -118,12 +118,13 @@ void set_scales(Reducer& reducer, double before, double after) {
 // What is not given stays as it is.
 void set_callbacks(Reducer& reducer, std::function<void()> after_last_launch, std::function<double()> post_scale,
     std::function<void(double, size_t, const std::string&)> on_stall,
-    std::function<void(const std::string&)> on_interrupted) {
+    std::function<void(const std::string&)> on_interrupted, std::function<void()> on_taken) {
   ReducerCallbacks& callbacks = reducer.callbacks();
   if (after_last_launch) callbacks.after_last_launch = std::move(after_last_launch);
   if (post_scale) callbacks.post_scale = std::move(post_scale);
   if (on_stall) callbacks.on_stall = std::move(on_stall);
   if (on_interrupted) callbacks.on_interrupted = std::move(on_interrupted);
+  if (on_taken) callbacks.on_taken = std::move(on_taken);
 }
 
 // Where an iteration is, for whoever asks while it runs on other threads: reads what never moves in memory, and may
@@ -240,11 +241,13 @@ void bind_reducer(py::module_& module) {
       .def("finalize_backward_manual", &Reducer::finalize_backward_manual, Release())
       .def("set_scales", &set_scales, py::arg("before"), py::arg("after"))
       .def("set_callbacks", &set_callbacks, py::arg("after_last_launch") = nullptr, py::arg("post_scale") = nullptr,
-          py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr)
+          py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr, py::arg("on_taken") = nullptr)
       .def("abort_iteration", &Reducer::abort_iteration)
       .def("bypassed", &Reducer::bypassed)
       .def("share", &Reducer::share, py::arg("other"), py::arg("theirs"), py::arg("views"))
       .def("arrived_in", &Reducer::arrived_in, py::arg("index"))
+      .def("touched_in", &Reducer::touched_in, py::arg("index"))
+      .def("averaged_since", &Reducer::averaged_since, py::arg("index"), py::arg("backward"))
       .def_readwrite("sync_enabled", &Reducer::sync_enabled)
       .def_readwrite("optimizer_in_backward", &Reducer::optimizer_in_backward)
       .def("phase", &Reducer::phase)

@@ -154,30 +154,21 @@ at::Tensor Bucket::zeros() const {
 
 void Bucket::unpack_sparse(const at::Tensor& result, double scale) {
   Slot& slot = slots_->front();
-  at::Tensor grad = scale == 1.0 ? result : result.mul(scale);
-  if (slot.known.tensor().defined()) grad = at::add(grad, slot.known.tensor());
-  slot.parameter.mutable_grad() = grad;
-  slot.known.forget();
-  if (options_.keep_base) slot.known.note_result(slot.parameter.grad());
+  at::Tensor& grad = slot.parameter.mutable_grad() = scale == 1.0 ? result : result.mul(scale);
+  if (options_.keep_base) slot.known.complete(grad);
 }
 
 // On the CPU, where allocations are not ordered by streams. What was the gradient's memory is the next buffer.
 bool Bucket::exchange(const at::Tensor& result, double scale) {
   Slot& slot = slots_->front();
   at::Tensor& grad = slot.parameter.mutable_grad();
-  auto whole = [&](const at::Tensor& t) {
-    return t.storage_offset() == 0 && t.storage().nbytes() == size_t(numel_ * t.element_size());
-  };
   if (slots_->size() != 1 || !device_.is_cpu() || borrowed_ || options_.allocate || options_.gradient_as_view ||
-      slot.known.tensor().defined() || !grad.defined() || grad.requires_grad() || grad.use_count() != 1 ||
+      slot.known.tensor().defined() || !grad.defined() || grad.requires_grad() ||
       result.scalar_type() != grad_dtype_ || grad.scalar_type() != grad_dtype_ || !result.is_same(buffer_) ||
-      !is_one_piece(slot, grad) || !whole(grad) || !whole(buffer_))
+      !is_one_piece(slot, grad))
     return false;
   // The buffer's memory is held by itself and by the slot's window.
-  if (grad.storage().use_count() != 1 || buffer_.storage().use_count() != 2) return false;
-  at::Storage memory = grad.storage();
-  grad.set_(buffer_.storage(), 0, grad.sizes(), grad.strides());
-  buffer_.set_(std::move(memory), 0, {numel_}, {1});
+  if (!exchange_memory(grad, buffer_, 2)) return false;
   slot.view = at::empty({0}, buffer_.options()).set_(buffer_.storage(), 0, slot.parameter.sizes(), slot.strides);
   if (scale != 1.0) grad.mul_(scale);
   return true;
@@ -222,13 +213,8 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
       segments_.push_back({src, grad.mutable_data_ptr(), p.numel()});
   }
   scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
-  for (Slot& slot : *slots_) {
-    if (!used[slot.index]) continue;
-    const at::Tensor& known = slot.known.tensor();
-    if (known.defined()) slot.parameter.mutable_grad().add_(known);
-    slot.known.forget();
-    if (options_.keep_base) slot.known.note_result(slot.parameter.grad());
-  }
+  for (Slot& slot : *slots_)
+    if (options_.keep_base && used[slot.index]) slot.known.complete(slot.parameter.mutable_grad());
   if (borrowed_) release();
 }
 

@@ -11,6 +11,7 @@
 // reducer's; a bucket has no lock.
 #pragma once
 
+#include "support/exchange_memory.h"
 #include "support/known_part.h"
 #include "support/one_piece.h"
 #include "support/scaled_copy.h"

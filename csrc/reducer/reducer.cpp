@@ -96,7 +96,7 @@ std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
 }
 
 void Reducer::begin_forward() {
-  interrupted_ = false;
+  interrupted_in_ = ParamUsage::kNone;
   // Cast and cast back, parameters have other AccumulateGrad nodes. One in turn tells for all.
   turn_ = (turn_ + 1) % parameters_.size();
   if (hooks_ && phase_ == Phase::kIdle && hooks_->is_lost(turn_, parameters_[turn_])) install_hooks();
@@ -130,7 +130,8 @@ void Reducer::abort_iteration() {
   phase_ = Phase::kIdle;
   next_bucket_ = 0;
   backward_ = {};
-  interrupted_ = deferred_ = false;
+  interrupted_in_ = ParamUsage::kNone;
+  deferred_ = false;
   forwards_.iteration_ends();
   usage_.begin_iteration();
   for (Bucket& bucket : buckets_) bucket.abandon();
@@ -145,11 +146,13 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
   const bool synchronized = through_synchronized_forward.value_or(false);
   const bool known = !backward_.alive.expired();
+  if (synchronized) backward_.taken = false;
   if (known && !(synchronized && graph_task == backward_.graph_task && backward_.origin != Origin::kSynchronized))
     return;
   Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards_.origin();
   if (answer.taken && goes_through_a_sharer()) answer = {Origin::kBypassed};
   backward_.origin = answer.origin;
+  backward_.taken = answer.taken;
   deferred_ |= answer.taken;
   if (backward_.origin == Origin::kLocal && sync_enabled) {
     TORCH_WARN_ONCE(
@@ -295,9 +298,11 @@ void Reducer::launch(size_t index) {
 }
 
 void Reducer::finish_backward(int graph_task) {
+  bool taken = false;
   if (backward_.graph_task == graph_task) {
     if (backward_.makes_graph && backward_.origin != Origin::kBypassed)
       forwards_.add(backward_.begin, at::sequence_number::peek(), backward_.origin == Origin::kSynchronized);
+    taken = backward_.taken;
     backward_ = {};
   }
   if (phase_ != Phase::kBackward) return;
@@ -306,6 +311,7 @@ void Reducer::finish_backward(int graph_task) {
     phase_ = Phase::kIncomplete;
     return;
   }
+  if (taken && callbacks_.on_taken) callbacks_.on_taken();
   launch_rest();
   if (!options_.manual_finalization) return finalize_backward();
   phase_ = Phase::kLaunched;
@@ -324,7 +330,7 @@ void Reducer::finalize_backward_manual() {
     launch_rest();
     backward_.origin = Origin::kBypassed;  // what it still brings is this rank's alone
   }
-  interrupted_ = false;
+  interrupted_in_ = ParamUsage::kNone;
   finalize_backward();
 }
 
@@ -356,9 +362,9 @@ void Reducer::finalize_backward() {
 
 void Reducer::backward_is_gone(int graph_task) {
   if (backward_.graph_task != graph_task) return;
-  interrupted_ = backward_.origin == Origin::kSynchronized;
+  interrupted_in_ = backward_.origin == Origin::kSynchronized ? graph_task : ParamUsage::kNone;
   backward_ = {};
-  if ((phase_ != Phase::kBackward && !interrupted_) || !callbacks_.on_interrupted) return;
+  if ((phase_ != Phase::kBackward && !interrupted()) || !callbacks_.on_interrupted) return;
   try {
     callbacks_.on_interrupted(last_error_);
   } catch (const std::exception& error) {  // nobody is there to catch it, and backward has an error of its own

@@ -78,6 +78,7 @@ struct ReducerOptions {
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // at the end of backward; may issue collectives of its own
   std::function<double()> post_scale;       // in place of the option's, called once before unpacking
+  std::function<void()> on_taken;           // before launching what a backward past the wrapper brought: forwards.h
   std::function<void(const std::string& why)> on_interrupted;  // an exception has ended an iteration's backward
   std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // wait.h
 };
@@ -154,11 +155,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<size_t> missing() const;
   // An exception has ended a synchronized backward, and there was no forward since. Where it came from the hook of a
   // first gradient, that gradient is local, and nothing else shows it.
-  bool interrupted() const { return interrupted_; }
+  bool interrupted() const { return interrupted_in_ != ParamUsage::kNone; }
   // Parameters with a gradient of this rank alone, which no_sync did not ask for, and the backward that it came in.
   // It may have come through another wrapper's forward: then that one's arrived_in is not smaller.
   std::vector<std::pair<size_t, int>> bypassed() const;
   int arrived_in(size_t index) const { return usage_.arrived_in[index]; }
+  // The last backward that brought it, or may have before an exception ended that one.
+  int touched_in(size_t index) const { return std::max(usage_.arrived_in[index], interrupted_in_); }
+  // It went through here in that backward or since, and what has come by now is averaged.
+  bool averaged_since(size_t index, int backward) const {
+    return phase_ == Phase::kIdle && !interrupted() && !usage_.local_used_map[index] && arrived_in(index) >= backward;
+  }
   std::vector<int32_t> used_map() {  // by parameter: ranks that used it, as of the last synchronization
     return used_map_.sum(usage_.local_used_map, [&](Future& future) { wait(future, buckets_.size()); });
   }
@@ -210,7 +217,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::mutex mutex_;  // used only when several_threads_; guards all that follows
   Phase phase_ = Phase::kIdle;
   bool recorded_ = false;
-  bool interrupted_ = false;
+  int interrupted_in_ = ParamUsage::kNone;  // which backward that was
   bool deferred_ = false;  // this iteration's gradients may come again: nothing is sent before its end
   size_t turn_ = 0;        // whose hook was looked at last
   bool graph_is_static_ = true;
@@ -227,6 +234,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int graph_task = -1;
     std::weak_ptr<int> alive;
     Origin origin = Origin::kBypassed;
+    bool taken = false;            // for a forward that waits, of which the graph holds no sign
     bool makes_graph = false;      // create_graph=True
     uint64_t begin = 0;            // of the nodes that it makes
     ParamUsage::Flags takes_part;  // empty where nobody asks

@@ -36,6 +36,13 @@ class KnownPart {
   }
   const at::Tensor& tensor() const { return tensor_; }  // undefined: nothing is known
   void forget() { tensor_ = at::Tensor(); }
+  // `.grad` holds the reduction of what has grown: together they are a result.
+  void complete(at::Tensor& grad) {
+    if (tensor_.defined() && grad.is_sparse()) grad = at::add(grad, tensor_);
+    if (tensor_.defined() && !grad.is_sparse()) grad.add_(tensor_);
+    forget();
+    note_result(grad);
+  }
 
  private:
   // Of a .grad that has been set to none, replaced, or zeroed in place since it grew nothing of the result is left.

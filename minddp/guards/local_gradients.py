@@ -63,6 +63,24 @@ class LocalGradients:
         if self._refusal is not None:
             raise self._refusal
 
+    def meet(self, iteration: int) -> None:
+        """Returns when every rank has called it for this iteration.
+
+        Raises:
+            RuntimeError: a rank has not come within :data:`PATIENCE_SECONDS`.
+        """
+        if self._size == 1 or self._store is None:
+            return
+        key = f"taken/{iteration}/{{}}".format
+        self._store.set(key(self._rank), "")
+        self._forget(key(self._rank))
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        for rank in range(self._size):
+            try:
+                self._store.wait([key(rank)], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+            except (dist.DistError, RuntimeError):
+                raise RuntimeError(_NOT_ALL.format(self._rank, rank, PATIENCE_SECONDS)) from None
+
     def _ask(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> RuntimeError | None:
         assert self._store is not None
         again = self._asked is not None and self._asked[0] == iteration
@@ -95,6 +113,14 @@ class LocalGradients:
             return None
         answer: dict[str, list[float]] = json.loads(self._store.get(key))
         return answer
+
+
+_NOT_ALL = (
+    "A backward on rank {0} went through no forward of DistributedDataParallel's, but past it, while a forward waited "
+    "for its backward: it was taken for that one's, as in torch, and its gradients were about to be averaged. But "
+    "rank {1} has had no such backward for {2:g} s. Call the wrapper, ddp(...), instead of ddp.module(...), on every "
+    "rank; or run a forward that no backward follows under torch.no_grad() or ddp.no_sync()."
+)
 
 
 def has_values(gradient: torch.Tensor) -> bool:

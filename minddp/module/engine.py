@@ -180,6 +180,7 @@ class Engine:
         store = dist.distributed_c10d._get_default_store() if has_store else None
         key = "" if self.inspector is None else self.inspector.key
         self._local_gradients = LocalGradients(self.group, store, key)
+        self.reducer.set_callbacks(on_taken=weakly(self._on_taken))
         skipped = 0 if self.finite is None else self.finite.skipped
         self.finite = None
         if self.config.check_finite:
@@ -312,6 +313,10 @@ class Engine:
         if self.inspector is not None:
             self.inspector.report_failure(why or "an exception ended its backward")
 
+    def _on_taken(self) -> None:
+        """A backward past the wrapper is over, which a forward that waited for its own has taken."""
+        self.report_failure(lambda: self._local_gradients.meet(self.reducer.iteration()))
+
     # --- refusing ---
 
     def may_refuse_step(self) -> bool:
@@ -336,8 +341,9 @@ class Engine:
             others: engines that reduce the same parameters, perhaps.
         """
         self.report_failure(self._check_not_within)
-        self.report_failure(self.reducer.check_finished)
-        self.report_failure(self._check_not_interrupted)
+        if not self._is_averaged_elsewhere(others):
+            self.report_failure(self.reducer.check_finished)
+            self.report_failure(self._check_not_interrupted)
         skips = self.finite is not None and self.finite.check()
         names, parameters = self.parameters.names, self.parameters.reduced
         bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
@@ -373,6 +379,21 @@ class Engine:
                 f"{found[:10]}: an exception has ended their backward. Call zero_grad() first, on every rank, or "
                 "restart from a checkpoint."
             )
+
+    def _is_averaged_elsewhere(self, others: Sequence[Engine]) -> bool:
+        """Of an iteration that is not finished: whether all gradients that are there went through other wrappers, which
+        have averaged the whole of them."""
+        if self.reducer.phase() not in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) and not self.reducer.interrupted():
+            return False
+        found = [(i, p) for i, p in enumerate(self.parameters.reduced) if p.grad is not None and has_values(p.grad)]
+        return bool(found) and all(
+            any(other.has_averaged(p, self.reducer.touched_in(i)) for other in others) for i, p in found
+        )
+
+    def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
+        """Whether its gradient of that backward, or of a later one, was averaged here."""
+        index = next((i for i, mine in enumerate(self.parameters.reduced) if mine is parameter), None)
+        return index is not None and self.reducer.averaged_since(index, backward)
 
     def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """Of another wrapper's bypassed gradients, those that did not come through this one's forward."""

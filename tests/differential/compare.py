@@ -264,7 +264,8 @@ def _judge(program: dict[str, Any], theirs: Results, ours: Results) -> Differenc
             return None  # the transport ended both
         if result["end"] in ("died", "hung") and not _parts_ways(program, bad):
             kind = "dies" if result["end"] == "died" else "hangs"
-            return Difference(kind, result["at"], result["error"], f"rank {rank}: {result['error']}")
+            detail = f"rank {rank}: {result['error']}; with torch: {_ends(theirs)}"
+            return Difference(kind, result["at"], result["error"], detail)
     return (
         _compare_numbers(program, theirs, ours, bad)
         or _judge_errors(program, theirs, ours, bad)
@@ -305,6 +306,10 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
     return None
 
 
+def _ends(results: Results) -> str:
+    return "; ".join(f"rank {rank}: {result['error'] or 'ended'}" for rank, result in enumerate(results))
+
+
 def _parts_ways(program: dict[str, Any], bad: int) -> bool:
     """Whether, after torch has gone wrong, some ranks alone call a wrapper: what is collective there has no peer."""
     after = program["steps"][bad:]
@@ -320,8 +325,7 @@ def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: 
     first = min(own or failed, key=lambda rank: ours[rank]["at"])
     at, error = ours[first]["at"], ours[first]["error"]
     ends = "; ".join(f"rank {rank}: step {r['at']}, {r['error'] or 'ended'}" for rank, r in enumerate(ours))
-    torch_ends = "; ".join(f"rank {rank}: {result['error'] or 'ended'}" for rank, result in enumerate(theirs))
-    detail = f"{ends}\n  with torch: {torch_ends}" + (f" (wrong from step {bad})" if bad < count else "")
+    detail = f"{ends}\n  with torch: {_ends(theirs)}" + (f" (wrong from step {bad})" if bad < count else "")
     torch_waited = any(_waited(result) for result in theirs)
     waited = any(_waited(ours[rank]) for rank in failed)
     if waited and not torch_waited and not _parts_ways(program, bad):
@@ -330,7 +334,8 @@ def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: 
     everywhere = len(failed) == len(ours)
     if at < bad and not (explained and everywhere):
         return Difference("raises", at, error, detail)
-    if not everywhere and not torch_waited and _updates(program, at, count):
+    same_ranks = failed == [rank for rank, result in enumerate(theirs) if result["end"] == "raised"]
+    if not everywhere and not same_ranks and not torch_waited and _updates(program, at, count):
         return Difference("raises on some ranks", at, error, detail)
     return None
 

@@ -35,7 +35,15 @@ class Pair:
         self.reference, self.candidate = reference, candidate
 
     def run(self, program: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        return self.ranks.run(program, self.reference), self.ranks.run(program, self.candidate)
+        return self._run(program, self.reference), self._run(program, self.candidate)
+
+    def _run(self, program: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        """Again where a new process group did not come about in time, which a busy machine does."""
+        for _ in range(3):
+            results = self.ranks.run(program, name)
+            if not any("DistStoreError: wait timeout" in result["error"] for result in results):
+                break
+        return results
 
     def difference(self, program: dict[str, Any]) -> Difference | None:
         theirs, ours = self.run(program)

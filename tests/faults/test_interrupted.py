@@ -100,3 +100,24 @@ def test_a_gradient_whose_own_hook_raised_is_not_stepped_on(world_size):
     results = run_ranks(_first_gradients_hook_raises, world_size, range(world_size), timeout=60)
     assert all(told == ["caught", "refused"] for told, _ in results)
     assert all(torch.equal(weight, results[0][1]) for _, weight in results)
+
+
+def _two_wrappers(rank, world_size):
+    """One backward through both, which an exception ends: neither has averaged the layer that they share."""
+    layer = nn.Linear(4, 4)
+    first = minddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), layer))
+    second = minddp.DistributedDataParallel(nn.Sequential(layer, nn.Linear(4, 4)))
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    handle = first.module[0].weight.register_hook(lambda grad: (_ for _ in ()).throw(Boom()))
+    x = torch.full((1, 4), float(rank))
+    with pytest.raises(Boom):
+        (first(x) + second(x)).sum().backward()
+    handle.remove()
+    if layer.bias.grad is not None:
+        with pytest.raises(RuntimeError, match="optimizer.step|Expected to have finished reduction"):
+            optimizer.step()
+    return layer.bias.grad is not None
+
+
+def test_two_wrappers_after_one_exception():
+    assert run_ranks(_two_wrappers, 2, timeout=60) == [True, True]

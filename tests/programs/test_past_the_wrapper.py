@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.testing import RankError, run_ranks
+from minddp.guards import local_gradients
+from minddp.testing import RankError, run_ranks, shutdown
 
 
 def _net():
@@ -293,7 +294,47 @@ def a_builtin_hook_after_the_first_steps(wrap, rank):
     return _weights(model)
 
 
+class _Half(nn.Module):
+    """Shares ``layer``, and never uses ``idle``."""
+
+    def __init__(self, layer, idle=None):
+        super().__init__()
+        self.layer, self.idle = layer, idle
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def unused_in_one_of_two_wrappers(wrap, rank):
+    """The first is not finished; the second has averaged all that there is."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    first, second = wrap(_Half(layer, nn.Linear(4, 4))), wrap(_Half(layer))
+    (first(_batch(rank)) + second(_batch(rank, 1))).pow(2).sum().backward()
+    _sgd(second).step()
+    return _weights(second)
+
+
+def interrupted_in_one_of_two_wrappers(wrap, rank):
+    """What an exception has left in .grad is averaged by the second, together with its own."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    first, second = wrap(_Half(layer)), wrap(_Half(layer))
+    handle = layer.bias.register_post_accumulate_grad_hook(_raises)
+    with pytest.raises(ValueError, match="in a hook"):
+        first(_batch(rank)).pow(2).sum().backward()
+    handle.remove()
+    second(_batch(rank, 1)).pow(2).sum().backward()
+    _sgd(second).step()
+    return _weights(second)
+
+
+def _raises(_):
+    raise ValueError("in a hook")
+
+
 RIGHT = [
+    unused_in_one_of_two_wrappers, interrupted_in_one_of_two_wrappers,
     old_wrapper_and_a_reentrant_checkpoint, forward_on_one_rank_after_a_step, a_hook_after_the_first_steps,
     a_builtin_hook_after_the_first_steps,
     logged_forward_then_no_sync, penalty_then_probe, penalty_then_weight_penalty, probe_in_another_thread,
@@ -397,6 +438,51 @@ def _refused(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_torch_lets_drift_apart(world_size):
     assert run_ranks(_refused, world_size, timeout=60) == [[]] * world_size
+
+
+# ---- on one rank alone
+
+
+def _taken_on_one_rank(rank, world_size):
+    """A forward waits for its backward on every rank, and one rank has one past the wrapper."""
+    local_gradients.PATIENCE_SECONDS = 1.0
+    model = minddp.DistributedDataParallel(_net())
+    model(_batch(rank))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="backward on rank 0 .* past it.* rank 1 has had no such backward for 1 s"):
+            model.module(_batch(rank)).sum().backward()
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 will not take part.*past it"):
+            model(_batch(rank)).sum().backward()
+    return all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_backward_that_one_rank_alone_has_is_not_sent(world_size):
+    try:
+        assert run_ranks(_taken_on_one_rank, world_size) == [True] * world_size
+    finally:
+        shutdown()
+
+
+def _sparse_of_two_wrappers(rank, world_size):
+    """Torch's class divides it once for each wrapper whose forward ran."""
+    grads = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(5, 2, sparse=sparse)
+        first = minddp.DistributedDataParallel(nn.Sequential(table, nn.Linear(2, 2)))
+        second = minddp.DistributedDataParallel(_Half(table))
+        rows = torch.tensor([1, 2 + rank])
+        first(rows)
+        second(rows).pow(2).sum().backward()
+        grads.append(table.weight.grad.to_dense())
+    return torch.equal(*grads)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_sparse_gradient_of_two_wrappers_is_the_mean(world_size):
+    assert run_ranks(_sparse_of_two_wrappers, world_size) == [True] * world_size
 
 
 # ---- reductions of minddp's own
