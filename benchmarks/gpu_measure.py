@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# One rank alone goes through the process group, as it does in torch's class.
+os.environ.setdefault("MINDDP_ALWAYS_REDUCE", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # minddp as built in place
 VARIANTS = ["torch", "torch-views", "minddp", "minddp-views"]

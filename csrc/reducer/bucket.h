@@ -84,6 +84,8 @@ class Bucket {
   // alive. So may what this device's current stream has been given to do.
   void abandon() {
     flight_ = {};
+    producers_.wait_packed();
+    producers_.hold_back();
     producers_.keep(buffer_);
     release();
     begin_backward();

@@ -117,9 +117,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void release_buckets();
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   // The reduction of a bucket: with the hook, and what the reducer does without one (for hooks that wrap it).
-  Flight run_hook(GradBucket& b) { return hook_ ? Flight{hook_->run(b), nullptr} : run_allreduce(b); }
+  Flight run_hook(GradBucket& b) {
+    if (!hook_) return run_allreduce(b);
+    hooks_work_ = nullptr;
+    Flight flight = {hook_->run(b), nullptr};
+    if (!b.buffer().device().is_cpu()) flight.work = std::exchange(hooks_work_, nullptr);
+    return flight;
+  }
   Flight run_allreduce(const GradBucket& b) {
-    return allreduce(*group_, b.buffer(), alone(), [&](Future& future) { wait(future, b.index()); });
+    Flight flight = allreduce(*group_, b.buffer(), alone(), [&](Future& future) { wait(future, b.index()); });
+    hooks_work_ = flight.work;
+    return flight;
   }
   GradBucket grad_bucket(size_t index, at::Tensor buffer) const {
     return {index, index + 1 == buckets_.size(), std::move(buffer), buckets_[index].slots()};
@@ -212,6 +220,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ReducerOptions options_;
   ReducerCallbacks callbacks_;
   std::unique_ptr<CommHook> hook_;
+  c10::intrusive_ptr<c10d::Work> hooks_work_;  // of the reducer's own collective, where a hook has asked for it
   std::unique_ptr<GradHooks> hooks_;
 
   std::mutex mutex_;  // used only when several_threads_; guards all that follows

@@ -10,7 +10,9 @@ std::vector<at::Tensor> all_gather(c10d::ProcessGroup& group, const at::Tensor& 
   std::vector<std::vector<at::Tensor>> theirs(1);
   for (int rank = 0; rank < group.getSize(); ++rank) theirs[0].push_back(at::empty_like(mine));
   std::vector<at::Tensor> inputs = {mine};
-  wait(*group.allgather(theirs, inputs)->getFuture());
+  auto work = group.allgather(theirs, inputs);
+  wait(*work->getFuture());
+  if (!mine.device().is_cpu()) work->synchronize();
   return theirs[0];
 }
 

@@ -7,6 +7,7 @@ ranks, sent beside the last bucket, tells everyone whether anybody has found som
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -52,7 +53,7 @@ class FiniteCheck:
         named = [(name, gradient) for name, gradient in named if gradient.numel()]
         if named:
             largest = torch._foreach_norm([gradient for _, gradient in named], ord=float("inf"))
-            self._found.append(([name for name, _ in named], ~torch.stack(largest).isfinite()))
+            self._found.append(([name for name, _ in named], ~(torch.stack(largest) < math.inf)))
 
     @torch.no_grad()
     def send(self) -> None:

@@ -24,6 +24,10 @@ class DelayedAllReduce:
         self._views = [
             piece.view(p.shape) for p, piece in zip(parameters, self._buffer.split([p.numel() for p in parameters]))
         ]
+        self._streams: set[torch.Stream] = set()  # that have made the gradients of this backward
+        if self._buffer.device.type != "cpu":
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(lambda _: self._note_stream())
         trigger.register_post_accumulate_grad_hook(lambda _: self._reduce())
 
     @classmethod
@@ -53,11 +57,22 @@ class DelayedAllReduce:
             if parameter.grad is None:
                 parameter.grad = view.zero_()
 
+    def _note_stream(self) -> None:
+        self._streams.add(torch.accelerator.current_stream(self._buffer.device))
+
     def _reduce(self) -> None:
+        for stream in self._streams:
+            torch.accelerator.current_stream(self._buffer.device).wait_stream(stream)
         for parameter, view in zip(self._parameters, self._views):
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)  # autograd put a new tensor there; back into the buffer
                 parameter.grad = view
         self._buffer.div_(self._group.size())
         work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
-        Variable._execution_engine.queue_callback(work.wait)
+        Variable._execution_engine.queue_callback(lambda: self._finish(work))
+
+    def _finish(self, work: dist.Work) -> None:
+        work.wait()
+        for stream in self._streams:  # the next to touch the buffer
+            stream.wait_stream(torch.accelerator.current_stream(self._buffer.device))
+        self._streams.clear()

@@ -29,6 +29,7 @@ from .buffers import BufferSync
 from .comm_hooks import HookRegistration
 from .config import make_config
 from .delayed_params import DelayedAllReduce
+from ..ranks.messages import work_on
 from .engine import Engine
 from .finalization import ManualFinalization
 from .find_tensors import find_tensors
@@ -156,6 +157,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         self.dim = dim
         self.module = module
         self._wrapped = Parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        work_on(self.process_group, self._wrapped.device)
         self.device_ids, self.output_device = self._wrapped.check_devices(device_ids, output_device)
         self._config = make_config(arguments)
         self._config.check_views([p.dtype for p in self._wrapped.reduced])
@@ -273,7 +275,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         work = Join.notify_join_context(self)
         if work is None:
             return
-        active = work.get_future().wait()[0]
+        work.wait()  # on a device the future alone need not order anything
+        active = work.get_future().value()[0]
         initial = self._divide_by_initial_world_size
         self.reducer.set_divisor(self.process_group.size() if initial else int(active.item()))
 

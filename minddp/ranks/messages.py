@@ -30,10 +30,25 @@ def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [data[: int(size)].cpu().numpy().tobytes() for data, size in zip(everyone, sizes)]
 
 
+_devices: dict[str, torch.device] = {}  # by the group's name
+
+
+def work_on(group: dist.ProcessGroup, device: torch.device) -> None:
+    """What ranks of ``group`` tell each other travels on ``device``, where its backend does not work on the host.
+
+    Without it on the current one, which is the first one on all ranks where nobody has set another.
+    """
+    if type(group) is dist.ProcessGroup:
+        _devices[group.group_name] = device
+
+
 def _device(group: dist.ProcessGroup) -> torch.device:
     """Where the group's backend works, the host if it can."""
     types = [] if type(group) is not dist.ProcessGroup else group._device_types
-    return torch.device("cpu" if not types or torch.device("cpu") in types else types[0].type)
+    if not types or torch.device("cpu") in types:
+        return torch.device("cpu")
+    noted = _devices.get(group.group_name)
+    return noted if noted is not None and noted.type == types[0].type else torch.device(types[0].type)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -46,6 +46,22 @@ def build() -> Any:
     )
 
 
+_lists = torch.library.Library("aten", "IMPL")
+
+
+def _foreach_norm(tensors: list[torch.Tensor], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:  # noqa: A002
+    """The fallback takes no lists."""
+    return [torch.linalg.vector_norm(tensor, ord) for tensor in tensors]
+
+
+def _stack(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    assert dim == 0
+    out = tensors[0].new_empty((len(tensors), *tensors[0].shape))
+    for i, tensor in enumerate(tensors):
+        out[i].copy_(tensor)
+    return out
+
+
 @functools.cache
 def load() -> Any:
     """The extension, after which ``"streams"`` is a device and a backend of torch's."""
@@ -60,6 +76,8 @@ def load() -> Any:
     device.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
     device.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
     torch._register_device_module(NAME, device)
+    _lists.impl("_foreach_norm.Scalar", _foreach_norm, "PrivateUse1")
+    _lists.impl("stack", _stack, "PrivateUse1")
     for backend, futures_order in ((NAME, True), (PLAIN, False)):
         dist.Backend.register_backend(
             backend,

@@ -80,6 +80,9 @@ class Program:
         side_first_in: those whose gradients come in another order than buckets were cut along.
         no_sync_in: those under ``no_sync``.
         release: buckets are given back after each iteration.
+        join: all of it inside of ``join()``.
+        delays: the second branch's gradients are reduced together, at the first one's.
+        abort_in: the iterations before which another one is given up in the middle.
         reads: gradients are looked at after every iteration, or after the last alone.
         backend: of the group.
     """
@@ -94,6 +97,9 @@ class Program:
     side_first_in: tuple[int, ...] = (2, 3)
     no_sync_in: tuple[int, ...] = ()
     release: bool = False
+    join: bool = False
+    delays: bool = False
+    abort_in: tuple[int, ...] = ()
     reads: bool = True
     backend: str = extension.NAME
 
@@ -145,6 +151,18 @@ PROGRAMS: dict[str, Program] = {
     "late hook, views": Program({**SMALL, "gradient_as_bucket_view": True}, hook=late_hook),
     "on a stream of the user's": Program(SMALL, on_side=True),
     "side does not wait": Program(SMALL, steps=False, joins=False, reads=False),
+    "check_finite": Program({**SMALL, "check_finite": "skip"}),
+    "check_finite, futures that order nothing": Program(
+        {**SMALL, "check_finite": "skip"}, backend=extension.PLAIN
+    ),
+    "join": Program(SMALL, join=True),
+    "join, futures that order nothing": Program(SMALL, join=True, backend=extension.PLAIN),
+    "delayed": Program(SMALL, delays=True, side_first_in=()),
+    "given up": Program(SMALL, abort_in=(2, 3)),
+    "given up, side does not wait": Program(SMALL, steps=False, joins=False, reads=False, abort_in=(2, 3)),
+    "given up, views": Program(
+        {**SMALL, "gradient_as_bucket_view": True}, steps=False, joins=False, reads=False, abort_in=(1, 3)
+    ),
     "buckets released": Program(SMALL, zero=None, steps=False, joins=False, release=True),
 }
 
@@ -165,37 +183,58 @@ def batches(device: str) -> list[tuple[Tensor, Tensor]]:
     return [(x.to(device), y.to(device)) for x, y in made]
 
 
+def give_up(model: minddp.DistributedDataParallel, x: Tensor, side_x: Tensor) -> None:
+    """An iteration that an exception ends when some buckets are on their way."""
+
+    def fails(grad: Tensor) -> None:
+        raise ValueError("in the middle")
+
+    handle = model.module.first[0].bias.register_hook(fails)
+    with contextlib.suppress(ValueError):
+        model(x, side_x).square().mean().backward()
+    handle.remove()
+    model.abort_iteration()
+
+
 def train(program: Program, device: str) -> list[Tensor | None]:
     """Every gradient of every iteration, and the parameters at the end."""
     user = torch.Stream(device) if program.on_side and device != "cpu" else contextlib.nullcontext()
     seen: list[Tensor | None] = []
     with user:
         module = Branches(device, program.joins)
-        model = minddp.DistributedDataParallel(module, **program.options)
+        options = dict(program.options)
+        if program.delays:
+            options["delay_all_reduce_named_params"] = list(module.second.named_parameters(prefix="second"))
+            options["param_to_hook_all_reduce"] = module.first[0].weight
+        model = minddp.DistributedDataParallel(module, **options)
         module.first_use.clear()
         if program.hook is not None:
             model.register_comm_hook(None, program.hook)
         inputs = batches(device)
         if device != "cpu":
             extension.load().synchronize()
-        for i, (x, side_x) in enumerate(inputs):
-            module.uses_spare = i in program.spare_in
-            module.side_first = i in program.side_first_in
-            if program.zero is not None:
-                model.zero_grad(set_to_none=program.zero)
-            if program.options.get("reduction") == "weighted":
-                model.add_weight(i + 1.0)
-            with model.no_sync() if i in program.no_sync_in else contextlib.nullcontext():
-                model(x, side_x).square().mean().backward()
-            if program.reads or i + 1 == ITERATIONS:
-                seen += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-            if program.steps:
-                with torch.no_grad():
-                    for p in module.parameters():
-                        if p.grad is not None:
-                            p.sub_(p.grad, alpha=0.1)
-            if program.release:
-                model.release_buckets()
+        joined = model.join(divide_by_initial_world_size=False) if program.join else contextlib.nullcontext()
+        with joined:
+            for i, (x, side_x) in enumerate(inputs):
+                module.uses_spare = i in program.spare_in
+                module.side_first = i in program.side_first_in
+                if i in program.abort_in:
+                    give_up(model, x, side_x)
+                if program.zero is not None:
+                    model.zero_grad(set_to_none=program.zero)
+                if program.options.get("reduction") == "weighted":
+                    model.add_weight(i + 1.0)
+                with model.no_sync() if i in program.no_sync_in else contextlib.nullcontext():
+                    model(x, side_x).square().mean().backward()
+                if program.reads or i + 1 == ITERATIONS:
+                    seen += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+                if program.steps:
+                    with torch.no_grad():
+                        for p in module.parameters():
+                            if p.grad is not None:
+                                p.sub_(p.grad, alpha=0.1)
+                if program.release:
+                    model.release_buckets()
         seen += [p.detach().clone() for p in module.parameters()]
     if device != "cpu":
         extension.load().synchronize()
