@@ -169,7 +169,8 @@ def sources() -> str:
 def run_call(call: str, device: str, output: Path, again: bool) -> bool:
     """Runs what has not passed; writes after each part. Whether all passed."""
     parts = {name: part for name, part in CALLS[call].items() if device == "cuda" or part.on_cpu}
-    result: dict[str, Any] = {"benchmark": "gpu_check", "call": call, "device": device, "sources": sources(), "parts": {}}
+    result: dict[str, Any] = {"benchmark": "gpu_check", "call": call, "device": device, "parts": {}}
+    result["sources"] = sources()
     if output.exists() and not again:
         before = json.loads(output.read_text())
         if before.get("sources") == result["sources"]:

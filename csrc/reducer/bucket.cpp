@@ -33,12 +33,10 @@ void Bucket::allocate() {
 void Bucket::check(const Slot& slot, const at::Tensor& grad) const {
   bool right_dtype = options_.any_grad_dtype || grad.scalar_type() == grad_dtype_;
   if (grad.is_sparse() == options_.sparse && grad.device() == device_ && right_dtype) return;
-  auto kind = [](bool sparse, at::ScalarType dtype, at::Device device) {
-    return c10::str(sparse ? "sparse " : "dense ", dtype, " on ", device);
-  };
   TORCH_CHECK(false,
-      errors::wrong_gradient(options_.rank, slot.name, kind(grad.is_sparse(), grad.scalar_type(), grad.device()),
-          kind(options_.sparse, grad_dtype_, device_)));
+      errors::wrong_gradient(options_.rank, slot.name,
+          errors::kind(grad.is_sparse(), grad.scalar_type(), grad.device()),
+          errors::kind(options_.sparse, grad_dtype_, device_)));
 }
 
 void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution) {

@@ -97,9 +97,12 @@ std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
 
 void Reducer::begin_forward() {
   interrupted_in_ = ParamUsage::kNone;
-  // Cast and cast back, parameters have other AccumulateGrad nodes. One in turn tells for all.
-  turn_ = (turn_ + 1) % parameters_.size();
-  if (hooks_ && phase_ == Phase::kIdle && hooks_->is_lost(turn_, parameters_[turn_])) install_hooks();
+  // Cast and cast back, parameters have other AccumulateGrad nodes. One in turn is enough where one that never comes
+  // is an error.
+  for (size_t looks = used_map_.mode() == GraphMode::kFindUnused ? parameters_.size() : 1; looks > 0; --looks) {
+    turn_ = (turn_ + 1) % parameters_.size();
+    if (hooks_ && phase_ == Phase::kIdle && hooks_->is_lost(turn_, parameters_[turn_])) install_hooks();
+  }
   forwards_.begin();
   trace_->note(StepEvent::kForwardBegin);
 }
@@ -154,12 +157,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   backward_.origin = answer.origin;
   backward_.taken = answer.taken;
   deferred_ |= answer.taken;
-  if (backward_.origin == Origin::kLocal && sync_enabled) {
-    TORCH_WARN_ONCE(
-        "DistributedDataParallel: backward() runs outside of the no_sync() that its forward ran in. As in "
-        "torch, where forward ran decides: these gradients stay local until the next synchronized backward. "
-        "Put both inside of no_sync(), or both outside.");
-  }
+  if (backward_.origin == Origin::kLocal && sync_enabled) TORCH_WARN_ONCE(errors::kBackwardOutsideNoSync);
   backward_.takes_part.clear();
   const bool asks = used_map_.mode() == GraphMode::kFindUnused && recorded_;
   if (asks && (answer.seen || (through_synchronized_forward && backward_.origin == Origin::kSynchronized)))
@@ -298,11 +296,10 @@ void Reducer::launch(size_t index) {
 }
 
 void Reducer::finish_backward(int graph_task) {
-  bool taken = false;
+  const bool taken = backward_.taken && backward_.graph_task == graph_task;
   if (backward_.graph_task == graph_task) {
     if (backward_.makes_graph && backward_.origin != Origin::kBypassed)
       forwards_.add(backward_.begin, at::sequence_number::peek(), backward_.origin == Origin::kSynchronized);
-    taken = backward_.taken;
     backward_ = {};
   }
   if (phase_ != Phase::kBackward) return;

@@ -2,12 +2,20 @@
 // Pure functions; every error that the reducer raises is worded here.
 #pragma once
 
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/StringUtil.h>
 
 #include <string>
 #include <vector>
 
 namespace minddp::errors {
+
+// A warning.
+constexpr const char* kBackwardOutsideNoSync =
+    "DistributedDataParallel: backward() runs outside of the no_sync() that its forward ran in. As in "
+    "torch, where forward ran decides: these gradients stay local until the next synchronized backward. "
+    "Put both inside of no_sync(), or both outside.";
 
 struct Parameter {
   size_t index;
@@ -76,6 +84,10 @@ inline std::string graph_changed(int rank, const Parameter& p) {
 }
 
 // A gradient of another layout or device than its bucket's.
+inline std::string kind(bool sparse, at::ScalarType dtype, at::Device device) {
+  return c10::str(sparse ? "sparse " : "dense ", dtype, " on ", device);
+}
+
 inline std::string wrong_gradient(
     int rank, const std::string& name, const std::string& found, const std::string& expected) {
   return c10::str("The gradient of parameter '", name, "' is ", found, ", expected ", expected,

@@ -116,10 +116,10 @@ class LocalGradients:
 
 
 _NOT_ALL = (
-    "A backward on rank {0} went through no forward of DistributedDataParallel's, but past it, while a forward waited "
-    "for its backward: it was taken for that one's, as in torch, and its gradients were about to be averaged. But "
-    "rank {1} has had no such backward for {2:g} s. Call the wrapper, ddp(...), instead of ddp.module(...), on every "
-    "rank; or run a forward that no backward follows under torch.no_grad() or ddp.no_sync()."
+    "A backward on rank {0} went through no forward of DistributedDataParallel's, but past it, while a forward "
+    "waited for its backward: it was taken for that one's, as in torch, and its gradients were about to be averaged. "
+    "But rank {1} has had no such backward for {2:g} s. Call the wrapper, ddp(...), instead of ddp.module(...), on "
+    "every rank; or run a forward that no backward follows under torch.no_grad() or ddp.no_sync()."
 )
 
 

@@ -3,7 +3,8 @@
 The reducer knows the parameters that required gradients at construction. One that is added, replaced, unfrozen, cast
 or moved later would get local gradients, and the replicas would drift apart without a word. Looking at every
 parameter before each forward would cost what DDP is to save, so it is done only when there is a reason: torch tells
-of each registration in any module, and a cast or a move shows in whichever parameter is looked at.
+of each registration in any module, lists of modules grow, and a cast or a move shows in whichever parameter is looked
+at.
 """
 
 from __future__ import annotations
@@ -60,12 +61,25 @@ class ModuleChanges:
         self._ignored = ignored
         self._facts = {id(p): (p.dtype, p.device) for p in reduced}
         self._reduced = list(reduced)  # alive, so that no other object gets one's id
-        self._turns = itertools.cycle(self._reduced)
+        self._turns = itertools.cycle(self._places())
+        lists = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+        # ModuleList.insert registers nothing.
+        self._lists = [m._modules for m in module.modules() if isinstance(m, lists)]
+        self._length = sum(map(len, self._lists))
         self._frozen = [p for _, p in self._named() if id(p) not in self._facts]
         self._seen = _registrations
 
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
+
+    def _places(self) -> list[tuple[dict[str, torch.nn.Parameter | None], str, torch.nn.Parameter]]:
+        """Where each of the reducer's parameters stands."""
+        return [
+            (module._parameters, name, p)
+            for module in self._module.modules()
+            for name, p in module._parameters.items()
+            if p is not None and id(p) in self._facts
+        ]
 
     def check(self) -> None:
         """Constant time where nothing has changed, but for one look at each parameter that takes no part.
@@ -73,9 +87,10 @@ class ModuleChanges:
         Raises:
             RuntimeError: names what has changed, and the way out.
         """
-        one = next(self._turns)
+        where, name, one = next(self._turns)
         if (one.dtype, one.device) == self._facts[id(one)] and not any(map(_requires_grad, self._frozen)):
-            if self._seen == _registrations:
+            length = sum(map(len, self._lists))
+            if self._seen == _registrations and self._length == length and where.get(name) is one:
                 return
         if changes := self._changes():
             if _inside_functional_call():
@@ -86,7 +101,7 @@ class ModuleChanges:
                 + "\nThe gradients of these would not be averaged. Call ddp.refresh() on every rank after such "
                 "changes, and give new parameters to the optimizer."
             )
-        self._seen = _registrations
+        self._seen, self._length = _registrations, sum(map(len, self._lists))
 
     def _changes(self) -> list[str]:
         changes = []

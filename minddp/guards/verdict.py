@@ -8,6 +8,7 @@ data), is waited for as long as the group's timeout says: training goes on when 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -150,6 +151,8 @@ def lost(wait: Wait, seconds: float | None, causes: Sequence[tuple[Fact, Kind]],
     ranks = ranks_text([wait.ranks.index(fact.rank) for fact, _ in causes])
     told = f" The collective's own error: {error.splitlines()[0]}" if error else ""
     waited = "" if seconds is None else f", for which rank {wait.rank} has waited {seconds:.0f} s"
+    # Programs look for these words in an error to skip a batch: another rank's lack of memory is none here.
+    who = re.sub(r"(?i)out of memory", "out-of-memory", who)
     return (
         f"{ranks} will not take part in {wait.what}{waited}. "
         f"{who[0].upper()}{who[1:]}.{told}"

@@ -23,13 +23,13 @@ from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ..guards import lifetime, optimizer_guard
+from ..ranks.messages import work_on
 from ..reduction.start import sync_module_states, verify_same_arguments, verify_same_model
 from ..timeline import StepTimes, step_times
 from .buffers import BufferSync
 from .comm_hooks import HookRegistration
 from .config import make_config
 from .delayed_params import DelayedAllReduce
-from ..ranks.messages import work_on
 from .engine import Engine
 from .finalization import ManualFinalization
 from .find_tensors import find_tensors
@@ -174,7 +174,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     def _synchronize_model(self) -> None:
         wrapped, group = self._wrapped, self.process_group
         self._assign_modules_buffers()
-        verify_same_model("parameter", list(zip(wrapped.names, wrapped.reduced)), group)
+        names = [name for name, _ in self.module.named_parameters()]
+        verify_same_model("parameter", list(zip(wrapped.names, wrapped.reduced)), group, names)
         with_buffers = self._config.sync_buffers_at_start
         if with_buffers:
             verify_same_model("buffer", list(self.named_module_buffers.items()), group)

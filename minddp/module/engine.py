@@ -381,8 +381,7 @@ class Engine:
             )
 
     def _is_averaged_elsewhere(self, others: Sequence[Engine]) -> bool:
-        """Of an iteration that is not finished: whether all gradients that are there went through other wrappers, which
-        have averaged the whole of them."""
+        """Of an unfinished iteration: whether other wrappers have averaged the whole of each gradient there is."""
         if self.reducer.phase() not in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) and not self.reducer.interrupted():
             return False
         found = [(i, p) for i, p in enumerate(self.parameters.reduced) if p.grad is not None and has_values(p.grad)]

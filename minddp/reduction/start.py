@@ -33,17 +33,36 @@ def signature(named: Iterable[tuple[str, torch.Tensor]]) -> Signature:
     ]
 
 
-def verify_same_model(kind: str, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
-    """Raises on every rank when the tensors' number, shapes, dtypes or strides differ. Collective.
+def verify_same_model(
+    kind: str, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, names: Iterable[str] | None = None
+) -> None:
+    """Raises on every rank when the tensors' number, shapes, dtypes, strides or order differ. Collective.
+
+    Names may differ by rank without harm. But where all ranks have the same ones, those in the same place must be of
+    one name: else a rank's tensor would be averaged with another one's.
+
+    Args:
+        names: all names of the kind in the module, of which ``named`` may be a part; default: those of ``named``.
 
     Raises:
         RuntimeError: names the first tensor that differs, with each rank's shape, dtype and strides.
     """
     mine = signature(named)
-    # Names may differ by rank without harm; they are exchanged for the message only.
-    digest = hashlib.sha256(repr([entry[1:] for entry in mine]).encode()).hexdigest()
-    if len(set(gather_objects(digest, group))) > 1:
-        raise RuntimeError(_difference(kind, gather_objects(mine, group)))
+    everyone = gather_objects(
+        (
+            _digest([entry[1:] for entry in mine]),
+            _digest([entry[0] for entry in mine]),
+            _digest(sorted(names if names is not None else [entry[0] for entry in mine])),
+        ),
+        group,
+    )
+    shapes, order, known = (len(set(digests)) == 1 for digests in zip(*everyone))
+    if not shapes or (known and not order):
+        raise RuntimeError(_difference(kind, gather_objects(mine, group), by_name=shapes))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def verify_same_arguments(arguments: dict[str, Any], group: dist.ProcessGroup) -> str:
@@ -73,11 +92,11 @@ def verify_same_arguments(arguments: dict[str, Any], group: dist.ProcessGroup) -
     return str(answers[0][1])
 
 
-def _difference(kind: str, signatures: list[Signature]) -> str:
+def _difference(kind: str, signatures: list[Signature], by_name: bool) -> str:
     counts = [len(entries) for entries in signatures]
     for position in range(min(counts)):
         entries = [signature[position] for signature in signatures]
-        if len({entry[1:] for entry in entries}) > 1:
+        if len({entry[0] if by_name else entry[1:] for entry in entries}) > 1:
             what = "\n".join(
                 f"  rank {rank}: '{name}' {list(shape)} {dtype}, strides {list(strides)}"
                 for rank, (name, shape, dtype, strides) in enumerate(entries)
@@ -85,7 +104,8 @@ def _difference(kind: str, signatures: list[Signature]) -> str:
             return (
                 f"DistributedDataParallel: the ranks' models differ at {kind} {position} "
                 f"('{entries[0][0]}' on rank 0):\n{what}\nConstruct the same model on every rank "
-                "(same code, same configuration, same memory format)."
+                "(same code, same configuration, same memory format"
+                + (", the same order of registration, the same parameters frozen)." if by_name else ").")
             )
     named = "\n".join(
         f"  rank {rank}: {len(entries)}" + (f", the last is '{entries[-1][0]}'" if entries else "")

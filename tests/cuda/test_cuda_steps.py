@@ -159,7 +159,7 @@ def profiles(rank: int, world_size: int) -> dict[str, dict[str, int]]:
                 step(model, x)
         events = profile.events()
         whole = next(event.time_range for event in events if event.name == "the step")
-        # The profiler waits for the device when it ends. What kernels do comes later than the call that launched them.
+        # The profiler waits for the device when it ends. Kernels run later than the calls that launch them.
         names = Counter(
             event.name
             for event in events

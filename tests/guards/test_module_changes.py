@@ -274,3 +274,86 @@ def _bad_every(rank, world_size):
 
 def test_a_bad_number_of_iterations_is_named():
     run_ranks(_bad_every, 1)
+
+
+def _insert(ddp, net):
+    """ModuleList.insert registers nothing."""
+    net.layers.insert(0, nn.Linear(4, 4))
+
+
+def _convert(ddp, net):
+    """With new parameters in the places of the old ones."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        net.double().float()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def _cast_and_back(ddp, net):
+    """One layer alone, whose parameters have lost their place in autograd's graph."""
+    net.layers[1].double().float()
+
+
+class _Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _unseen(rank, world_size, change, raises):
+    """With find_unused_parameters, where a gradient that never comes is no error."""
+    torch.manual_seed(0)
+    net = _Layers()
+    ddp = minddp.DistributedDataParallel(net, find_unused_parameters=True)
+    x = torch.full((2, 4), float(rank))
+    for _ in range(2):
+        ddp(x).sum().backward()
+    change(ddp, net)
+    net.zero_grad()
+    if raises:
+        with pytest.raises(RuntimeError, match=r"the module has changed since .*:\n  'layers.0.weight' is new"):
+            for _ in range(len(list(net.parameters())) + 1):
+                ddp(x).sum().backward()
+        return True
+    ddp(x).sum().backward()
+    mine = torch.cat([p.grad.flatten() for p in net.parameters()])
+    everyone = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(everyone, mine)
+    return all(torch.equal(mine, other) for other in everyone)
+
+
+@pytest.mark.parametrize(("change", "raises"), [(_insert, True), (_convert, True), (_cast_and_back, False)])
+def test_changes_that_register_nothing(change, raises):
+    assert run_ranks(_unseen, 2, change, raises) == [True, True]
+
+
+class _Named(nn.Module):
+    def __init__(self, order, frozen="", buffers=False):
+        super().__init__()
+        for name in order:
+            tensor = torch.ones(3)
+            if buffers:
+                self.register_buffer(name, tensor)
+            else:
+                setattr(self, name, nn.Parameter(tensor, requires_grad=name != frozen))
+        self.last = nn.Linear(3, 3)
+
+
+def _places(rank, world_size):
+    """Of one shape, and of the same names, in other places: a rank's would be averaged with another one's."""
+    order = "ab" if rank else "ba"
+    for net in (_Named(order), _Named("ab", "ab"[rank]), _Named(order, buffers=True)):
+        with pytest.raises(RuntimeError, match=r"models differ at (parameter|buffer) 0 \('[ab]' on rank 0\)"):
+            minddp.DistributedDataParallel(net)
+    minddp.DistributedDataParallel(_Named("xy" if rank else "ab"))  # names of the rank's own do no harm
+    return True
+
+
+def test_models_of_one_shape_in_another_order():
+    assert run_ranks(_places, 2) == [True, True]

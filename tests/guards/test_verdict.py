@@ -166,3 +166,9 @@ def _bad_timeouts(rank, world_size):
 
 def test_a_bad_timeout_is_named():
     run_ranks(_bad_timeouts, 1)
+
+
+def test_another_ranks_lack_of_memory_is_none_here():
+    """Programs look for "out of memory" in an error, and skip the batch."""
+    failed = fact(failure={**FAILED, "words": "OutOfMemoryError: CUDA out of memory"})
+    assert "CUDA out-of-memory" in lost(WAIT, 3.0, [(failed, Kind.FAILED)], "")

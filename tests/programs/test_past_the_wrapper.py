@@ -443,24 +443,33 @@ def test_what_torch_lets_drift_apart(world_size):
 # ---- on one rank alone
 
 
-def _taken_on_one_rank(rank, world_size):
-    """A forward waits for its backward on every rank, and one rank has one past the wrapper."""
+def _taken_on_one_rank(rank, world_size, under_no_sync):
+    """A forward waits for its backward, and one rank has one past the wrapper, or of a forward under no_sync."""
     local_gradients.PATIENCE_SECONDS = 1.0
     model = minddp.DistributedDataParallel(_net())
-    model(_batch(rank))
+    if rank == 0 or not under_no_sync:
+        model(_batch(rank))
+    if under_no_sync:
+        with model.no_sync():
+            loss = model(_batch(rank)).sum()
+            if rank:
+                loss.backward()
+    else:
+        loss = model.module(_batch(rank)).sum()
     if rank == 0:
-        with pytest.raises(RuntimeError, match="backward on rank 0 .* past it.* rank 1 has had no such backward for 1 s"):
-            model.module(_batch(rank)).sum().backward()
+        with pytest.raises(RuntimeError, match="backward on rank 0 .* past it.* rank 1 has had no such"):
+            loss.backward()
     else:
         with pytest.raises(RuntimeError, match="rank 0 will not take part.*past it"):
             model(_batch(rank)).sum().backward()
     return all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("under_no_sync", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_backward_that_one_rank_alone_has_is_not_sent(world_size):
+def test_a_backward_that_one_rank_alone_has_is_not_sent(world_size, under_no_sync):
     try:
-        assert run_ranks(_taken_on_one_rank, world_size) == [True] * world_size
+        assert run_ranks(_taken_on_one_rank, world_size, under_no_sync) == [True] * world_size
     finally:
         shutdown()
 

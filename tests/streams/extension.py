@@ -49,7 +49,7 @@ def build() -> Any:
 _lists = torch.library.Library("aten", "IMPL")
 
 
-def _foreach_norm(tensors: list[torch.Tensor], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:  # noqa: A002
+def _foreach_norm(tensors: list[torch.Tensor], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:
     """The fallback takes no lists."""
     return [torch.linalg.vector_norm(tensor, ord) for tensor in tensors]
 
