@@ -120,7 +120,8 @@ def run_part(part: Part, device: str, seconds: float) -> dict[str, Any]:
 def closing(output: str) -> str:
     """pytest's last line; compute-sanitizer writes one of its own after it."""
     lines = output.strip().splitlines() or ["no output"]
-    return next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), lines[-1])
+    theirs = re.compile(r"\d+ (passed|failed|skipped|errors?)\b.* in \d")
+    return next((line for line in reversed(lines) if theirs.search(line)), lines[-1])
 
 
 def _command(part: Part, device: str, answer: Path) -> list[str]:

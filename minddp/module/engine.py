@@ -256,7 +256,6 @@ class Engine:
             self._check_module()
         if self.inspector is not None:
             self.inspector.take_back()
-            self.inspector.check_peers()
         self.logger.before_forward(self.reducer)
         if recording.active:
             recording.after_step(self)
@@ -404,7 +403,9 @@ class Engine:
         }
 
     def check_finished(self) -> None:
-        """Raises where the last synchronized backward left something undone."""
+        """Raises where the last synchronized backward left something undone, or cannot have ended."""
+        if self.inspector is not None:
+            self.inspector.check_peers()  # what follows may wait for the device
         self.report_failure(self.reducer.check_finished)
         if self.finite is not None:
             self.finite.check()

@@ -92,3 +92,30 @@ def test_a_tool_that_is_missing_is_told(check: ModuleType) -> None:
     code, output = check._run(["no-such-tool-here"], {}, 5)
     assert code == 127
     assert "no-such-tool-here is not installed" in output
+
+
+def test_the_sanitizer_has_the_last_line(check: ModuleType) -> None:
+    """What pytest says stands before it."""
+    tests = "..s [100%]\n2 passed, 1 skipped in 3.2s\n"
+    assert check.closing(f"{tests}========= ERROR SUMMARY: 0 errors\n") == "2 passed, 1 skipped in 3.2s"
+    assert check.closing("1 failed, 2 passed in 1s\n========= ERROR SUMMARY: 1 error\n").startswith("1 failed")
+    assert check.closing("no tests ran in 0.1s") == "no tests ran in 0.1s"
+
+
+def test_what_other_sources_passed_is_run_again(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[str] = []
+
+    def run_part(part: Any, device: str, seconds: float) -> dict[str, Any]:
+        ran.append(part.what)
+        return {"ok": True, "seconds": 0.0}
+
+    monkeypatch.setattr(check, "run_part", run_part)
+    check.run_call("A", "cuda", tmp_path / "A.json", again=False)
+    whole = len(ran)
+    check.run_call("A", "cuda", tmp_path / "A.json", again=False)
+    assert len(ran) == whole + 1  # the build, which may be another machine's
+    monkeypatch.setattr(check, "sources", lambda: "others")
+    check.run_call("A", "cuda", tmp_path / "A.json", again=False)
+    assert len(ran) == 2 * whole + 1

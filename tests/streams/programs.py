@@ -157,7 +157,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "join": Program(SMALL, join=True),
     "join, futures that order nothing": Program(SMALL, join=True, backend=extension.PLAIN),
-    "delayed": Program(SMALL, delays=True, side_first_in=()),
+    "delayed gradients": Program(SMALL, delays=True, side_first_in=()),
     "given up": Program(SMALL, abort_in=(2, 3)),
     "given up, side does not wait": Program(SMALL, steps=False, joins=False, reads=False, abort_in=(2, 3)),
     "given up, views": Program(
