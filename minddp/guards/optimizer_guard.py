@@ -45,6 +45,16 @@ def watched() -> list[Any]:
         return list(_watched)
 
 
+_refused: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+
+
+def refuse(parameter: torch.Tensor, why: str) -> None:
+    """No optimizer may step this one any more: another tensor has its place in the module, and its gradients."""
+    _look_at_steps()
+    key = id(parameter)
+    _refused[key] = weakref.ref(parameter, lambda _: _refused.pop(key, None)), why
+
+
 @functools.cache
 def _look_at_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
@@ -79,6 +89,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
+    if _refused:
+        for key in _parameters(optimizer) & _refused.keys():
+            raise RuntimeError(_refused[key][1])
     everyone = watched()
     for guarded in everyone:
         if guarded.may_refuse_step():

@@ -35,7 +35,7 @@ from .finalization import ManualFinalization
 from .find_tensors import find_tensors
 from .groups import choose_group
 from .join import DDPJoinHook, agree_on_sync
-from .parameters import Parameters
+from .parameters import Parameters, localize_shards
 from .replicas import Replicas
 from .torch_base import TorchBase
 from .torch_names import TorchNames
@@ -151,11 +151,12 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated and has no effect.", FutureWarning, stacklevel=2)
-        self.process_group = choose_group(process_group, device_mesh, module)
+        self.process_group = choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.dim = dim
         self.module = module
+        localize_shards(module, self.process_group)
         self._wrapped = Parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         work_on(self.process_group, self._wrapped.device)
         self.device_ids, self.output_device = self._wrapped.check_devices(device_ids, output_device)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._utils import _get_device_index
+
+
+def localize_shards(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Makes parameters that are DTensors this rank's shards, between forwards: ``tensor_parallel.py``."""
+    if "torch.distributed.tensor" in sys.modules:  # half a second to import, and else there is none
+        from .tensor_parallel import localize
+
+        localize(module, group)
 
 
 class Parameters:

@@ -245,7 +245,18 @@ class Reducer(_C.Reducer):
             self._set_scales()
 
     def _set_scales(self) -> None:
-        """A hook gets gradients as they are and averages by itself; its result is scaled from there."""
+        """What gradients are multiplied with, on each side of the collective.
+
+        ==========  =======================  ===========================  =============================
+        reduction   while packing            while unpacking              the same with a hook
+        ==========  =======================  ===========================  =============================
+        mean        1/divisor, or 1/factor   1, or factor/divisor         1 and 1: it averages by itself
+        sum         1, or 1/factor           1, or factor                 1 and ranks
+        weighted    as sum                   as sum, / sum of weights     1 and ranks / sum of weights
+        ==========  =======================  ===========================  =============================
+
+        ``factor``: ``predivide_factor``, where given. ``divisor``: ranks, or those that are still training (join).
+        """
         settings, ranks = self.settings, self.group.size()
         factor = settings.predivide_factor
         if self._has_hook:
