@@ -43,10 +43,10 @@ class Producers {
   void wait_packed() const {
     if (packed_on_) order(*packed_on_, current());
   }
-  // What made the gradients, and packed them, goes on after what the current stream was given so far.
+  // What made the gradients goes on after what the current stream was given so far. So does what packs them next: it
+  // waits for them.
   void hold_back() const {
     for (const c10::Stream& stream : streams_) order(current(), stream);
-    if (packed_on_) order(current(), *packed_on_);
   }
   // `tensor` is about to be freed while the current stream may still read it. On which stream it was allocated nobody
   // tells; the allocator does nothing where it is this one.

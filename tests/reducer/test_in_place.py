@@ -88,6 +88,24 @@ def test_a_large_gradient_that_somebody_holds_is_written_to():
         assert in_place == [True] * 3
 
 
+def _kept_memory(rank, world_size):
+    """A hook keeps the memory of what becomes .grad, and not the tensor: it shows the result, and no later buffer."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 1 << 15), nn.Tanh(), nn.Linear(1 << 15, 2))
+    kept, results = [], []
+    module[0].weight.register_hook(lambda grad: kept.append(grad.detach()))
+    ddp = minddp.DistributedDataParallel(module)
+    for iteration in range(4):
+        ddp.zero_grad()
+        ddp(_input(rank, iteration, 4, 64)).square().sum().backward()
+        results.append(module[0].weight.grad.clone())
+    return [torch.equal(memory, result) for memory, result in zip(kept, results, strict=True)]
+
+
+def test_memory_that_somebody_keeps_is_not_exchanged():
+    assert run_ranks(_kept_memory, 2) == [[True] * 4] * 2
+
+
 class Shared(nn.Module):
     """Gradients that are windows on one tensor: a sum's two are the same memory, cat's are neighbours."""
 
