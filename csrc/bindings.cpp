@@ -216,6 +216,7 @@ void bind_reducer(py::module_& module) {
           py::arg("buckets"))
       .def("install_hooks", &Reducer::install_hooks)
       .def("remove_hooks", &Reducer::remove_hooks)
+      .def("take_over", &Reducer::take_over, py::arg("before"))
       .def("check_finished", &Reducer::check_finished)
       .def("begin_forward", &Reducer::begin_forward)
       .def("end_forward", &Reducer::end_forward, py::arg("outputs"), py::arg("synchronized"))

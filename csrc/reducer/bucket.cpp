@@ -174,7 +174,7 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
 
 void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
   c10::NoGradGuard no_grad;
-  const bool ours = bool(flight_.work);  // no hook has seen the buffer, and may have kept it
+  const bool ours = bool(flight_.work);  // on the CPU: no hook has seen the buffer, and may have kept it
   flight_ = {};
   if (options_.sparse) {
     if (used[slots_->front().index])

@@ -48,6 +48,13 @@ struct ParamUsage {
       if (arrivals[i] == 0) indices.push_back(i);
     return indices;
   }
+  // Of the same parameter, as another reducer knows it. How often it arrives is learned anew.
+  void take_over(size_t index, const ParamUsage& before, size_t there) {
+    local_used_map[index] = before.local_used_map[there];
+    bypassed_in[index] = before.bypassed_in[there];
+    arrived_in[index] = before.arrived_in[there];
+    bypassed_grad[index] = before.bypassed_grad[there];
+  }
   void begin_iteration() {
     std::fill(arrivals.begin(), arrivals.end(), 0);
     std::fill(absent.begin(), absent.end(), 0);

@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <unordered_map>
+
 namespace minddp {
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> expect_sparse,
@@ -29,6 +31,19 @@ void Reducer::install_hooks() {
     if (auto self = weak.lock()) self->slot_of(index).known.before_growth(self->parameters_[index].grad());
   };
   hooks_ = std::make_unique<GradHooks>(parameters_, on_ready, options_.keep_base ? before_growth : nullptr);
+}
+
+void Reducer::take_over(const Reducer& before) {
+  std::unordered_map<const at::TensorImpl*, size_t> theirs;
+  for (size_t j = 0; j < before.parameters_.size(); ++j) theirs[before.parameters_[j].unsafeGetTensorImpl()] = j;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    auto found = theirs.find(parameters_[i].unsafeGetTensorImpl());
+    if (found == theirs.end()) continue;
+    usage_.take_over(i, before.usage_, found->second);
+    auto [bucket, slot] = before.place_[found->second];
+    if (group_ == before.group_) slot_of(i).known = (*before.buckets_[bucket].slots())[slot].known;
+  }
+  interrupted_in_ = before.interrupted_in_;
 }
 
 void Reducer::set_buckets(const Buckets& buckets) {

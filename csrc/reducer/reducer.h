@@ -92,6 +92,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // (Re)places the hooks; needed after construction, and when parameters change their dtype.
   void install_hooks();
   void remove_hooks() { hooks_.reset(); }
+  // Goes on where `before`, of the same module, ends: with what is known of the gradients that both reduce. What all
+  // ranks have is all ranks' of one group only. REQUIRES: no backward is running.
+  void take_over(const Reducer& before);
 
   // Raises when the backward before left gradients un-averaged.
   void check_finished() const;
@@ -150,7 +153,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   ReducerOptions& options() { return options_; }
   ReducerCallbacks& callbacks() { return callbacks_; }
-  bool sync_enabled = true;            // outside of no_sync, for a warning only: forward decides
+  bool sync_enabled = true;            // outside of no_sync; read when forward runs, and for a warning in backward
   bool optimizer_in_backward = false;  // a hook has consumed the gradients: nothing to unpack
 
   Phase phase() const { return phase_; }

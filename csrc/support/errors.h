@@ -1,5 +1,5 @@
 // Facts -> message text: what happened, to which parameters by name on which rank, what to do next.
-// Pure functions; every error that the reducer raises is worded here.
+// Pure functions: what the reducer raises for what a program does. (Misuse by other units is a TORCH_CHECK in place.)
 #pragma once
 
 #include <c10/core/Device.h>
@@ -75,7 +75,7 @@ inline std::string shared_view(int rank, const Parameter& p) {
       rank, "]");
 }
 
-// static_graph, but a parameter that no rank used in the first iteration got a gradient.
+// static_graph, but a parameter that this rank did not use in the first iteration got a gradient.
 inline std::string graph_changed(int rank, const Parameter& p) {
   return c10::str("Your training graph has changed in this iteration: static_graph=True, but parameter '", p.name,
       "' got a gradient, which it did not in the first iteration. Construct with static_graph=False and "

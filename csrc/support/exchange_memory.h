@@ -1,6 +1,6 @@
 // Two tensors of the same numbers' worth of memory change it with each other: a copy that costs nothing.
 //
-// Pure. CPU only: elsewhere streams order who uses which memory.
+// CPU only: elsewhere streams order who uses which memory.
 #pragma once
 
 #include <ATen/ATen.h>

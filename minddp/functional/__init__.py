@@ -22,7 +22,8 @@ What always holds
       ``torch.func`` transforms (grad, vmap, jvp) and forward-mode tangents raise, on every rank.
 
 Reading order: ``linear.py`` (the derivation), ``collectives.py``, ``agreement.py``, ``transport.py``.
-``gradcheck.py`` checks a program of your own by finite differences across ranks. May import from ``ranks`` only.
+``gradcheck.py`` checks a program of your own by finite differences across ranks. May import from
+``ranks`` and ``environment`` only.
 """
 
 from .agreement import CollectiveError

@@ -4,6 +4,10 @@ A backward through the wrapped module itself, past the wrapper, leaves local gra
 nobody. An optimizer that uses them takes another step on each rank, and the replicas drift apart. But a gradient that
 every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside the
 other ranks, so they are asked, through the store, and only where such gradients are about to be used.
+
+A synchronized forward whose backward never came takes the next one, past the wrapper too, as in torch. Where a rank
+alone has such a backward, its collectives would meet the others' next ones, and gradients of different things would
+be added: so ranks meet before that.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class ModuleChanges:
         ]
 
     def check(self) -> None:
-        """Constant time where nothing has changed, but for one look at each parameter that takes no part.
+        """Where nothing has changed: one look at each parameter that takes no part, and at each list of modules.
 
         Raises:
             RuntimeError: names what has changed, and the way out.

@@ -45,7 +45,7 @@ _LOST_PEER = re.compile(
 
 Judged = list[tuple[Fact, Kind]]
 
-# Reducers of one group are made in the same order on all its ranks: counting gives them common names.
+# Reducers of one group are made in the same order on most programs' ranks: a name until they agree on one.
 _counters: dict[str, itertools.count[int]] = {}
 _inspectors: weakref.WeakSet[StallInspector] = weakref.WeakSet()
 

@@ -41,7 +41,7 @@ Place = Callable[[], tuple[str, dict[str, Any]] | None]  # where a wrapper is, u
 
 
 class Watchdog:
-    """This process's, for one default group. All members but the thread's own are written with :attr:`_lock` held.
+    """This process's, for one default group. Dictionaries change, and are gone through, with :attr:`_lock` held.
 
     Attributes:
         processes: by rank of the default group, as far as known.
@@ -324,8 +324,8 @@ def _collectives_so_far() -> int:
     return total
 
 
-_OURS = tuple(f"/minddp/{room}/" for room in ("guards", "module", "ranks", "reduction"))
-_NOT_THE_PROGRAMS = ("/site-packages/", "<", *_OURS)
+_OURS = ("/minddp/guards/", "/minddp/module/", "/minddp/ranks/", "/minddp/reduction/", "/minddp/functional/")
+_NOT_THE_PROGRAMS = ("/site-packages/", "<", "/minddp/sync_batchnorm.py", *_OURS)
 
 
 def _is_users(filename: str) -> bool:

@@ -79,11 +79,9 @@ class Engine:
 
     def rebuild(self, config: Config | None = None, group: dist.ProcessGroup | None = None) -> None:
         """Detaches the reducer there is and makes one for what holds now. REQUIRES: no backward is running."""
-        facts = None
-        sync = True
-        if self._made:
-            facts, sync = self.logger, self.reducer.sync_enabled
-            self.reducer.detach()
+        facts, before = (self.logger, self.reducer) if self._made else (None, None)
+        if before is not None:
+            before.detach()
         self.config = config or self.config
         self.group = group or self.group
         self.has_rebuilt_buckets = False
@@ -97,7 +95,10 @@ class Engine:
             self._settings(),
         )
         self._made = True
-        self.reducer.sync_enabled = sync
+        if before is not None:
+            self.reducer.take_over(before)
+            self.reducer.sync_enabled = before.sync_enabled
+            self.reducer.optimizer_in_backward = before.optimizer_in_backward
         self.changes = ModuleChanges(self.module, self.parameters.ignored, self.parameters.reduced)
         self.logger = LoggingData(self.module, self.config, self.parameters, self.reducer, self.devices)
         if facts is not None and facts.comm_hook is not None:

@@ -1,6 +1,6 @@
 """The reducer with its planning: which buckets, when they are cut anew, how sums become means.
 
-The work during backward is done by the C++ class (csrc/reducer.h is the place to read about it). This one
+The work during backward is done by the C++ class (csrc/reducer/reducer.h is the place to read about it). This one
 decides, between iterations, what that class is to do.
 """
 

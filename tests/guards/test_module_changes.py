@@ -357,3 +357,32 @@ def _places(rank, world_size):
 
 def test_models_of_one_shape_in_another_order():
     assert run_ranks(_places, 2) == [True, True]
+
+
+def _refresh(ddp):
+    ddp.refresh()
+
+
+def _builtin_hook(ddp):
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+
+
+def _remade(rank, world_size, remake):
+    """What is known of gradients outlives the reducer: local ones, and what all ranks have already."""
+    torch.manual_seed(0)
+    ddp = minddp.DistributedDataParallel(nn.Linear(2, 1))
+    ddp.module(torch.full((1, 2), rank + 1.0)).sum().backward()
+    remake(ddp)
+    with pytest.raises(RuntimeError, match="would use gradients that were never averaged"):
+        torch.optim.SGD(ddp.parameters(), 0.1).step()
+
+    summed = minddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), reduction="sum")
+    summed(torch.ones(1, 1)).sum().backward()
+    remake(summed)
+    summed(torch.ones(1, 1)).sum().backward()
+    return summed.module.weight.grad.item()
+
+
+@pytest.mark.parametrize("remake", [_refresh, _builtin_hook])
+def test_a_reducer_goes_on_where_the_one_before_ended(remake):
+    assert run_ranks(_remade, 2, remake) == [4.0, 4.0]
