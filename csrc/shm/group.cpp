@@ -12,7 +12,6 @@
 #include <cstring>
 #include <cstdint>
 #include <fstream>
-#include <map>
 #include <random>
 #include <sstream>
 #include <stdexcept>
@@ -92,15 +91,16 @@ bool has_exited(int pidfd) {
 }
 
 void check_hosts(const std::vector<std::string>& cards) {
-  std::map<std::string, std::string> ranks_of;  // host -> "name: ranks 0 1"
+  std::vector<std::pair<std::string, std::string>> hosts;  // host, "name has ranks 0 1", by the first of these
   for (size_t rank = 0; rank < cards.size(); ++rank) {
     const Card card = Card::parse(static_cast<int>(rank), cards[rank]);
-    std::string& text = ranks_of.try_emplace(card.host, card.name + " has ranks").first->second;
-    text += " " + std::to_string(rank);
+    auto found = std::find_if(hosts.begin(), hosts.end(), [&](const auto& host) { return host.first == card.host; });
+    if (found == hosts.end()) found = hosts.insert(hosts.end(), {card.host, card.name + " has ranks"});
+    found->second += " " + std::to_string(rank);
   }
-  if (ranks_of.size() == 1) return;
+  if (hosts.size() == 1) return;
   std::string text;
-  for (const auto& [host, ranks] : ranks_of) text.append(text.empty() ? "" : "; ").append(ranks);
+  for (const auto& [host, ranks] : hosts) text.append(text.empty() ? "" : "; ").append(ranks);
   C10_THROW_ERROR(DistBackendError,
       "shm: the ranks of a group must share one machine and one PID namespace (containers: --pid=host), "
       "but these do not: " +
