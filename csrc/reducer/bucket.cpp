@@ -211,8 +211,8 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
       segments_.push_back({src, grad.mutable_data_ptr(), p.numel()});
   }
   scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
-  for (Slot& slot : *slots_)
-    if (options_.keep_base && used[slot.index]) slot.known.complete(slot.parameter.mutable_grad());
+  for (size_t i = 0; options_.keep_base && i < slots_->size(); ++i)
+    if (Slot& slot = (*slots_)[i]; used[slot.index]) slot.known.complete(slot.parameter.mutable_grad());
   if (borrowed_) release();
 }
 

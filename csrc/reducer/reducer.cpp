@@ -114,9 +114,10 @@ void Reducer::begin_forward() {
   interrupted_in_ = ParamUsage::kNone;
   // Cast and cast back, parameters have other AccumulateGrad nodes. One in turn is enough where one that never comes
   // is an error.
-  for (size_t looks = used_map_.mode() == GraphMode::kFindUnused ? parameters_.size() : 1; looks > 0; --looks) {
+  size_t looks = used_map_.mode() == GraphMode::kFindUnused ? parameters_.size() : 1;
+  for (; hooks_ && phase_ == Phase::kIdle && looks > 0; --looks) {
     turn_ = (turn_ + 1) % parameters_.size();
-    if (hooks_ && phase_ == Phase::kIdle && hooks_->is_lost(turn_, parameters_[turn_])) install_hooks();
+    if (hooks_->is_lost(turn_, parameters_[turn_])) install_hooks();
   }
   forwards_.begin();
   trace_->note(StepEvent::kForwardBegin);

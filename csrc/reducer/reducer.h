@@ -122,14 +122,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // The reduction of a bucket: with the hook, and what the reducer does without one (for hooks that wrap it).
   Flight run_hook(GradBucket& b) {
     if (!hook_) return run_allreduce(b);
-    hooks_work_ = nullptr;
-    Flight flight = {hook_->run(b), nullptr};
-    if (!b.buffer().device().is_cpu()) flight.work = std::exchange(hooks_work_, nullptr);
-    return flight;
+    return {hook_->run(b), std::exchange(hooks_work_, nullptr)};  // evaluated in this order
   }
   Flight run_allreduce(const GradBucket& b) {
     Flight flight = allreduce(*group_, b.buffer(), alone(), [&](Future& future) { wait(future, b.index()); });
-    hooks_work_ = flight.work;
+    if (hook_ && !b.buffer().device().is_cpu()) hooks_work_ = flight.work;
     return flight;
   }
   GradBucket grad_bucket(size_t index, at::Tensor buffer) const {

@@ -83,11 +83,11 @@ inline std::string graph_changed(int rank, const Parameter& p) {
       rank, "]");
 }
 
-// A gradient of another layout or device than its bucket's.
 inline std::string kind(bool sparse, at::ScalarType dtype, at::Device device) {
   return c10::str(sparse ? "sparse " : "dense ", dtype, " on ", device);
 }
 
+// A gradient of another layout or device than its bucket's.
 inline std::string wrong_gradient(
     int rank, const std::string& name, const std::string& found, const std::string& expected) {
   return c10::str("The gradient of parameter '", name, "' is ", found, ", expected ", expected,

@@ -80,10 +80,8 @@ class LocalGradients:
         self._forget(key(self._rank))
         deadline = time.monotonic() + PATIENCE_SECONDS
         for rank in range(self._size):
-            try:
-                self._store.wait([key(rank)], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-            except (dist.DistError, RuntimeError):
-                raise RuntimeError(_NOT_ALL.format(self._rank, rank, PATIENCE_SECONDS)) from None
+            if not self._comes(key(rank), deadline):
+                raise RuntimeError(_NOT_ALL.format(self._rank, rank, PATIENCE_SECONDS))
 
     def _ask(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> RuntimeError | None:
         assert self._store is not None
@@ -109,12 +107,18 @@ class LocalGradients:
             with suppress(RuntimeError, NotImplementedError):  # a store that deletes nothing
                 self._store.delete_key(self._kept.pop(0))
 
-    def _answer(self, key: str, deadline: float) -> dict[str, list[float]] | None:
+    def _comes(self, key: str, deadline: float) -> bool:
         assert self._store is not None
         try:
             self._store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
         except (dist.DistError, RuntimeError):
+            return False
+        return True
+
+    def _answer(self, key: str, deadline: float) -> dict[str, list[float]] | None:
+        if not self._comes(key, deadline):
             return None
+        assert self._store is not None
         answer: dict[str, list[float]] = json.loads(self._store.get(key))
         return answer
 
