@@ -255,6 +255,7 @@ void bind_reducer(py::module_& module) {
       .def("interrupted", &Reducer::interrupted)
       .def("missing", &Reducer::missing)
       .def("has_recorded", &Reducer::has_recorded)
+      .def("ended", &Reducer::ended)
       .def("iteration", [](const Reducer& r) { return r.trace().iteration; })
       .def(
           "_get_local_used_map", [](Reducer& r) { return at::tensor(r.used_map(), at::kInt); }, Release())

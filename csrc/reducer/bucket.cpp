@@ -101,6 +101,21 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
     for (size_t i = begin; i < end; ++i) adopt_view((*slots_)[i]);
 }
 
+void Bucket::abandon() {
+  producers_.wait_packed();
+  if (flight_.future && flight_.future->completed()) {
+    flight_.future->wait();  // on a device it may only be enqueued
+    if (flight_.work && !device_.is_cpu()) flight_.work->synchronize();
+  } else if (flight_.future && options_.gradient_as_view && !options_.sparse) {
+    for (Slot& slot : *slots_)
+      if (at::Tensor& grad = slot.parameter.mutable_grad(); grad.defined() && grad.is_alias_of(buffer_))
+        grad = grad.clone();
+  }
+  flight_ = {};
+  release();
+  begin_backward();
+}
+
 // A gradient with a graph of its own (create_graph=True) stays; unpack writes its values.
 void Bucket::adopt_view(Slot& slot) {
   at::Tensor& grad = slot.parameter.mutable_grad();

@@ -81,15 +81,8 @@ class Bucket {
   // The streams that made this backward's gradients go on after its end, on the current stream.
   void hold_back_streams() const { producers_.hold_back(); }
   // Forgets buffer and collective, which nobody waits for any more. It may still write to the buffer, and keeps that
-  // alive. So may what this device's current stream has been given to do.
-  void abandon() {
-    flight_ = {};
-    producers_.wait_packed();
-    producers_.hold_back();
-    producers_.keep(buffer_);
-    release();
-    begin_backward();
-  }
+  // alive: a `.grad` that is a window on it becomes a tensor of its own.
+  void abandon();
   // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those that do not
   // exist. A gradient alone in its bucket, whose memory nobody else holds, changes memory with the buffer instead: a
   // pass less. REQUIRES: kLaunched.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "bucket.h"
+#include "support/completed.h"
 #include "transport/sparse_allreduce.h"
 
 #include <ATen/ATen.h>

@@ -6,13 +6,14 @@
 // are an interval, and autograd's engine has collected a backward's nodes before the first hook runs.
 #pragma once
 
+#include "support/node_spans.h"
+
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 
 namespace minddp {
@@ -37,7 +38,7 @@ class Forwards {
   // Nodes that the current thread made from `begin` to `end`: a forward's, or those of a backward with
   // create_graph=True through its outputs. A gradient penalty's graph need not hold any of forward's own.
   void add(uint64_t begin, uint64_t end, bool synchronized) {
-    spans_[count_++ % spans_.size()] = {begin, end, at::RecordFunction::currentThreadId(), synchronized};
+    spans_.add({begin, end, at::RecordFunction::currentThreadId(), synchronized});
   }
   // The next backward is synchronized wherever forward ran: what callers of `reducer.prepare_for_backward` expect.
   void arm() { armed_ = true; }
@@ -54,7 +55,7 @@ class Forwards {
     if (armed_ || hidden_) return {Origin::kSynchronized};
     bool local = hidden_local_;
     for (const torch::autograd::Node* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
-      const Span* span = find(*node);
+      const NodeSpan* span = spans_.find(*node);
       if (span && span->synchronized) return {Origin::kSynchronized, true};
       local |= span != nullptr;
     }
@@ -67,29 +68,11 @@ class Forwards {
   // Whether the graph task that runs now holds nodes of any forward of the wrapper.
   bool has_nodes_in_graph() const {
     const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
-    return std::any_of(nodes.begin(), nodes.end(), [&](const auto* node) { return find(*node); });
+    return std::any_of(nodes.begin(), nodes.end(), [&](const auto* node) { return spans_.find(*node); });
   }
 
  private:
-  struct Span {
-    uint64_t begin = 0, end = 0;  // sequence numbers, which each thread counts by itself
-    uint64_t thread = 0;
-    bool synchronized = false;
-  };
-
-  // The newest first: most backwards are of the last forward.
-  const Span* find(const torch::autograd::Node& node) const {
-    const uint64_t number = node.sequence_nr();
-    for (size_t age = 1; age <= std::min(count_, spans_.size()); ++age) {
-      const Span& span = spans_[(count_ - age) % spans_.size()];
-      if (number >= span.begin && number < span.end && node.thread_id() == span.thread) return &span;
-    }
-    return nullptr;
-  }
-
-  // So many forwards may wait for their backward. One that is older is still known by its outputs' hooks.
-  std::array<Span, 64> spans_;
-  size_t count_ = 0;
+  NodeSpans spans_;  // one that is older than these is still known by its outputs' hooks
   uint64_t begin_ = 0;
   bool armed_ = false;
   bool awaits_backward_ = false;

@@ -173,9 +173,9 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   backward_.origin = answer.origin;
   backward_.taken = answer.taken;
   deferred_ |= answer.taken;
-  if (backward_.origin == Origin::kLocal && sync_enabled) TORCH_WARN_ONCE(errors::kBackwardOutsideNoSync);
+  if (backward_.origin == Origin::kLocal && sync_enabled) errors::warn_backward_outside_no_sync();
   backward_.takes_part.clear();
-  const bool asks = used_map_.mode() == GraphMode::kFindUnused && recorded_;
+  const bool asks = used_map_.mode() == GraphMode::kFindUnused;
   if (asks && (answer.seen || (through_synchronized_forward && backward_.origin == Origin::kSynchronized)))
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
@@ -191,6 +191,9 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), alive] {
     if (auto self = weak.lock()) self->finish_backward(*alive);
   });
+  // No gradient of ours will tell of it, and other ranks may have some.
+  const bool may_wait = synchronized && asks && phase_ == Phase::kIdle;
+  if (may_wait && GradHooks::passes_by(parameters_, backward_.takes_part)) begin_iteration();
 }
 
 void Reducer::begin_iteration() {
@@ -199,7 +202,7 @@ void Reducer::begin_iteration() {
   usage_.begin_iteration();
   next_bucket_ = 0;
   for (Bucket& bucket : buckets_) bucket.begin_backward();
-  if (!recorded_) return;
+  if (!has_recorded()) return;
   const ParamUsage::Flags& part = backward_.takes_part;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     usage_.absent[i] = used_map_.known_unused(i) || (!part.empty() && !part[i] && !usage_.nested[i]);
@@ -260,7 +263,7 @@ void Reducer::note_origin(size_t index) {
 
 void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) {
   auto [b, slot] = place_[index];
-  const bool sends = recorded_ && !deferred_;
+  const bool sends = has_recorded() && !deferred_;
   if (sends && !passes_through()) buckets_[b].pack_early(slot, options_.pre_scale);
   if (!buckets_[b].mark_ready()) return;
   trace_->note(b, BucketEvent::kReady);
@@ -399,10 +402,10 @@ double Reducer::post_scale() {
 
 void Reducer::end_iteration() {
   std::vector<size_t> absent = usage_.missing();
-  graph_is_static_ = graph_is_static_ && (!recorded_ || absent == last_missing_);
+  graph_is_static_ = graph_is_static_ && (!has_recorded() || absent == last_missing_);
   last_missing_ = std::move(absent);
-  if (!recorded_) usage_.learn_expected();
-  recorded_ = true;
+  if (!has_recorded()) usage_.learn_expected();
+  ++ended_;
   usage_.end_iteration([&](size_t i) { return used_map_.known_unused(i); });
   forwards_.iteration_ends();
   deferred_ = false;

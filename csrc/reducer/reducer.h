@@ -8,6 +8,7 @@
 // Life of an iteration (enum Phase):
 //
 //   kIdle -- first gradient of a backward through a synchronized forward --> kBackward
+//   kIdle -- where parameters may be unused: such a backward, which comes to none of them --> kBackward
 //   kBackward -- end of backward; every gradient came, or absence is allowed --> kIdle
 //   kBackward -- the same, where finalization is the caller's --> kLaunched
 //   kLaunched, or kBackward with all buckets launched -- finalize_backward_manual() --> kIdle
@@ -18,16 +19,16 @@
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names them
 //   any -- abort_iteration() --> kIdle
 //
-// A backward that accumulates into none of our parameters changes nothing: an attack on the inputs, a Jacobian, a
-// step of a generator behind a frozen discriminator. Nor does one that is not synchronized (forwards.h); it only
-// notes which parameters it used.
+// Any other backward that accumulates into none of our parameters changes nothing: an attack on the inputs, a
+// Jacobian, a step of a generator behind a frozen discriminator. Nor does one that is not synchronized (forwards.h);
+// it only notes which parameters it used.
 //
 // What always holds.
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group
 //    must be issued in the same order on every rank, and the order of arrival differs from rank to rank.
-//  * A parameter that takes no part is marked ready when the iteration begins. Were its bucket held back until the
-//  end
-//    of backward, it would be launched behind other modules' collectives, on those ranks alone that did not use it.
+//  * A parameter that takes no part is marked ready when the iteration begins. Were its bucket held back until
+//    backward is over, it would be launched behind other modules' collectives, on those ranks alone that did not
+//    use it.
 //  * The first synchronized iteration launches nothing before its end. From it come the order of arrival, along
 //    which buckets are cut anew (trace.h), and the number of arrivals per parameter (param_usage.h).
 //  * What a rank sends is a parameter's whole `.grad`: averages of earlier backwards in it are the same on all ranks.
@@ -134,11 +135,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
   // Waited for at the end of the next synchronized backward.
   void wait_after_backward(c10::intrusive_ptr<Future> future) { extra_futures_.push_back(std::move(future)); }
-  // A rank that has no backward of its own (join) sends an empty used map, and counts as recorded.
+  // A rank that has no backward of its own (join) sends an empty used map, and counts the iteration.
   void shadow_used_map() {
     std::fill(usage_.local_used_map.begin(), usage_.local_used_map.end(), 0);
     send_used_map();
-    recorded_ = true;
+    used_map_.follow([&](Future& future) { wait(future, buckets_.size()); });
+    ++trace_->iteration;
+    ++ended_;
   }
 
   // `other` reduces some of these parameters too: theirs[i] is parameter i's index there, or -1. Where one of the two
@@ -157,7 +160,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::vector<Bucket>& buckets() const { return buckets_; }
   size_t next_bucket() const { return next_bucket_; }
   const Trace& trace() const { return *trace_; }
-  bool has_recorded() const { return recorded_; }            // the first synchronized backward is over
+  bool has_recorded() const { return ended_ > 0; }           // the first synchronized backward is over
+  int64_t ended() const { return ended_; }                   // how many are, of this rank's or in its absence
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
   const std::string& last_error() const { return last_error_; }
   std::vector<size_t> missing() const;
@@ -172,7 +176,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int touched_in(size_t index) const { return std::max(usage_.arrived_in[index], interrupted_in_); }
   // It went through here in that backward or since, and what has come by now is averaged.
   bool averaged_since(size_t index, int backward) const {
-    return phase_ == Phase::kIdle && !interrupted() && !usage_.local_used_map[index] && arrived_in(index) >= backward;
+    return phase_ == Phase::kIdle && !usage_.local_used_map[index] && arrived_in(index) >= backward &&
+        arrived_in(index) > interrupted_in_;
   }
   std::vector<int32_t> used_map() {  // by parameter: ranks that used it, as of the last synchronization
     return used_map_.sum(usage_.local_used_map, [&](Future& future) { wait(future, buckets_.size()); });
@@ -225,7 +230,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   std::mutex mutex_;  // used only when several_threads_; guards all that follows
   Phase phase_ = Phase::kIdle;
-  bool recorded_ = false;
+  int64_t ended_ = 0;
   int interrupted_in_ = ParamUsage::kNone;  // which backward that was
   bool deferred_ = false;  // this iteration's gradients may come again: nothing is sent before its end
   size_t turn_ = 0;        // whose hook was looked at last

@@ -67,6 +67,10 @@ class UsedMap {
     static_here_ = local;
     return static_used_ = sum(local, wait);
   }
+  // kStatic, on a rank without a backward of its own in the first iteration: it is taken to use what others do.
+  void follow(const Wait& wait) {
+    if (!decided() && mode_ == GraphMode::kStatic) static_here_ = static_used_ = sum({}, wait);
+  }
 
  private:
   const GraphMode mode_;

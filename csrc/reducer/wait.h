@@ -44,13 +44,4 @@ inline void wait_watching(Future& future, const OnStall& on_stall) {
   future.waitAndThrow();
 }
 
-// The future of a collective that is over: it holds a list of one tensor, as a process group's does.
-inline c10::intrusive_ptr<Future> completed(const at::Tensor& tensor) {
-  std::vector<c10::Device> devices;
-  if (!tensor.device().is_cpu()) devices.push_back(tensor.device());
-  auto future = c10::make_intrusive<Future>(c10::ListType::ofTensors(), std::move(devices));
-  future->markCompleted(c10::List<at::Tensor>({tensor}));
-  return future;
-}
-
 }  // namespace minddp

@@ -4,6 +4,7 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <string>
@@ -11,11 +12,13 @@
 
 namespace minddp::errors {
 
-// A warning.
-constexpr const char* kBackwardOutsideNoSync =
-    "DistributedDataParallel: backward() runs outside of the no_sync() that its forward ran in. As in "
-    "torch, where forward ran decides: these gradients stay local until the next synchronized backward. "
-    "Put both inside of no_sync(), or both outside.";
+// A warning, once in a process.
+inline void warn_backward_outside_no_sync() {
+  TORCH_WARN_ONCE(
+      "DistributedDataParallel: backward() runs outside of the no_sync() that its forward ran in. As in "
+      "torch, where forward ran decides: these gradients stay local until the next synchronized backward. "
+      "Put both inside of no_sync(), or both outside.");
+}
 
 struct Parameter {
   size_t index;

@@ -1,5 +1,7 @@
 #include "sparse_allreduce.h"
 
+#include "support/completed.h"
+
 #include <ATen/ATen.h>
 
 namespace minddp {

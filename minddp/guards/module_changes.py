@@ -37,6 +37,12 @@ def _look_at_registrations() -> None:
     register_module_module_registration_hook(_note_registration)
 
 
+def _look_again() -> None:
+    """At all of each module, before its next forward."""
+    global _registrations
+    _registrations += 1
+
+
 def _inside_functional_call() -> bool:
     """Asked only where something has changed."""
     frame = sys._getframe()
@@ -93,8 +99,9 @@ class ModuleChanges:
             if self._seen == _registrations and self._length == length and where.get(name) is one:
                 return
         if changes := self._changes():
-            if _inside_functional_call():
-                return  # other tensors for one call
+            if _inside_functional_call():  # other tensors for one call
+                _look_again()
+                return
             raise RuntimeError(
                 "DistributedDataParallel: the module has changed since it was wrapped:\n  "
                 + "\n  ".join(changes)

@@ -341,9 +341,9 @@ class Engine:
             others: engines that reduce the same parameters, perhaps.
         """
         self.report_failure(self._check_not_within)
-        if not self._is_averaged_elsewhere(others):
+        if not self._is_averaged_elsewhere(stepped, others):
             self.report_failure(self.reducer.check_finished)
-            self.report_failure(self._check_not_interrupted)
+            self.report_failure(lambda: self._check_not_interrupted(stepped))
         skips = self.finite is not None and self.finite.check()
         names, parameters = self.parameters.names, self.parameters.reduced
         bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
@@ -367,12 +367,13 @@ class Engine:
                 "after backward, or in a communication hook (torch's _apply_optimizer_in_backward does)."
             )
 
-    def _check_not_interrupted(self) -> None:
-        """After an exception that the program caught: what has arrived is this rank's own."""
+    def _check_not_interrupted(self, stepped: set[int]) -> None:
+        """After an exception that the program caught: what has arrived is this rank's own, unless a later backward
+        has averaged it."""
         if not self.reducer.interrupted():
             return
-        named = zip(self.parameters.names, self.parameters.reduced)
-        found = [name for name, p in named if p.grad is not None and has_values(p.grad)]
+        own = [i for i, _ in self._with_gradients(stepped) if not self.reducer.averaged_since(i, 0)]
+        found = [self.parameters.names[i] for i in own]
         if found:
             raise RuntimeError(
                 f"optimizer.step() on rank {self.group.rank()} would use gradients that were never averaged, of "
@@ -380,11 +381,15 @@ class Engine:
                 "restart from a checkpoint."
             )
 
-    def _is_averaged_elsewhere(self, others: Sequence[Engine]) -> bool:
-        """Of an unfinished iteration: whether other wrappers have averaged the whole of each gradient there is."""
+    def _with_gradients(self, stepped: set[int]) -> list[tuple[int, torch.nn.Parameter]]:
+        reduced = enumerate(self.parameters.reduced)
+        return [(i, p) for i, p in reduced if id(p) in stepped and p.grad is not None and has_values(p.grad)]
+
+    def _is_averaged_elsewhere(self, stepped: set[int], others: Sequence[Engine]) -> bool:
+        """Of an unfinished iteration: whether other wrappers have averaged the whole of each gradient to be used."""
         if self.reducer.phase() not in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) and not self.reducer.interrupted():
             return False
-        found = [(i, p) for i, p in enumerate(self.parameters.reduced) if p.grad is not None and has_values(p.grad)]
+        found = self._with_gradients(stepped)
         return bool(found) and all(
             any(other.has_averaged(p, self.reducer.touched_in(i)) for other in others) for i, p in found
         )

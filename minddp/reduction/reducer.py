@@ -131,8 +131,10 @@ class Reducer(_C.Reducer):
         """Once, after the first synchronized backward: buckets along rank 0's order. Collective.
 
         With unused parameters to find, what no rank has used lies apart, and nobody is asked: all know the same.
+        With a static graph after the second, as in torch: a forward on one rank alone meets nobody before.
         """
-        if self.has_rebuilt or not self.has_recorded() or self.phase() != _C.Phase.IDLE:
+        static = self.settings.graph_mode == _C.GraphMode.STATIC
+        if self.has_rebuilt or self.ended() < 1 + static or self.phase() != _C.Phase.IDLE:
             return False
         self.has_rebuilt = True
         order = ready_order(self.last_step()["ready_ns"])

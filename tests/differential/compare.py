@@ -348,6 +348,8 @@ def _judge_agreement(program: dict[str, Any], theirs: Results, ours: Results) ->
     values = ", ".join(_show(_parameters(result, step).get(name)) for result in ours)
     pairs = [(_parameters(a, step).get(name), _parameters(b, step).get(name)) for a, b in zip(theirs, ours)]
     alike = all(a is None or _same(a, b, _tolerance(program)) for a, b in pairs)
+    theirs_diverged = _first_divergence(program, theirs)
+    alike = alike or (theirs_diverged is not None and theirs_diverged[0] < step)  # there is nothing to be like
     what = "a parameter"
     if _under_no_sync(program, step):
         what = "local gradients under no_sync"

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -333,7 +334,50 @@ def _raises(_):
     raise ValueError("in a hook")
 
 
+def forwards_on_one_rank_with_a_static_graph(wrap, rank):
+    """Buckets are cut anew in a forward, together: with a static graph after the second backward, not the first."""
+    model = wrap(_net(), static_graph=True, bucket_cap_mb=1e-4)
+    optimizer = _sgd(model)
+    for i in range(4):
+        optimizer.zero_grad()
+        model(_batch(rank, i)).pow(2).sum().backward()
+        optimizer.step()
+        if i != 1 and rank == 1:
+            x = _batch(rank).requires_grad_()
+            torch.autograd.grad(model(x).sum(), x)
+        dist.all_reduce(torch.ones(1))
+    return _weights(model)
+
+
+def after_an_exception_before_any_gradient(wrap, rank):
+    """A backward that a hook on the outputs has ended, and then one of an older forward: that one is averaged."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.a, self.b = _net(), nn.Linear(2, 1), nn.Linear(2, 1)
+
+        def forward(self, x):
+            h = self.trunk(x)
+            return self.a(h), self.b(h)
+
+    model = wrap(Heads(), find_unused_parameters=True)
+    older = model(_batch(rank))
+    newer = model(_batch(rank, 1))
+
+    def fails(grad):
+        raise ValueError("on purpose")
+
+    newer[0].register_hook(fails)
+    with pytest.raises(ValueError, match="on purpose"):
+        newer[0].sum().backward()
+    older[0].sum().backward()
+    _sgd(model).step()
+    return _weights(model)
+
+
 RIGHT = [
+    forwards_on_one_rank_with_a_static_graph, after_an_exception_before_any_gradient,
     unused_in_one_of_two_wrappers, interrupted_in_one_of_two_wrappers,
     old_wrapper_and_a_reentrant_checkpoint, forward_on_one_rank_after_a_step, a_hook_after_the_first_steps,
     a_builtin_hook_after_the_first_steps,

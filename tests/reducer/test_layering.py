@@ -35,7 +35,7 @@ FOLDERS = {
     "support": set(),
     "cpu": {"support", "cuda"},
     "cuda": {"support"},
-    "transport": set(),
+    "transport": {"support"},
     "shm": {"cpu"},
 }
 

@@ -4,6 +4,7 @@ What ordinary training shows is tested elsewhere. Here are the corners: what an 
 replaced reducer still hears, who waits for whom.
 """
 
+import copy
 import gc
 import math
 import threading
@@ -952,6 +953,150 @@ def _functional_call(rank, world_size):
 
 def test_functional_call_is_no_change():
     run_ranks(_functional_call, 2)
+
+
+class Tied(nn.Module):
+    """One submodule under two names."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(4, 4)
+        self.other = self.one
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.last(self.other(self.one(x)))
+
+
+def _left_by_functional_call(rank, world_size):
+    module = Tied()
+    ddp, another = DDP(module), DDP(nn.Sequential(nn.Linear(4, 4), module.one))
+    for wrapper in (ddp, another):  # which looks at one place in each forward, and at all of them in the first
+        wrapper(_x(rank)).sum().backward()
+    values = {name: p.detach().clone().requires_grad_() for name, p in ddp.named_parameters()}
+    torch.func.functional_call(ddp, values, (_x(rank),))
+    assert module.one.weight is values["module.one.weight"]  # torch does not put it back
+    for wrapper in (ddp, another):
+        with pytest.raises(RuntimeError, match="module has changed"):
+            wrapper(_x(rank))
+
+
+def test_tensors_that_functional_call_leaves_are_seen_by_the_next_forward_of_each_wrapper():
+    run_ranks(_left_by_functional_call, 2)
+
+
+# ---- what an iteration that was given up has on its way
+
+
+def _late_collective(rank, world_size):
+    ddp = DDP(Two(), gradient_as_bucket_view=True, bucket_cap_mb=1e-6)
+    late = []
+
+    def hook(state, bucket):
+        future = torch.futures.Future()
+        if failing:
+            late.append(bucket.buffer())
+        else:
+            future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    failing = False
+    ddp(_x(rank)).backward()
+
+    def fails(grad):
+        raise ValueError("on purpose")
+
+    failing = True
+    handle = ddp.module.left.bias.register_hook(fails)
+    with pytest.raises(ValueError, match="on purpose"):
+        ddp(_x(rank)).backward()
+    handle.remove()
+    assert late
+    ddp.abort_iteration()
+    failing = False
+    ddp.zero_grad(set_to_none=False)
+    for buffer in late:
+        buffer.fill_(7.0)
+    assert not any(p.grad.any() for p in ddp.parameters())
+    ddp(_x(rank)).backward()
+    expected = Two()
+    expected(_x(rank)).backward()
+    for a, b in zip(ddp.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_late_collective_does_not_write_to_gradients():
+    run_ranks(_late_collective, 1)
+
+
+# ---- a rank that uses no parameter
+
+
+class Skips(nn.Module):
+    """A layer that some ranks leave out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, skip):
+        return x * 2 if skip else self.layer(x)
+
+
+def _skips_all(rank, world_size, always):
+    torch.manual_seed(0)
+    first = DDP(nn.Linear(4, 4))
+    middle = DDP(Skips(), find_unused_parameters=True)
+    last = DDP(nn.Linear(4, 1))
+    models = [first, middle, last]
+    found, expected = [], []
+    for step in range(4):
+
+        def loss(first, middle, last, rank, step=step):
+            skip = always or rank == step % world_size
+            return last(middle(first(_x(rank)), skip)).pow(2).sum()
+
+        alone = [copy.deepcopy(m.module) for m in models]
+        for m in (*models, *alone):
+            m.zero_grad()
+        for each in range(world_size):
+            loss(*alone, each).backward()
+        expected += [None if p.grad is None else p.grad / world_size for m in alone for p in m.parameters()]
+        loss(*models, rank).backward()
+        found += [p.grad for m in models for p in m.parameters()]
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_whose_backward_comes_to_no_parameter(world_size, always):
+    """Torch's class waits for its gradients for ever: nothing tells it that backward is on its way."""
+    run_ranks(_skips_all, world_size, always)
+
+
+def _frozen(rank, world_size):
+    generator, critic = DDP(nn.Linear(4, 4)), DDP(Two(), find_unused_parameters=True)
+    for step in range(3):
+        critic.requires_grad_(False)
+        critic(generator(_x(rank))).backward()
+        assert critic.reducer.iteration() == step  # a frozen one takes no part
+        critic.requires_grad_(True)
+        critic(generator(_x(rank)).detach()).backward()
+        assert critic.reducer.iteration() == step + 1
+        x = _x(rank).requires_grad_()
+        torch.autograd.grad(critic(x), x)
+        critic(x).backward(inputs=[x])
+        assert critic.reducer.iteration() == step + 1
+
+
+def test_a_backward_that_is_to_come_to_no_parameter_changes_nothing():
+    run_ranks(_frozen, 2)
 
 
 # ---- the shared-memory transport

@@ -163,6 +163,15 @@ PROGRAMS: dict[str, Program] = {
     "given up, views": Program(
         {**SMALL, "gradient_as_bucket_view": True}, steps=False, joins=False, reads=False, abort_in=(1, 3)
     ),
+    "given up, views, zeros": Program(
+        {**SMALL, "gradient_as_bucket_view": True}, zero=False, abort_in=(1, 3)
+    ),
+    "given up, views, zeros, packed and held back": Program(
+        {**SMALL, "gradient_as_bucket_view": True}, zero=False, abort_in=(1, 3), side_first_in=(0,)
+    ),
+    "given up, lazy": Program({**SMALL, "lazy_bucket_allocation": True}, abort_in=(1, 3)),
+    "lazy": Program({**SMALL, "lazy_bucket_allocation": True}),
+    "lazy, views": Program({**SMALL, "lazy_bucket_allocation": True, "gradient_as_bucket_view": True}),
     "buckets released": Program(SMALL, zero=None, steps=False, joins=False, release=True),
 }
 

@@ -1,0 +1,86 @@
+"""Uneven inputs, and what comes after them on ranks that have counted another number of backwards of their own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import minddp
+from minddp.testing import run_ranks
+
+OPTIONS = {"default": {}, "static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}
+
+
+def _net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def _train(wrap, rank, batches, options):
+    """As many joined batches as the rank has, then three of all ranks."""
+    model = wrap(_net(), bucket_cap_mb=1e-4, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(i):
+        optimizer.zero_grad()
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * i + rank))
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+
+    with model.join(divide_by_initial_world_size=False):
+        for i in range(batches[rank]):
+            step(i)
+    for i in range(3):
+        step(i + 20)
+    return model
+
+
+def _joined(rank, world_size, batches, options):
+    theirs = None
+    # Torch's class sends something else from a rank that never had a backward under static_graph: Gloo aborts.
+    if not (options.get("static_graph") and 0 in batches):
+        theirs = [p.detach().clone() for p in _train(TorchDDP, rank, batches, options).parameters()]
+    ours = _train(minddp.DistributedDataParallel, rank, batches, options)
+    return theirs, [p.detach().clone() for p in ours.parameters()], ours.reducer.iteration()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("batches", [(0, 3), (3, 0), (1, 3), (0, 1), (2, 0, 3)], ids=str)
+def test_after_uneven_inputs(batches, options):
+    ranks = run_ranks(_joined, len(batches), batches, options, timeout=60)
+    without = run_ranks(_joined, len(batches), batches, {}, timeout=60) if ranks[0][0] is None else ranks
+    for (_, ours, iterations), (theirs, _, _) in zip(ranks, without, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+        assert iterations == max(batches) + 3  # the same on all ranks: what they ask each other goes by it
+
+
+def _penalty_past_the_wrapper(rank, world_size):
+    """Alike on all ranks; ranks compare such gradients by the number of the iteration."""
+    model = _train(minddp.DistributedDataParallel, rank, (1, 3, 2), {})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.zero_grad()
+    model.module[0].weight.pow(2).sum().backward()
+    optimizer.step()
+    return model.module[0].weight.detach().clone()
+
+
+def test_local_gradients_are_compared_after_uneven_inputs():
+    first, second, third = run_ranks(_penalty_past_the_wrapper, 3, timeout=60)
+    assert torch.equal(first, second) and torch.equal(first, third)
+
+
+def _waiting_forward_and_no_sync(rank, world_size):
+    """A forward waits for its backward, and one under no_sync takes its place, on all ranks alike."""
+    model = _train(minddp.DistributedDataParallel, rank, (1, 3), {"find_unused_parameters": True})
+    model.zero_grad()
+    model(torch.ones(1, 4))
+    with model.no_sync():
+        model(torch.ones(1, 4) * (rank + 1)).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_ranks_meet_after_uneven_inputs():
+    first, second = run_ranks(_waiting_forward_and_no_sync, 2, timeout=60)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
