@@ -23,7 +23,7 @@ struct ParamUsage {
         bypassed_in(count, kNone), arrived_in(count, kNone), bypassed_grad(count) {}
 
   std::vector<int32_t> arrivals;  // in this iteration
-  std::vector<int32_t> expected;  // at which the gradient is whole
+  std::vector<int32_t> expected;  // at which the gradient is whole: as many as ever came
   // 1 where a (defined) gradient arrived since the last synchronization: no_sync accumulates what the next one sends.
   std::vector<int32_t> local_used_map;
   Flags absent;  // in this iteration, marked ready at its beginning
@@ -38,9 +38,6 @@ struct ParamUsage {
     if (absent[index]) return Arrival::kExtra;
     int32_t left = expected[index] - arrivals[index];
     return left > 0 ? Arrival::kEarly : left == 0 ? Arrival::kLast : Arrival::kExtra;
-  }
-  void learn_expected() {
-    for (size_t i = 0; i < arrivals.size(); ++i) expected[i] = std::max({expected[i], arrivals[i], 1});
   }
   std::vector<size_t> missing() const {
     std::vector<size_t> indices;

@@ -404,7 +404,6 @@ void Reducer::end_iteration() {
   std::vector<size_t> absent = usage_.missing();
   graph_is_static_ = graph_is_static_ && (!has_recorded() || absent == last_missing_);
   last_missing_ = std::move(absent);
-  if (!has_recorded()) usage_.learn_expected();
   ++ended_;
   usage_.end_iteration([&](size_t i) { return used_map_.known_unused(i); });
   forwards_.iteration_ends();

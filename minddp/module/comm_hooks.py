@@ -39,7 +39,6 @@ class HookRegistration:
         self._check_comm_hook(hook)
         self._check_hook_time()
         self._engine.set_hook(state, hook)
-        self._engine.logger.set("comm_hook", getattr(hook, "__qualname__", type(hook).__name__))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """torch's built-in C++ hooks: here, the dtype in which gradients travel."""
@@ -48,7 +47,6 @@ class HookRegistration:
             raise ValueError(f"comm_hook_type must be one of dist.BuiltinCommHookType, got {comm_hook_type!r}")
         self._check_hook_time()
         self._engine.set_hook(None, comm_hook_type)
-        self._engine.logger.set("comm_hook", str(comm_hook_type))
 
     def _check_hook_time(self) -> None:
         engine = self._engine

@@ -17,7 +17,7 @@ class DelayedAllReduce:
     """The flat gradient buffer of the delayed parameters, and its one collective."""
 
     def __init__(self, group: dist.ProcessGroup, parameters: list[torch.nn.Parameter], trigger: torch.nn.Parameter):
-        self._group = group
+        self.group = group
         self._parameters = parameters
         total = sum(p.numel() for p in parameters)
         self._buffer = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
@@ -67,8 +67,8 @@ class DelayedAllReduce:
             if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)  # autograd put a new tensor there; back into the buffer
                 parameter.grad = view
-        self._buffer.div_(self._group.size())
-        work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
+        self._buffer.div_(self.group.size())
+        work = dist.all_reduce(self._buffer, group=self.group, async_op=True)
         Variable._execution_engine.queue_callback(lambda: self._finish(work))
 
     def _finish(self, work: dist.Work) -> None:

@@ -378,6 +378,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         Raises:
             RuntimeError: the last backward was not finished, the ranks' modules differ (on every rank), or nothing
                 requires a gradient any more.
+            ValueError: ``gradient_as_bucket_view`` does not go with a parameter's new dtype.
             NotImplementedError: with ``mixed_precision``, delayed parameters or an optimizer in backward.
         """
         engine = self._engine
@@ -387,7 +388,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
                 "backward, which hold on to parameters: construct the wrapper anew."
             )
         engine.check_finished()
+        localize_shards(self.module, self.process_group)
         self._wrapped.collect()
+        self._config.check_views([p.dtype for p in self._wrapped.reduced])
         self.device_ids, self.output_device = self._wrapped.check_devices(self.device_ids, self.output_device)
         self._synchronize_model()
         self._config = engine.replaced(bucket_plan=None)

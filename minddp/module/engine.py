@@ -72,6 +72,7 @@ class Engine:
         self.has_rebuilt_buckets = False
         self._checks_order = ordering.enabled()
         self._made = False
+        self._token: str | None = None  # what all ranks call this wrapper
         self._changed = False
         self.rebuild()
 
@@ -105,6 +106,8 @@ class Engine:
             self.logger.set("comm_hook", facts.comm_hook)
         self._note_sharers()
         self._make_guards()
+        if self._token is not None:
+            self.name(self._token)
         self._place_hook()
         if self.mixed is None:  # it keeps the parameters' two precisions, and asks for the reducer of the moment
             self.mixed = MixedPrecision.make(
@@ -221,8 +224,10 @@ class Engine:
         self.hook = (state, hook)
         if self.has_builtin_hook:
             self.rebuild()
+            self.logger.set("comm_hook", str(hook))
         else:
             self._place_hook()
+            self.logger.set("comm_hook", getattr(hook, "__qualname__", type(hook).__name__))
 
     def _place_hook(self) -> None:
         users = self.hook is not None and not self.has_builtin_hook
@@ -290,6 +295,7 @@ class Engine:
 
     def name(self, token: str) -> None:
         """What all ranks call this wrapper. Counting is no name: a copy on one rank alone would shift the rest."""
+        self._token = token
         if self.inspector is not None:
             self._local_gradients.name(self.inspector.rename(token))
 

@@ -32,6 +32,7 @@ class TorchNames:
     use_side_stream_for_tensor_copies: bool
     _config: Any
     _engine: Any
+    _delayed: Any
     _wrapped: Any
     _log_and_throw: Any
     _find_common_rank: Any
@@ -187,8 +188,11 @@ class TorchNames:
         """Goes on with another group, after ranks were lost or added; buckets are planned anew."""
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
-            self._engine.rebuild(group=new_process_group)
-        else:
+            if self._delayed is not None:
+                self._delayed.group = new_process_group
+            if self._engine is not None:
+                self._engine.rebuild(group=new_process_group)
+        elif self._engine is not None:
             self._engine.has_rebuilt_buckets = False
 
     def _set_ddp_sink_clone(self, val: bool) -> None:

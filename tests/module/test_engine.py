@@ -602,3 +602,60 @@ def _python_group(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_process_group_written_in_python(world_size):
     assert run_ranks(_python_group, world_size) == [True] * world_size
+
+
+# ---- what is made anew has all that the first had
+
+
+def _delayed_and_another_group(rank, world_size):
+    """Where every parameter is delayed there is no reducer; the one collective goes over the new group, too."""
+    pair = dist.new_group([0, 1])
+    for all_delayed in (True, False):
+        net = _net()
+        delayed = [named for named in net.named_parameters() if all_delayed or named[0].startswith("2.")]
+        ddp = DDP(net, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=net[0].weight)
+        if rank == 2:
+            continue
+        ddp._update_process_group(pair)
+        assert ddp.process_group is pair
+        _same(_step(ddp, rank), _truth(net, 2))
+    return True
+
+
+def test_another_group_for_delayed_parameters():
+    assert run_ranks(_delayed_and_another_group, 3) == [True] * 3
+
+
+def _refreshed(rank, world_size):
+    ddp = DDP(_net().double(), gradient_as_bucket_view=True, reduce_dtype=torch.float64)
+    ddp.module.float()
+    with pytest.raises(ValueError, match="contradict"):
+        ddp.refresh()
+    ddp = DDP(_net(), find_unused_parameters=True)
+    key = ddp._engine.inspector.key
+    ddp.refresh()
+    assert ddp._engine.inspector.key == key  # or what one rank tells, the others look for under another name
+    _same(_step(ddp, rank), _truth(ddp.module, world_size))
+    return key
+
+
+def test_refresh_repeats_what_construction_checks_and_agrees_on():
+    first, second = run_ranks(_refreshed, 2)
+    assert first == second
+
+
+def _hook_of_an_unpickled(rank, world_size):
+    names = []
+    for hook in (default_hooks.allreduce_hook, dist.BuiltinCommHookType.ALLREDUCE):
+        ddp = DDP(_net())
+        if isinstance(hook, dist.BuiltinCommHookType):
+            ddp._register_builtin_comm_hook(hook)
+        else:
+            ddp.register_comm_hook(None, hook)
+        names.append([d._get_ddp_logging_data()["comm_hook"] for d in (ddp, pickle.loads(pickle.dumps(ddp)))])
+    return names
+
+
+def test_an_unpickled_wrapper_logs_its_hook():
+    for names in run_ranks(_hook_of_an_unpickled, 2):
+        assert all(before == after and before for before, after in names)

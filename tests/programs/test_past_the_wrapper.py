@@ -350,7 +350,7 @@ def forwards_on_one_rank_with_a_static_graph(wrap, rank):
 
 
 def after_an_exception_before_any_gradient(wrap, rank):
-    """A backward that a hook on the outputs has ended, and then one of an older forward: that one is averaged."""
+    """A backward that the module's hook has ended, and then one of an older forward: that one is averaged."""
 
     class Heads(nn.Module):
         def __init__(self):
@@ -363,12 +363,13 @@ def after_an_exception_before_any_gradient(wrap, rank):
 
     model = wrap(Heads(), find_unused_parameters=True)
     older = model(_batch(rank))
-    newer = model(_batch(rank, 1))
 
-    def fails(grad):
+    def fails(*_):
         raise ValueError("on purpose")
 
-    newer[0].register_hook(fails)
+    handle = model.module.register_full_backward_hook(fails)
+    newer = model(_batch(rank, 1))
+    handle.remove()
     with pytest.raises(ValueError, match="on purpose"):
         newer[0].sum().backward()
     older[0].sum().backward()

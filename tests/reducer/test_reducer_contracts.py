@@ -383,9 +383,11 @@ def test_outputs_that_the_walk_does_not_find():
 def _one_node(rank, world_size):
     ddp = DDP(Scale())
     for step in range(3):
-        ddp.zero_grad()
-        ddp(_x(rank, step)).value.sum().backward()
-        torch.testing.assert_close(ddp.module.weight.grad, _x_mean(world_size, step))
+        first, second = ddp(_x(rank, step)), ddp(_x(rank, step + 10))
+        for output, at in ((first, step), (second, step + 10)):  # no forward waits for the second backward
+            ddp.zero_grad()
+            output.value.sum().backward()
+            torch.testing.assert_close(ddp.module.weight.grad, _x_mean(world_size, at))
 
 
 def test_a_forward_of_one_node():

@@ -166,6 +166,12 @@ PROGRAMS: dict[str, Program] = {
     "given up, views, zeros": Program(
         {**SMALL, "gradient_as_bucket_view": True}, zero=False, abort_in=(1, 3)
     ),
+    "given up, views, zeros, futures that order nothing": Program(
+        {**SMALL, "gradient_as_bucket_view": True}, zero=False, abort_in=(1, 3), backend=extension.PLAIN
+    ),
+    "given up, views, zeros, late hook": Program(
+        {**SMALL, "gradient_as_bucket_view": True}, zero=False, abort_in=(1, 3), hook=late_hook
+    ),
     "given up, views, zeros, packed and held back": Program(
         {**SMALL, "gradient_as_bucket_view": True}, zero=False, abort_in=(1, 3), side_first_in=(0,)
     ),
