@@ -3,6 +3,10 @@
 ``DistributedDataParallel`` replaces torch's; ``functional`` has collectives with right gradients;
 ``SyncBatchNorm`` works on CPU too; ``trace`` draws where a step's time goes; ``planner`` computes the best
 buckets. csrc/README.md says where to begin reading.
+
+What importing it does to a process: the backends ``"shm"`` and ``"auto"`` are registered, and functions for the
+process's end (a rank's last words to the others, and wrappers that go before their groups). Torch's hooks for a whole
+process, on optimizers and on registrations in modules, come with the first wrapper.
 """
 
 from ._location import package_path

@@ -12,6 +12,11 @@ variable                       meaning
 ``MINDDP_CUDA``                while building: ``0`` leaves CUDA out, ``1`` insists on it (``setup.py``)
 ``MINDDP_SHM``                 while building: ``0`` leaves the shared-memory transport out (``setup.py``)
 ``SLURM_*``, ``OMPI_*``         ranks, for ``minddp run --slurm`` and ``--mpi`` (read by ``launching/cluster.py``)
+``MASTER_ADDR``                where rank 0 is, for the same two where several machines take part
+``PMIX_NAMESPACE``             the job's name, for ``--mpi``
+``TORCHELASTIC_RUN_ID``        torchrun's, beside which the two are refused
+``RANK``, ``LOCAL_RANK``       a launcher's: ``minddp tune`` without them starts its own ranks (``launching/tune.py``)
+``NCCL_*``, ``GLOO_*``         the transports', for what ``ddp.logger`` tells (read by ``module/logging_data.py``)
 ``TORCH_DISTRIBUTED_DEBUG``    torch's; ``DETAIL`` is debug mode too
 ``PYTORCH_DDP_USE_SIDE_STREAM``  torch's; ``0`` copies inputs on the current stream
 =============================  ==========================================================================

@@ -39,7 +39,8 @@
 // Threads. Hooks and the end-of-backward callback run on autograd's threads, one at a time unless parameters
 // live on several devices; only then mutex_ is used. Lock order: mutex_, then the GIL (Python callbacks are
 // called with mutex_ held), so nobody may hold the GIL while asking for mutex_. Everything else REQUIRES that
-// no backward is running.
+// no backward is running; but what a rank tells of where it is (bindings.cpp: position) reads numbers that may change
+// meanwhile.
 #pragma once
 
 #include "bucket.h"
