@@ -101,13 +101,6 @@ class GradHooks {
     }
     return takes_part;
   }
-  // Whether a backward that accumulates wherever it comes (no inputs=, no autograd.grad) comes to none of ours,
-  // though not all are frozen.
-  static bool passes_by(const std::vector<at::Tensor>& parameters, const std::vector<char>& takes_part) {
-    return std::none_of(takes_part.begin(), takes_part.end(), [](char part) { return part; }) &&
-        torch::autograd::get_current_graph_task_exec_info()->empty() &&
-        std::any_of(parameters.begin(), parameters.end(), [](const auto& p) { return p.requires_grad(); });
-  }
 
  private:
   // A shared_ptr up to torch 2.11, an intrusive_ptr in 2.13: let the compiler name it. Held, because a

@@ -175,7 +175,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   deferred_ |= answer.taken;
   if (backward_.origin == Origin::kLocal && sync_enabled) errors::warn_backward_outside_no_sync();
   backward_.takes_part.clear();
-  const bool asks = used_map_.mode() == GraphMode::kFindUnused;
+  const bool asks = used_map_.mode() == GraphMode::kFindUnused && has_recorded();
   if (asks && (answer.seen || (through_synchronized_forward && backward_.origin == Origin::kSynchronized)))
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
@@ -191,9 +191,6 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), alive] {
     if (auto self = weak.lock()) self->finish_backward(*alive);
   });
-  // No gradient of ours will tell of it, and other ranks may have some.
-  const bool may_wait = synchronized && asks && phase_ == Phase::kIdle;
-  if (may_wait && GradHooks::passes_by(parameters_, backward_.takes_part)) begin_iteration();
 }
 
 void Reducer::begin_iteration() {

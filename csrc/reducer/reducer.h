@@ -8,7 +8,6 @@
 // Life of an iteration (enum Phase):
 //
 //   kIdle -- first gradient of a backward through a synchronized forward --> kBackward
-//   kIdle -- where parameters may be unused: such a backward, which comes to none of them --> kBackward
 //   kBackward -- end of backward; every gradient came, or absence is allowed --> kIdle
 //   kBackward -- the same, where finalization is the caller's --> kLaunched
 //   kLaunched, or kBackward with all buckets launched -- finalize_backward_manual() --> kIdle
@@ -19,9 +18,9 @@
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names them
 //   any -- abort_iteration() --> kIdle
 //
-// Any other backward that accumulates into none of our parameters changes nothing: an attack on the inputs, a
-// Jacobian, a step of a generator behind a frozen discriminator. Nor does one that is not synchronized (forwards.h);
-// it only notes which parameters it used.
+// A backward that accumulates into none of our parameters changes nothing: an attack on the inputs, a Jacobian, a
+// step of a generator behind a frozen discriminator. Nor does one that is not synchronized (forwards.h); it only
+// notes which parameters it used.
 //
 // What always holds.
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group

@@ -6,16 +6,14 @@ right in all of them.
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.testing import run_ranks
+from tests.programs.beside_torch import those_that_differ
 from tests.programs.other_collective import other_collective
 
 
@@ -217,19 +215,9 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-def _both(rank, world_size):
-    warnings.simplefilter("ignore")
-    return {f.__name__: (f(TorchDDP, rank), f(minddp.DistributedDataParallel, rank)) for f in PROGRAMS}
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_as_with_torch(world_size):
-    ranks = run_ranks(_both, world_size, timeout=120)
-    for name in ranks[0]:
-        for theirs, ours in (seen[name] for seen in ranks):
-            for a, b in zip(theirs, ours, strict=True):
-                assert (a is None) == (b is None), name
-                assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-5), name
+    assert those_that_differ(PROGRAMS, world_size, timeout=120) == []
 
 
 # ---- where torch has no answer: beside one process that has all ranks' shares

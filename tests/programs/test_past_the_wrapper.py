@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.guards import local_gradients
 from minddp.testing import RankError, run_ranks, shutdown
+from tests.programs.beside_torch import those_that_differ
 
 
 def _net():
@@ -389,21 +389,9 @@ RIGHT = [
 ]  # fmt: skip
 
 
-def _both(rank, world_size):
-    warnings.simplefilter("ignore")
-    return {f.__name__: (f(TorchDDP, rank), f(minddp.DistributedDataParallel, rank)) for f in RIGHT}
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_torch_trains_right(world_size):
-    ranks = run_ranks(_both, world_size, timeout=90)
-    wrong = [
-        name
-        for name in ranks[0]
-        for theirs, ours in [seen[name] for seen in ranks]
-        if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(theirs, ours, strict=True))
-    ]
-    assert not wrong
+    assert those_that_differ(RIGHT, world_size, timeout=90) == []
 
 
 # ---- drifts apart with torch, without a word: raises before the step on every rank

@@ -4,7 +4,6 @@ What ordinary training shows is tested elsewhere. Here are the corners: what an 
 replaced reducer still hears, who waits for whom.
 """
 
-import copy
 import gc
 import math
 import threading
@@ -1033,53 +1032,7 @@ def test_a_late_collective_does_not_write_to_gradients():
     run_ranks(_late_collective, 1)
 
 
-# ---- a rank that uses no parameter
-
-
-class Skips(nn.Module):
-    """A layer that some ranks leave out."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x, skip):
-        return x * 2 if skip else self.layer(x)
-
-
-def _skips_all(rank, world_size, always):
-    torch.manual_seed(0)
-    first = DDP(nn.Linear(4, 4))
-    middle = DDP(Skips(), find_unused_parameters=True)
-    last = DDP(nn.Linear(4, 1))
-    models = [first, middle, last]
-    found, expected = [], []
-    for step in range(4):
-
-        def loss(first, middle, last, rank, step=step):
-            skip = always or rank == step % world_size
-            return last(middle(first(_x(rank)), skip)).pow(2).sum()
-
-        alone = [copy.deepcopy(m.module) for m in models]
-        for m in (*models, *alone):
-            m.zero_grad()
-        for each in range(world_size):
-            loss(*alone, each).backward()
-        expected += [None if p.grad is None else p.grad / world_size for m in alone for p in m.parameters()]
-        loss(*models, rank).backward()
-        found += [p.grad for m in models for p in m.parameters()]
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("always", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_whose_backward_comes_to_no_parameter(world_size, always):
-    """Torch's class waits for its gradients for ever: nothing tells it that backward is on its way."""
-    run_ranks(_skips_all, world_size, always)
+# ---- a backward that comes to no parameter
 
 
 def _frozen(rank, world_size):
