@@ -245,7 +245,7 @@ void bind_reducer(py::module_& module) {
           py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr, py::arg("on_taken") = nullptr)
       .def("abort_iteration", &Reducer::abort_iteration)
       .def("bypassed", &Reducer::bypassed)
-      .def("share", &Reducer::share, py::arg("other"), py::arg("theirs"), py::arg("views"))
+      .def("share", &Reducer::share, py::arg("other"), py::arg("views"))
       .def("arrived_in", &Reducer::arrived_in, py::arg("index"))
       .def("touched_in", &Reducer::touched_in, py::arg("index"))
       .def("averaged_since", &Reducer::averaged_since, py::arg("index"), py::arg("backward"))

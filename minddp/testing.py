@@ -169,7 +169,7 @@ class RankPool:
         if not self._processes:
             self._start()
         call = pickle.dumps((fn, args))
-        with tempfile.TemporaryDirectory(prefix="minddp-ranks-") as folder:
+        with tempfile.TemporaryDirectory(prefix="minddp-ranks-", ignore_cleanup_errors=True) as folder:
             message = (call, os.path.join(folder, "store"), backend, env or {})
             for pipe in self._pipes:
                 pipe.send(message)

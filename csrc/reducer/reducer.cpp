@@ -1,12 +1,11 @@
 #include "reducer.h"
 
+#include "support/completed.h"
 #include "support/errors.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
-
-#include <unordered_map>
 
 namespace minddp {
 
@@ -34,13 +33,11 @@ void Reducer::install_hooks() {
 }
 
 void Reducer::take_over(const Reducer& before) {
-  std::unordered_map<const at::TensorImpl*, size_t> theirs;
-  for (size_t j = 0; j < before.parameters_.size(); ++j) theirs[before.parameters_[j].unsafeGetTensorImpl()] = j;
+  const std::vector<int64_t> theirs = indices_in(before.parameters_, parameters_);
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    auto found = theirs.find(parameters_[i].unsafeGetTensorImpl());
-    if (found == theirs.end()) continue;
-    usage_.take_over(i, before.usage_, found->second);
-    auto [bucket, slot] = before.place_[found->second];
+    if (theirs[i] < 0) continue;
+    usage_.take_over(i, before.usage_, theirs[i]);
+    auto [bucket, slot] = before.place_[theirs[i]];
     if (group_ == before.group_) slot_of(i).known = (*before.buckets_[bucket].slots())[slot].known;
   }
   interrupted_in_ = before.interrupted_in_;
@@ -250,7 +247,7 @@ void Reducer::refuse_shared_view(size_t index) const {
 }
 
 void Reducer::note_origin(size_t index) {
-  const bool never_sent = used_map_.decided() && used_map_.known_unused(index);
+  const bool never_sent = used_map_.known_unused(index);
   const bool bypassed = backward_.origin == Origin::kBypassed || (never_sent && backward_.origin == Origin::kLocal);
   // Of the graph task that runs it, which all wrappers of this parameter see: a reentrant checkpoint's is not the
   // outermost.

@@ -47,7 +47,9 @@
 #include "forwards.h"
 #include "grad_hooks.h"
 #include "param_usage.h"
+#include "support/same_tensor.h"
 #include "support/trace.h"
+#include "transport/allreduce.h"
 #include "used_map.h"
 
 #include <functional>
@@ -144,11 +146,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     ++ended_;
   }
 
-  // `other` reduces some of these parameters too: theirs[i] is parameter i's index there, or -1. Where one of the two
-  // makes gradients `views`, a backward through both is refused.
-  void share(const std::shared_ptr<Reducer>& other, std::vector<int64_t> theirs, bool views) {
+  // `other` reduces some of these parameters too. Where one of the two makes gradients `views`, a backward through
+  // both is refused.
+  void share(const std::shared_ptr<Reducer>& other, bool views) {
     std::erase_if(sharers_, [&](const Sharer& s) { return s.reducer.expired() || s.reducer.lock() == other; });
-    sharers_.push_back({other, std::move(theirs), views});
+    sharers_.push_back({other, indices_in(other->parameters_, parameters_), views});
   }
 
   ReducerOptions& options() { return options_; }
@@ -257,7 +259,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   UsedMap used_map_;
   struct Sharer {
     std::weak_ptr<Reducer> reducer;
-    std::vector<int64_t> theirs;
+    std::vector<int64_t> theirs;  // each parameter's index there, or -1
     bool views;
   };
   std::vector<Sharer> sharers_;

@@ -5,6 +5,7 @@
 // change anything, so a rank that used all parameters goes on at once.
 #pragma once
 
+#include "transport/allreduce.h"
 #include "wait.h"
 
 #include <ATen/ATen.h>
@@ -45,9 +46,7 @@ class UsedMap {
     RECORD_FUNCTION("minddp::search_unused_parameters", std::vector<c10::IValue>());
     // From pinned memory: else the host waits until it has been read.
     sum_ = at::tensor(local, at::dtype(at::kInt).pinned_memory(!device.is_cpu())).to(device, /*non_blocking=*/true);
-    std::vector<at::Tensor> tensors = {sum_};
-    auto work = group.allreduce(tensors);
-    flight_ = {work->getFuture(), work};
+    flight_ = allreduce(group, sum_, /*alone=*/false, /*wait=*/nullptr);
   }
   void forget() { flight_ = {}; }
   // The sum over ranks as of the last send; this rank's own map where none was sent.

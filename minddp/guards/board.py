@@ -20,25 +20,34 @@ it is gone: for the watchdog's thread only.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ..ranks.processes import Process, began
 
+# A request to a file that was removed looks for it so long.
+_FILE_TIMEOUT = timedelta(seconds=5)
+
 # How many default groups have been on one store, as this process has seen them: what an earlier one's ranks left
 # there says nothing about a later one's.
 _eras: Counter[str] = Counter()
 
 
+def _innermost(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def next_era(store: dist.Store) -> int:
     """REQUIRES: called once for each default group, on all ranks."""
-    prefix, inner = "", store
-    while isinstance(inner, dist.PrefixStore):
-        inner = inner.underlying_store
+    prefix, inner = "", _innermost(store)
     if isinstance(inner, dist.TCPStore):
         prefix = f"{inner.host}:{inner.port}"
     elif isinstance(inner, dist.FileStore):
@@ -66,8 +75,16 @@ class Board:
         self._store: Any = dist.PrefixStore(f"minddp/watch/{era}", store)
         self._rank = rank
         self._read = 0
+        inner = _innermost(store)
+        self._file = inner.path if isinstance(inner, dist.FileStore) else None  # type: ignore[attr-defined]
+        if self._file is not None:
+            store.set_timeout(_FILE_TIMEOUT)
         for counter in ("asked", "told"):
             self._store.add(counter, 0)
+
+    def has_store(self) -> bool:
+        """Whether there is still what the store lies in: a request would make a file that was removed anew."""
+        return self._file is None or os.path.exists(self._file)
 
     def introduce(self, process: Process) -> None:
         self._store.set(f"who/{self._rank}", json.dumps([time.time(), *process]))

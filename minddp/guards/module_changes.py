@@ -21,11 +21,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-_registrations = 0  # of parameters and submodules, in all modules of this process
+_registrations = 0  # of parameters and submodules, in all modules of this process, and functional calls
 _requires_grad = attrgetter("requires_grad")
 
 
-def _note_registration(module: torch.nn.Module, name: str, value: object) -> None:
+def _look_again(*_: object) -> None:
+    """At all of each module, before its next forward."""
     global _registrations
     _registrations += 1
 
@@ -33,14 +34,8 @@ def _note_registration(module: torch.nn.Module, name: str, value: object) -> Non
 @functools.cache
 def _look_at_registrations() -> None:
     """With the first wrapper, not at import: torch's hooks for all modules of the process."""
-    register_module_parameter_registration_hook(_note_registration)
-    register_module_module_registration_hook(_note_registration)
-
-
-def _look_again() -> None:
-    """At all of each module, before its next forward."""
-    global _registrations
-    _registrations += 1
+    register_module_parameter_registration_hook(_look_again)
+    register_module_module_registration_hook(_look_again)
 
 
 def _inside_functional_call() -> bool:

@@ -25,7 +25,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -168,17 +167,16 @@ class Watchdog:
         try:
             assert store is not None
             mine, store = store.clone(), None  # type: ignore[attr-defined]  # torch's stub forgets it
-            if isinstance(mine, dist.FileStore):
-                mine.set_timeout(timedelta(seconds=10))  # else it looks for its file, once removed, for minutes
             board = Board(mine, era, self.rank)
             board.introduce(self.processes[self.rank])
-            while not self._stopping and self._group_is_there():
+            while not self._stopping and self._group_is_there() and board.has_store():
                 self._turn(board)
                 self._wake.wait(self._pause())
                 self._wake.clear()
             if not self._stopping and not self._told:
                 self._outbox.append(_message("it has destroyed its process group", left=True))
-            self._send(board)
+            if board.has_store():
+                self._send(board)
         except (dist.DistError, RuntimeError, OSError, ValueError):
             pass  # the store is gone, and with it all that could be said here
         finally:

@@ -80,7 +80,7 @@ class Engine:
 
     def rebuild(self, config: Config | None = None, group: dist.ProcessGroup | None = None) -> None:
         """Detaches the reducer there is and makes one for what holds now. REQUIRES: no backward is running."""
-        facts, before = (self.logger, self.reducer) if self._made else (None, None)
+        before = self.reducer if self._made else None
         if before is not None:
             before.detach()
         self.config = config or self.config
@@ -102,8 +102,6 @@ class Engine:
             self.reducer.optimizer_in_backward = before.optimizer_in_backward
         self.changes = ModuleChanges(self.module, self.parameters.ignored, self.parameters.reduced)
         self.logger = LoggingData(self.module, self.config, self.parameters, self.reducer, self.devices)
-        if facts is not None and facts.comm_hook is not None:
-            self.logger.set("comm_hook", facts.comm_hook)
         self._note_sharers()
         self._make_guards()
         if self._token is not None:
@@ -128,8 +126,7 @@ class Engine:
                 continue
             views = self.config.gradient_as_bucket_view or other.config.gradient_as_bucket_view
             for one, two in ((self, other), (other, self)):
-                index = {id(p): i for i, p in enumerate(two.parameters.reduced)}
-                one.reducer.share(two.reducer, [index.get(id(p), -1) for p in one.parameters.reduced], views)
+                one.reducer.share(two.reducer, views)
 
     def detach(self) -> None:
         """The parameters are nobody's any more."""
@@ -224,12 +221,14 @@ class Engine:
         self.hook = (state, hook)
         if self.has_builtin_hook:
             self.rebuild()
-            self.logger.set("comm_hook", str(hook))
         else:
             self._place_hook()
-            self.logger.set("comm_hook", getattr(hook, "__qualname__", type(hook).__name__))
 
     def _place_hook(self) -> None:
+        if self.hook is not None:
+            hook = self.hook[1]
+            name = str(hook) if self.has_builtin_hook else getattr(hook, "__qualname__", type(hook).__name__)
+            self.logger.set("comm_hook", name)
         users = self.hook is not None and not self.has_builtin_hook
         if users or self.finite is not None:
             # C++ knows only this one; what users register stays where Python's garbage collector sees it.

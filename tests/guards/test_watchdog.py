@@ -1,0 +1,53 @@
+"""What the watchdog's thread leaves behind: nothing."""
+
+import os
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minddp import DistributedDataParallel as DDP
+from minddp.testing import run_ranks
+
+SECONDS = 10  # far less than a store's own timeout
+
+
+def _wrapped(rank, world_size):
+    DDP(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.path
+
+
+def _watchdogs_left(rank, world_size):
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        left = [t for t in threading.enumerate() if t.name == "minddp: watchdog"]
+        if not left:
+            break
+        time.sleep(0.1)
+    return len(left)
+
+
+def test_threads_end_with_the_file_of_their_store():
+    """A group's file is removed while its watchdog still looks into it once a second."""
+    for _ in range(3):
+        path, _ = run_ranks(_wrapped, 2)  # which removes the store's folder
+    assert run_ranks(_watchdogs_left, 2, backend=None) == [0, 0]
+    assert not os.path.exists(os.path.dirname(path))
+
+
+def _file_is_removed(rank, world_size):
+    path = _wrapped(rank, world_size)
+    dist.barrier()
+    if rank == 0:
+        os.remove(path)
+    assert _watchdogs_left(rank, world_size) == 0
+    assert not os.path.exists(path)  # nor made anew
+
+
+def test_a_file_that_is_removed_is_not_made_anew():
+    run_ranks(_file_is_removed, 2)
