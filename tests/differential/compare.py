@@ -169,7 +169,8 @@ def _an_old_forward_waits(program: dict[str, Any], step: int) -> bool:
             old |= waiting & {a.get("w", 0)} if a.get("keep") else set()
         elif verb == "backward":
             found = found or any(w in old and not sync for w, _, sync in ways)
-            waiting -= {w for w, via, _ in ways if via == "ddp"}
+            if a.get("inputs") != "x":  # which comes to no parameter
+                waiting -= {w for w, via, _ in ways if via == "ddp"}
         elif verb == "zero":
             found = False
     return found
