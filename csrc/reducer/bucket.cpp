@@ -7,6 +7,7 @@
 
 namespace minddp {
 
+// Offsets count elements without padding: that a buffer is one tensor of all gradients is what hooks rely on.
 Bucket::Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
     const std::vector<std::string>& names, Options options)
     : options_(options), grad_dtype_(parameters[indices[0]].scalar_type()), device_(parameters[indices[0]].device()),
@@ -23,6 +24,7 @@ Bucket::Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>
   begin_backward();
 }
 
+// Lazily, at the first pack: a bucket whose gradient can be its own buffer never has memory of its own.
 void Bucket::allocate() {
   auto options = slots_->front().parameter.options().dtype(options_.buffer_dtype).requires_grad(false);
   buffer_ = options_.allocate ? options_.allocate(numel_, options) : at::empty({numel_}, options);
@@ -30,6 +32,7 @@ void Bucket::allocate() {
     s.view = at::empty({0}, options).set_(buffer_.storage(), s.offset, s.parameter.sizes(), s.strides);
 }
 
+// Before bytes are copied: the copying pass takes pointers, and would read a gradient of another kind all the same.
 void Bucket::check(const Slot& slot, const at::Tensor& grad) const {
   bool right_dtype = options_.any_grad_dtype || grad.scalar_type() == grad_dtype_;
   if (grad.is_sparse() == options_.sparse && grad.device() == device_ && right_dtype) return;
@@ -39,6 +42,7 @@ void Bucket::check(const Slot& slot, const at::Tensor& grad) const {
           errors::kind(options_.sparse, grad_dtype_, device_)));
 }
 
+// Waits for every stream that made a gradient; the collective's stream will wait for this one.
 void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution) {
   c10::NoGradGuard no_grad;
   producers_.wait();
@@ -52,12 +56,14 @@ void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tens
   producers_.note_packed();
 }
 
+// See bucket.h; packing the rest later skips what is packed.
 void Bucket::pack_early(size_t i, double scale) {
   constexpr size_t kLarge = 32 << 10;  // below, one pass over all is cheaper
   if (slots_->size() > 1 && device_.is_cpu() && (*slots_)[i].parameter.nbytes() >= kLarge)
     pack_dense(i, i + 1, scale);
 }
 
+// Where the scale has been applied to the memory that grew, the two contributions cannot be told apart.
 bool Bucket::repack(size_t i, double scale) {
   Slot& slot = (*slots_)[i];
   const at::Tensor& grad = slot.parameter.grad();
@@ -68,6 +74,8 @@ bool Bucket::repack(size_t i, double scale) {
   return true;
 }
 
+// Gradients of one dtype in one piece are gathered to segments, so that one call of the copying pass serves them all;
+// the others are copied by torch's operators, one by one.
 void Bucket::pack_dense(size_t begin, size_t end, double scale) {
   c10::NoGradGuard no_grad;
   if (!buffer_.defined()) allocate();
@@ -101,6 +109,7 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
     for (size_t i = begin; i < end; ++i) adopt_view((*slots_)[i]);
 }
 
+// A collective that has ended is waited for, which orders streams; one that has not keeps its memory to itself.
 void Bucket::abandon() {
   producers_.wait_packed();
   if (flight_.future && flight_.future->completed()) {
@@ -157,6 +166,7 @@ void Bucket::pack_sparse(double scale) {
   borrowed_ = slot.packed = true;
 }
 
+// Of the kind that other ranks send, or the collective would not fit theirs.
 at::Tensor Bucket::zeros() const {
   const at::Tensor& p = slots_->front().parameter;
   auto options = p.options().dtype(options_.buffer_dtype).requires_grad(false);
@@ -165,6 +175,7 @@ at::Tensor Bucket::zeros() const {
   return at::_sparse_coo_tensor_with_dims(1, p.dim() - 1, p.sizes(), options.layout(at::kSparse));
 }
 
+// The reduced tensor becomes the gradient: ranks have different rows, so the old one has no place for them.
 void Bucket::unpack_sparse(const at::Tensor& result, double scale) {
   Slot& slot = slots_->front();
   at::Tensor& grad = slot.parameter.mutable_grad() = scale == 1.0 ? result : result.mul(scale);
@@ -187,6 +198,7 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
   return true;
 }
 
+// The reverse of pack_dense; a gradient that is a window on the buffer has its result already, and costs nothing.
 void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
   c10::NoGradGuard no_grad;
   const bool ours = bool(flight_.work);  // on the CPU: no hook has seen the buffer, and may have kept it

@@ -26,6 +26,7 @@ class GradBucket {
       tensors.push_back(buffer_.as_strided(s.parameter.sizes(), s.strides, buffer_.storage_offset() + s.offset));
     return tensors;
   }
+  // In the order of gradients().
   std::vector<at::Tensor> parameters() const {
     std::vector<at::Tensor> tensors;
     for (const Bucket::Slot& slot : *slots_) tensors.push_back(slot.parameter);

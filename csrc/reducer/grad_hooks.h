@@ -28,6 +28,7 @@ using BeforeGrowth = std::function<void(size_t index)>;
 // An autograd hook that changes nothing.
 template <typename Hook>
 struct Observer : Hook {
+  // Compiled autograd asks every hook for its arguments; it would run the backward in a graph of its own.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
     TORCH_CHECK(false,
         "minddp's hooks do not run under compiled autograd: unset "
@@ -70,6 +71,7 @@ class GradHooks {
       hooked_.emplace_back(std::move(node), key);
     }
   }
+  // By key, and by address: other libraries have hooks on the same nodes.
   ~GradHooks() {
     for (size_t i = 0; i < hooked_.size(); ++i) {
       auto& [node, key] = hooked_[i];

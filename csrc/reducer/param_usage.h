@@ -33,12 +33,14 @@ struct ParamUsage {
   std::vector<int> bypassed_in, arrived_in;
   std::vector<SameTensor> bypassed_grad;  // where the former went; .grad may have been replaced since
 
+  // A parameter that is used in two nested graphs arrives twice: it is whole with the last arrival that was learned.
   Arrival note_arrival(size_t index) {
     ++arrivals[index];
     if (absent[index]) return Arrival::kExtra;
     int32_t left = expected[index] - arrivals[index];
     return left > 0 ? Arrival::kEarly : left == 0 ? Arrival::kLast : Arrival::kExtra;
   }
+  // Parameters that have not come at all in this iteration.
   std::vector<size_t> missing() const {
     std::vector<size_t> indices;
     for (size_t i = 0; i < arrivals.size(); ++i)
@@ -52,6 +54,7 @@ struct ParamUsage {
     arrived_in[index] = before.arrived_in[there];
     bypassed_grad[index] = before.bypassed_grad[there];
   }
+  // What was used, and where it went, is of `.grad` and not of an iteration: no_sync fills it over several backwards.
   void begin_iteration() {
     std::fill(arrivals.begin(), arrivals.end(), 0);
     std::fill(absent.begin(), absent.end(), 0);

@@ -9,6 +9,7 @@
 
 namespace minddp {
 
+// The mutex is taken only where hooks run side by side: autograd has one thread a device.
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> expect_sparse,
     c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options, const Buckets& buckets)
     : parameters_(std::move(parameters)), names_(std::move(names)), expect_sparse_(std::move(expect_sparse)),
@@ -21,6 +22,8 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
   set_buckets(buckets);
 }
 
+// Hooks hold the reducer weakly: autograd's nodes keep the hooks, the reducer keeps the parameters, and parameters
+// keep their nodes. A strong reference would close that circle, and no wrapper would ever be freed.
 void Reducer::install_hooks() {
   hooks_.reset();
   OnReady on_ready = [weak = weak_from_this()](size_t index, const at::Tensor& contribution) {
@@ -32,6 +35,7 @@ void Reducer::install_hooks() {
   hooks_ = std::make_unique<GradHooks>(parameters_, on_ready, options_.keep_base ? before_growth : nullptr);
 }
 
+// A parameter may stand at another index than before: registered anew, frozen, or in another order of buckets.
 void Reducer::take_over(const Reducer& before) {
   const std::vector<int64_t> theirs = indices_in(before.parameters_, parameters_);
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -43,6 +47,8 @@ void Reducer::take_over(const Reducer& before) {
   interrupted_in_ = before.interrupted_in_;
 }
 
+// Buckets are made anew, never resized: what is on its way keeps the old ones' memory. What is known of gradients
+// moves with the parameter, wherever its place is now.
 void Reducer::set_buckets(const Buckets& buckets) {
   TORCH_CHECK(phase_ == Phase::kIdle, "set_buckets: a backward is not finished; call it between iterations");
   const std::vector<Bucket> before = std::exchange(buckets_, {});
@@ -69,22 +75,27 @@ void Reducer::set_buckets(const Buckets& buckets) {
   trace_->resize(parameters_.size(), buckets_.size());
 }
 
+// Memory alone: the next pack allocates again, so nothing else has to know.
 void Reducer::release_buckets() {
   TORCH_CHECK(phase_ == Phase::kIdle, "release_buckets: a backward is not finished");
   for (Bucket& bucket : buckets_) bucket.release();
 }
 
+// A program may swallow an error inside of backward; the text is kept for whoever asks why a rank did not come.
 void Reducer::fail(const std::string& message) const {
   last_error_ = message;
   TORCH_CHECK(false, message);
 }
 
+// What a static graph knows to be unused is not waited for.
 std::vector<size_t> Reducer::missing() const {
   std::vector<size_t> indices = usage_.missing();
   std::erase_if(indices, [&](size_t index) { return used_map_.known_unused(index); });
   return indices;
 }
 
+// Looked at when the next forward or step begins, not when backward ends: a second backward may still bring the rest,
+// and a program that needs neither has lost nothing.
 void Reducer::check_finished() const {
   if (phase_ == Phase::kIdle) return;
   // A forward inside of backward is a checkpoint's. Outside, that backward never reached its end.
@@ -99,6 +110,7 @@ void Reducer::check_finished() const {
   fail(errors::unfinished_reduction(group_->getRank(), absent, cause));
 }
 
+// By identity of `.grad`: once zeroed to None, or replaced, what came past the wrapper is gone.
 std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
   std::vector<std::pair<size_t, int>> found;
   for (size_t i = 0; i < parameters_.size(); ++i)
@@ -107,6 +119,7 @@ std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
   return found;
 }
 
+// Nothing of a graph can be noted here: forward makes it, node by node. Only the number from which its nodes count.
 void Reducer::begin_forward() {
   interrupted_in_ = ParamUsage::kNone;
   // Cast and cast back, parameters have other AccumulateGrad nodes. One in turn is enough where one that never comes
@@ -120,6 +133,7 @@ void Reducer::begin_forward() {
   trace_->note(StepEvent::kForwardBegin);
 }
 
+// Outputs without a node (a dataclass, tensors kept elsewhere) have no hook: such a forward takes the next backward.
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
   bool visible =
       std::any_of(outputs.begin(), outputs.end(), [](const at::Tensor& t) { return t.grad_fn() != nullptr; });
@@ -128,11 +142,14 @@ void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchroni
   watch(outputs, synchronized);
 }
 
+// torch's contract for callers that replace forward: armed here, disarmed by the end of the iteration.
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   forwards_.arm();
   watch(outputs, /*synchronized=*/true);
 }
 
+// An output's hook runs before any gradient is there, and before checkpoints inside make graphs of their own: the
+// earliest moment at which a backward can be told from another. Outputs outlive wrappers, so the reference is weak.
 void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
   watch_outputs(outputs, [weak = weak_from_this(), synchronized] {
     auto self = weak.lock();
@@ -142,6 +159,7 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
   });
 }
 
+// All that an iteration has set; what earlier ones taught (arrivals, unused parameters) stays.
 void Reducer::abort_iteration() {
   phase_ = Phase::kIdle;
   next_bucket_ = 0;
@@ -190,6 +208,9 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   });
 }
 
+// kIncomplete goes on: another backward brings what the first left out. Else all is cleared here rather than at the
+// end, so that an iteration which an exception ended leaves nothing behind. Parameters that take no part are marked
+// at once: ranks differ in them, and must not differ in when they launch.
 void Reducer::begin_iteration() {
   if (std::exchange(phase_, Phase::kBackward) == Phase::kIncomplete) return;
   trace_->begin_backward();
@@ -204,6 +225,8 @@ void Reducer::begin_iteration() {
   }
 }
 
+// A post hook on AccumulateGrad, so `.grad` holds the whole sum of this backward's contribution, whoever looks; a
+// hook on the tensor would run before it is there. Errors leave through autograd, which ends backward with them.
 void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   auto lock = guard();
   const bool defined = parameters_[index].mutable_grad().defined();
@@ -237,6 +260,7 @@ bool Reducer::goes_through_a_sharer() const {
   });
 }
 
+// Two windows cannot be one `.grad`: the second wrapper would send what the first is writing to.
 void Reducer::refuse_shared_view(size_t index) const {
   for (const Sharer& sharer : sharers_) {
     auto other = sharer.theirs[index] < 0 || !sharer.views ? nullptr : sharer.reducer.lock();
@@ -246,6 +270,7 @@ void Reducer::refuse_shared_view(size_t index) const {
   }
 }
 
+// Kept by parameter, for optimizer.step(), which has to tell averaged gradients from local ones.
 void Reducer::note_origin(size_t index) {
   const bool never_sent = used_map_.known_unused(index);
   const bool bypassed = backward_.origin == Origin::kBypassed || (never_sent && backward_.origin == Origin::kLocal);
@@ -255,6 +280,8 @@ void Reducer::note_origin(size_t index) {
   if (bypassed) usage_.bypassed_grad[index] = parameters_[index].grad();
 }
 
+// The loop, and not this bucket alone: it may have been the one that others, complete before it, waited behind.
+// Before the first iteration is over nobody knows how often a gradient arrives, so nothing is sent.
 void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) {
   auto [b, slot] = place_[index];
   const bool sends = has_recorded() && !deferred_;
@@ -276,6 +303,7 @@ void Reducer::gradient_grew(size_t index) {
   usage_.expected[index] = arrivals;
 }
 
+// Apart from launch: a complete bucket may have to wait for its turn, its packing need not.
 void Reducer::pack(size_t index, const at::Tensor& contribution) {
   trace_->note(index, BucketEvent::kPackBegin);
   if (!passes_through()) buckets_[index].pack(options_.pre_scale, usage_.local_used_map, contribution);
@@ -295,6 +323,8 @@ void Reducer::launch_or_skip(size_t index) {
   ++next_bucket_;
 }
 
+// A bucket may be launched without its gradients (unused here, used elsewhere): it is packed now, as zeros. The
+// collective runs on other threads; nothing after this call may write to the buffer.
 void Reducer::launch(size_t index) {
   Bucket& bucket = buckets_[index];
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
@@ -308,6 +338,8 @@ void Reducer::launch(size_t index) {
   bucket.launched(std::move(flight));
 }
 
+// Autograd calls it when the outermost graph task is over, on the thread that ran its last node, with the caller's
+// streams current. One task may end while another's iteration is open: only its own is closed.
 void Reducer::finish_backward(int graph_task) {
   const bool taken = backward_.taken && backward_.graph_task == graph_task;
   if (backward_.graph_task == graph_task) {
@@ -327,12 +359,14 @@ void Reducer::finish_backward(int graph_task) {
   phase_ = Phase::kLaunched;
 }
 
+// The used map goes last: it must hold what all of backward used, and its collective has the same place on all ranks.
 void Reducer::launch_rest() {
   while (next_bucket_ < buckets_.size()) launch_or_skip(next_bucket_);
   send_used_map();
   if (callbacks_.after_last_launch) callbacks_.after_last_launch();
 }
 
+// May be called from a hook, so backward can still be running; a gradient that comes afterwards is in no average.
 void Reducer::finalize_backward_manual() {
   auto lock = guard();
   if (phase_ == Phase::kBackward) {
@@ -344,6 +378,8 @@ void Reducer::finalize_backward_manual() {
   finalize_backward();
 }
 
+// In launch order: what was launched first has had the most time, and the rest goes on while it is unpacked. What
+// other ranks used is known only now, and decides which gradients are made at all.
 void Reducer::finalize_backward() {
   std::vector<int32_t> used =
       used_map_.globally_used(usage_.local_used_map, [&](Future& future) { wait(future, buckets_.size()); });
@@ -370,6 +406,7 @@ void Reducer::finalize_backward() {
   end_iteration();
 }
 
+// Nobody calls back when an exception ends a backward; but its callback is destroyed, and with it the last reference.
 void Reducer::backward_is_gone(int graph_task) {
   if (backward_.graph_task != graph_task) return;
   interrupted_in_ = backward_.origin == Origin::kSynchronized ? graph_task : ParamUsage::kNone;
@@ -382,6 +419,7 @@ void Reducer::backward_is_gone(int graph_task) {
   }
 }
 
+// May ask other ranks (the sum of weights), and raise where that sum is nothing.
 double Reducer::post_scale() {
   if (!callbacks_.post_scale) return options_.post_scale;
   try {
@@ -394,6 +432,7 @@ double Reducer::post_scale() {
   }
 }
 
+// Last of all, so that whoever sees kIdle sees averages.
 void Reducer::end_iteration() {
   std::vector<size_t> absent = usage_.missing();
   graph_is_static_ = graph_is_static_ && (!has_recorded() || absent == last_missing_);
@@ -406,6 +445,7 @@ void Reducer::end_iteration() {
   trace_->note(StepEvent::kFinalizeEnd);
 }
 
+// Without a guard that wants to know of lost peers the future's own wait is enough.
 void Reducer::wait(Future& future, size_t bucket) {
   if (!callbacks_.on_stall) return future.waitAndThrow();
   wait_watching(

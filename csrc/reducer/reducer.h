@@ -127,6 +127,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     if (!hook_) return run_allreduce(b);
     return {hook_->run(b), std::exchange(hooks_work_, nullptr)};  // evaluated in this order
   }
+  // A hook that asks for it gets the future alone; the reducer keeps the work, which orders streams (wait.h).
   Flight run_allreduce(const GradBucket& b) {
     Flight flight = allreduce(*group_, b.buffer(), alone(), [&](Future& future) { wait(future, b.index()); });
     if (hook_ && !b.buffer().device().is_cpu()) hooks_work_ = flight.work;
