@@ -1,8 +1,11 @@
-"""What ranks tell each other before, between and after collectives: Python objects, and how a message names ranks."""
+"""What ranks tell each other before, between and after collectives, and how a message names ranks.
+
+It travels as JSON: nothing that comes from a peer is executed.
+"""
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +16,15 @@ from . import waiting
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """``value`` of every rank of ``group``, in rank order. Collective."""
+    """``value`` of every rank of ``group``, in rank order. Collective.
+
+    Args:
+        value: what JSON can hold. A tuple comes back as a list.
+    """
+    mine = json.dumps(value).encode()
     if group.size() == 1:
-        return [value]
-    return [pickle.loads(data) for data in _gather_bytes(pickle.dumps(value), group)]
+        return [json.loads(mine)]
+    return [json.loads(data) for data in _gather_bytes(mine, group)]
 
 
 def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..guards import watchdog
 from ..ranks.broadcast import broadcast_coalesced
 from ..ranks.messages import gather_objects
-from ..ranks.processes import here
+from ..ranks.processes import Process, here
 
 Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 
@@ -88,17 +88,17 @@ def verify_same_arguments(arguments: dict[str, Any], group: dist.ProcessGroup) -
             f"DistributedDataParallel: the ranks' arguments differ:\n{what}\nTheir collectives would not fit "
             "together: pass the same on every rank."
         )
-    watchdog.introduce(group, [process for _, _, process in answers])
+    watchdog.introduce(group, [Process(*process) for _, _, process in answers])
     return str(answers[0][1])
 
 
-def _difference(kind: str, signatures: list[Signature], by_name: bool) -> str:
+def _difference(kind: str, signatures: list[list[Any]], by_name: bool) -> str:
     counts = [len(entries) for entries in signatures]
     for position in range(min(counts)):
         entries = [signature[position] for signature in signatures]
-        if len({entry[0] if by_name else entry[1:] for entry in entries}) > 1:
+        if len({repr(entry[0] if by_name else entry[1:]) for entry in entries}) > 1:
             what = "\n".join(
-                f"  rank {rank}: '{name}' {list(shape)} {dtype}, strides {list(strides)}"
+                f"  rank {rank}: '{name}' {shape} {dtype}, strides {strides}"
                 for rank, (name, shape, dtype, strides) in enumerate(entries)
             )
             return (
