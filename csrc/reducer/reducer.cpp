@@ -164,7 +164,7 @@ void Reducer::abort_iteration() {
   phase_ = Phase::kIdle;
   next_bucket_ = 0;
   backward_ = {};
-  interrupted_in_ = ParamUsage::kNone;
+  interrupted_in_ = ended_in_ = ParamUsage::kNone;
   deferred_ = false;
   forwards_.iteration_ends();
   usage_.begin_iteration();
@@ -341,26 +341,27 @@ void Reducer::launch(size_t index) {
 // Autograd calls it when the outermost graph task is over, on the thread that ran its last node, with the caller's
 // streams current. One task may end while another's iteration is open: only its own is closed.
 void Reducer::finish_backward(int graph_task) {
-  const bool taken = backward_.taken && backward_.graph_task == graph_task;
-  if (backward_.graph_task == graph_task) {
-    if (backward_.makes_graph && backward_.origin != Origin::kBypassed)
-      forwards_.add(backward_.begin, at::sequence_number::peek(), backward_.origin == Origin::kSynchronized);
-    backward_ = {};
-  }
-  if (phase_ != Phase::kBackward) return;
+  const bool own = backward_.graph_task == graph_task;
+  const bool taken = own && backward_.taken;
+  const bool local = own && backward_.origin != Origin::kSynchronized;
+  if (own && backward_.makes_graph && backward_.origin != Origin::kBypassed)
+    forwards_.add(backward_.begin, at::sequence_number::peek(), !local);
+  if (own) backward_ = {};
+  if (phase_ != Phase::kBackward || local) return;  // a local one does not end the iteration of an interrupted one
   trace_->note(StepEvent::kBackwardEnd);
   if (!used_map_.absence_is_fine() && !missing().empty()) {
     phase_ = Phase::kIncomplete;
     return;
   }
   if (taken && callbacks_.on_taken) callbacks_.on_taken();
-  launch_rest();
+  launch_rest(graph_task);
   if (!options_.manual_finalization) return finalize_backward();
   phase_ = Phase::kLaunched;
 }
 
 // The used map goes last: it must hold what all of backward used, and its collective has the same place on all ranks.
-void Reducer::launch_rest() {
+void Reducer::launch_rest(int graph_task) {
+  ended_in_ = graph_task;
   while (next_bucket_ < buckets_.size()) launch_or_skip(next_bucket_);
   send_used_map();
   if (callbacks_.after_last_launch) callbacks_.after_last_launch();
@@ -371,7 +372,7 @@ void Reducer::finalize_backward_manual() {
   auto lock = guard();
   if (phase_ == Phase::kBackward) {
     trace_->note(StepEvent::kBackwardEnd);
-    launch_rest();
+    launch_rest(backward_.graph_task);
     backward_.origin = Origin::kBypassed;  // what it still brings is this rank's alone
   }
   interrupted_in_ = ParamUsage::kNone;

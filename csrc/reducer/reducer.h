@@ -177,10 +177,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int arrived_in(size_t index) const { return usage_.arrived_in[index]; }
   // The last backward that brought it, or may have before an exception ended that one.
   int touched_in(size_t index) const { return std::max(usage_.arrived_in[index], interrupted_in_); }
-  // It went through here in that backward or since, and what has come by now is averaged.
+  // An iteration has ended here in that backward or since, and nothing of it has come after that.
   bool averaged_since(size_t index, int backward) const {
-    return phase_ == Phase::kIdle && !usage_.local_used_map[index] && arrived_in(index) >= backward &&
-        arrived_in(index) > interrupted_in_;
+    return phase_ == Phase::kIdle && !usage_.local_used_map[index] && !used_map_.known_unused(index) &&
+        ended_in_ >= backward && ended_in_ > interrupted_in_;
   }
   std::vector<int32_t> used_map() {  // by parameter: ranks that used it, as of the last synchronization
     return used_map_.sum(usage_.local_used_map, [&](Future& future) { wait(future, buckets_.size()); });
@@ -201,7 +201,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch_or_skip(size_t index);
   void finish_backward(int graph_task);
   void backward_is_gone(int graph_task);
-  void launch_rest();
+  void launch_rest(int graph_task);
   void finalize_backward();
   void send_used_map() { used_map_.send(*group_, usage_.local_used_map, parameters_[0].device()); }
   void wait(Future& future, size_t bucket);
@@ -234,6 +234,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::mutex mutex_;  // used only when several_threads_; guards all that follows
   Phase phase_ = Phase::kIdle;
   int64_t ended_ = 0;
+  int ended_in_ = ParamUsage::kNone;        // the backward in which the last iteration ended
   int interrupted_in_ = ParamUsage::kNone;  // which backward that was
   bool deferred_ = false;  // this iteration's gradients may come again: nothing is sent before its end
   size_t turn_ = 0;        // whose hook was looked at last

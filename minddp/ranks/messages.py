@@ -1,6 +1,6 @@
 """What ranks tell each other before, between and after collectives, and how a message names ranks.
 
-It travels as JSON: nothing that comes from a peer is executed.
+It travels as JSON: nothing of it is executed.
 """
 
 from __future__ import annotations

@@ -330,6 +330,32 @@ def interrupted_in_one_of_two_wrappers(wrap, rank):
     return _weights(second)
 
 
+class _Branch(nn.Module):
+    """A layer of its own, and one that the second rank alone uses."""
+
+    def __init__(self, branch, rank):
+        super().__init__()
+        self.own, self.branch, self.rank = nn.Linear(4, 4), branch, rank
+
+    def forward(self, x):
+        return self.branch(self.own(x)) if self.rank == 1 else self.own(x)
+
+
+def interrupted_before_another_wrappers_backward(wrap, rank):
+    """The backward of the second reaches the first on one rank alone, and does not end what was interrupted there."""
+    torch.manual_seed(0)
+    branch = nn.Linear(4, 4)
+    first = wrap(_Branch(branch, rank), static_graph=True)
+    second = wrap(_Branch(branch, rank), find_unused_parameters=True)
+    handle = first.module.own.bias.register_post_accumulate_grad_hook(_raises)
+    with pytest.raises(ValueError, match="in a hook"):
+        first(_batch(rank)).pow(2).sum().backward()
+    handle.remove()
+    second(_batch(rank, 1)).pow(2).sum().backward()
+    _sgd(second).step()
+    return _weights(second)
+
+
 def _raises(_):
     raise ValueError("in a hook")
 
@@ -380,6 +406,7 @@ def after_an_exception_before_any_gradient(wrap, rank):
 RIGHT = [
     forwards_on_one_rank_with_a_static_graph, after_an_exception_before_any_gradient,
     unused_in_one_of_two_wrappers, interrupted_in_one_of_two_wrappers,
+    interrupted_before_another_wrappers_backward,
     old_wrapper_and_a_reentrant_checkpoint, forward_on_one_rank_after_a_step, a_hook_after_the_first_steps,
     a_builtin_hook_after_the_first_steps,
     logged_forward_then_no_sync, penalty_then_probe, penalty_then_weight_penalty, probe_in_another_thread,

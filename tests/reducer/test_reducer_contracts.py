@@ -449,6 +449,25 @@ def _bypass_after_create_graph(rank, world_size):
         _check(ddp.module, local)
 
 
+class Square(Scale):
+    def forward(self, x):
+        return (self.weight.pow(2) * x).sum()
+
+
+def _second_order(rank, world_size):
+    ddp = DDP(Square())
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(_x(rank, step)).backward(create_graph=True)
+        gradient, ddp.module.weight.grad = ddp.module.weight.grad, None
+        gradient.sum().backward()  # holds no node that forward made: d(w * w * x) = 2 * w * x
+        torch.testing.assert_close(ddp.module.weight.grad, 2 * _x_mean(world_size, step))
+
+
+def test_a_backward_through_gradients_is_their_backwards():
+    run_ranks(_second_order, 2)
+
+
 def _local_sgd(rank, world_size):
     ddp = DDP(Two())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
