@@ -320,7 +320,10 @@ def interrupted_in_one_of_two_wrappers(wrap, rank):
     """What an exception has left in .grad is averaged by the second, together with its own."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
-    first, second = wrap(_Half(layer)), wrap(_Half(layer))
+    return _interrupted_then_averaged(wrap(_Half(layer)), wrap(_Half(layer)), layer, rank)
+
+
+def _interrupted_then_averaged(first, second, layer, rank):
     handle = layer.bias.register_post_accumulate_grad_hook(_raises)
     with pytest.raises(ValueError, match="in a hook"):
         first(_batch(rank)).pow(2).sum().backward()
@@ -347,13 +350,7 @@ def interrupted_before_another_wrappers_backward(wrap, rank):
     branch = nn.Linear(4, 4)
     first = wrap(_Branch(branch, rank), static_graph=True)
     second = wrap(_Branch(branch, rank), find_unused_parameters=True)
-    handle = first.module.own.bias.register_post_accumulate_grad_hook(_raises)
-    with pytest.raises(ValueError, match="in a hook"):
-        first(_batch(rank)).pow(2).sum().backward()
-    handle.remove()
-    second(_batch(rank, 1)).pow(2).sum().backward()
-    _sgd(second).step()
-    return _weights(second)
+    return _interrupted_then_averaged(first, second, first.module.own, rank)
 
 
 def _raises(_):
