@@ -47,8 +47,7 @@ void Reducer::take_over(const Reducer& before) {
   interrupted_in_ = before.interrupted_in_;
 }
 
-// Buckets are made anew, never resized: what is on its way keeps the old ones' memory. What is known of gradients
-// moves with the parameter, wherever its place is now.
+// Buckets are made anew, never resized. What is known of gradients moves with the parameter, to its place now.
 void Reducer::set_buckets(const Buckets& buckets) {
   TORCH_CHECK(phase_ == Phase::kIdle, "set_buckets: a backward is not finished; call it between iterations");
   const std::vector<Bucket> before = std::exchange(buckets_, {});

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minddp import DistributedDataParallel as DDP
+from minddp.guards import board
 from minddp.testing import run_ranks
 
 SECONDS = 10  # far less than a store's own timeout
@@ -16,10 +17,7 @@ SECONDS = 10  # far less than a store's own timeout
 
 def _wrapped(rank, world_size):
     DDP(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store.path
+    return board._innermost(dist.distributed_c10d._get_default_store()).path
 
 
 def _watchdogs_left(rank, world_size):

@@ -418,6 +418,23 @@ def test_what_torch_trains_right(world_size):
     assert those_that_differ(RIGHT, world_size, timeout=90) == []
 
 
+def a_step_on_zeros_that_one_rank_has(wrap, rank):
+    model = wrap(_net())
+    optimizer = torch.optim.Adam(model.parameters())
+    model(_batch(rank)).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        model.module(_batch(rank)).pow(2).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()  # zeros here, None there
+    return _weights(model)
+
+
+def test_zeros_on_one_rank_are_stepped_with_as_with_torch():
+    assert those_that_differ([a_step_on_zeros_that_one_rank_has], 2, timeout=60) == []
+
+
 # ---- drifts apart with torch, without a word: raises before the step on every rank
 
 
