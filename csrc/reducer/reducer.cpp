@@ -18,7 +18,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       several_threads_(std::any_of(parameters_.begin(), parameters_.end(),
           [&](const at::Tensor& p) { return p.device() != parameters_[0].device(); })),
       options_(std::move(options)), place_(parameters_.size()), usage_(parameters_.size()),
-      used_map_(options_.graph_mode, options_.skip_all_reduce_unused, alone()), trace_(std::make_shared<Trace>()) {
+      used_map_(options_.graph_mode, alone()), trace_(std::make_shared<Trace>()) {
   set_buckets(buckets);
 }
 

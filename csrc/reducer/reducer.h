@@ -67,7 +67,7 @@ struct ReducerOptions {
   GraphMode graph_mode = GraphMode::kAllUsed;
   std::optional<at::ScalarType> reduce_dtype;  // what travels; empty: the gradients' own
   bool gradient_as_bucket_view = false;
-  bool skip_all_reduce_unused = false;  // the same parameters are unused on every rank
+  bool skip_all_reduce_unused = false;  // the same buckets are unused on every rank
   bool keep_base = false;               // the reduction is no mean; see known_part.h
   bool any_grad_dtype = false;          // parameters change their dtype during backward
   bool always_reduce = false;           // go through the process group where it has one rank, too

@@ -27,9 +27,7 @@ enum class GraphMode {
 class UsedMap {
  public:
   using Map = std::vector<int32_t>;  // by parameter: 0, or how many ranks used it
-  // `same_everywhere`: what is unused on one rank is unused on all, so there is nothing to agree on.
-  UsedMap(GraphMode mode, bool same_everywhere, bool alone)
-      : mode_(mode), nothing_to_agree_on_(same_everywhere || alone || mode == GraphMode::kAllUsed) {}
+  UsedMap(GraphMode mode, bool alone) : mode_(mode), nothing_to_agree_on_(alone || mode == GraphMode::kAllUsed) {}
 
   GraphMode mode() const { return mode_; }
   bool decided() const { return !static_used_.empty(); }  // kStatic, after the first iteration

@@ -79,7 +79,7 @@ class LocalGradients:
         self._store.set(key(self._rank), "")
         self._forget(key(self._rank))
         deadline = time.monotonic() + PATIENCE_SECONDS
-        for rank in range(self._size):
+        for rank in self._others():
             if not self._comes(key(rank), deadline):
                 raise RuntimeError(_NOT_ALL.format(self._rank, rank, PATIENCE_SECONDS))
 
@@ -92,7 +92,7 @@ class LocalGradients:
         self._store.set(f"{turn}/{self._rank}", json.dumps(mine))
         self._forget(f"{turn}/{self._rank}")
         deadline = time.monotonic() + PATIENCE_SECONDS
-        for rank in range(self._size):
+        for rank in self._others():
             theirs = self._answer(f"{turn}/{rank}", deadline)
             differing = [name for name in mine if theirs is None or not _alike(mine[name], theirs.get(name))]
             if differing:
@@ -107,11 +107,17 @@ class LocalGradients:
             with suppress(RuntimeError, NotImplementedError):  # a store that deletes nothing
                 self._store.delete_key(self._kept.pop(0))
 
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank]
+
     def _comes(self, key: str, deadline: float) -> bool:
+        """A machine that stood still, or a store that did, is nobody's absence: the store is asked once more."""
         assert self._store is not None
         try:
             self._store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
         except (dist.DistError, RuntimeError):
+            with suppress(RuntimeError, NotImplementedError):  # a store that cannot be asked without waiting
+                return self._store.check([key])
             return False
         return True
 

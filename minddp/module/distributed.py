@@ -83,8 +83,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         param_to_hook_all_reduce: see above; both or neither.
         mixed_precision: torch's ``_MixedPrecision``: dtypes of parameters, reduction and buffers.
         device_mesh: a 1-D mesh in place of ``process_group``.
-        skip_all_reduce_unused_params: buckets without a used parameter are not reduced; the unused
-            parameters must be the same on all ranks.
+        skip_all_reduce_unused_params: buckets without a used parameter are not reduced; such
+            buckets must be the same on all ranks.
         bucket_cap_mb_list: one cap a bucket, in launch order; the last one repeats.
         batched_grad_copy: accepted; packing is always one pass per bucket here.
         forward_sync_buffers: broadcast rank 0's buffers before each forward (default ``True``).

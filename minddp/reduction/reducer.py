@@ -79,8 +79,9 @@ class Reducer(_C.Reducer):
         # Where ranks may use different parameters, the order of arrival of one says little about the others'. And, as
         # in torch, their forwards have no collective of the reducer's in them: one rank alone may run some.
         find_unused = settings.graph_mode == _C.GraphMode.FIND_UNUSED
-        self._agrees_on_order = not find_unused or settings.skip_all_reduce_unused
-        self.has_rebuilt = False
+        self._agrees_on_order = not find_unused
+        # Smaller buckets would be skipped by ranks that send the larger one alike, as with torch's.
+        self.has_rebuilt = find_unused and settings.skip_all_reduce_unused
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook = False
         self._divisor = group.size()
@@ -130,7 +131,8 @@ class Reducer(_C.Reducer):
     def _rebuild_buckets(self) -> bool:
         """Once, after the first synchronized backward: buckets along rank 0's order. Collective.
 
-        With unused parameters to find, what no rank has used lies apart, and nobody is asked: all know the same.
+        With unused parameters to find, what no rank has used lies apart, and nobody is asked: all know the same. Not
+        where unused buckets are skipped.
         With a static graph after the second, as in torch: a forward on one rank alone meets nobody before.
         """
         static = self.settings.graph_mode == _C.GraphMode.STATIC

@@ -201,8 +201,8 @@ def _backwards(program: dict[str, Any], step: int) -> Iterator[tuple[str, dict[s
 
 
 def _under_no_sync(program: dict[str, Any], step: int) -> bool:
-    """Whether the last backward before a step was of a forward under no_sync."""
-    last = [ways for verb, _, ways in _backwards(program, step) if verb == "backward"]
+    """Whether the last backward to parameters before a step was of a forward under no_sync."""
+    last = [ways for verb, a, ways in _backwards(program, step) if verb == "backward" and a.get("inputs") != "x"]
     return bool(last) and any(not sync for _, _, sync in last[-1])
 
 

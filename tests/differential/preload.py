@@ -26,4 +26,4 @@ gc.collect()
 gc.freeze()  # neither walked nor, in the forked ranks, copied
 
 # Groups give up after some seconds here; what asks the other ranks must not take longer.
-local_gradients.PATIENCE_SECONDS = 1.0
+local_gradients.PATIENCE_SECONDS = 2.0

@@ -5,11 +5,12 @@
 
 import json
 import os
+import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from .compare import _entries
+from .compare import Difference, _entries
 from .hunt import Hunt, Pair
 from .program import VERBS, listing, to_json
 from .shrink import shrink
@@ -59,6 +60,28 @@ def test_a_rank_that_never_returns_is_ended_and_the_next_program_runs():
     pair.candidate = "torch"
     assert pair.difference(program) is None
     pair.close()
+
+
+class _Late:
+    """Stands for a :class:`Pair`: differs in the first of the runs, or in all of them."""
+
+    def __init__(self, words, times):
+        self.words, self.times = words, times
+
+    def difference(self, program):
+        self.times -= 1
+        return Difference("raises", 0, self.words, self.words) if self.times >= 0 else None
+
+
+@pytest.mark.parametrize(
+    "words, times, kept",
+    [("rank 1 has had no such backward for 2 s", 1, 0), ("has shown none for 2 s", 9, 1), ("another", 1, 1)],
+)
+def test_a_rank_that_came_late_once_is_no_finding(words, times, kept):
+    hunt = Hunt(0, 1, shrink_seconds=0)
+    hunt._lock = threading.Lock()
+    hunt._one(0, nth_program(0, 0), _Late(words, times))
+    assert len(hunt.findings) == kept
 
 
 @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))

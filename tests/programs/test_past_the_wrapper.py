@@ -259,15 +259,18 @@ def old_wrapper_and_a_reentrant_checkpoint(wrap, rank):
 
 def forward_on_one_rank_after_a_step(wrap, rank):
     """With find_unused_parameters, and no buffers, forward has no collective in it."""
-    model = wrap(_net(), find_unused_parameters=True)
-    for i in range(3):
-        model.zero_grad()
-        model(_batch(rank, i)).pow(2).sum().backward()
-        if rank == 1:
-            model(_batch(rank, i + 1)).detach()
-        torch.distributed.barrier()
-        _sgd(model).step()
-    return _weights(model)
+    weights = []
+    for skip in (False, True):
+        model = wrap(_net(), find_unused_parameters=True, skip_all_reduce_unused_params=skip)
+        for i in range(3):
+            model.zero_grad()
+            model(_batch(rank, i)).pow(2).sum().backward()
+            if rank == 1:
+                model(_batch(rank, i + 1)).detach()
+            torch.distributed.barrier()
+            _sgd(model).step()
+        weights += _weights(model)
+    return weights
 
 
 def a_hook_after_the_first_steps(wrap, rank):

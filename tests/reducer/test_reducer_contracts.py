@@ -776,6 +776,22 @@ def test_what_never_arrived_shares_no_bucket():
     run_ranks(_never_arrived, 2)
 
 
+def _other_ones_than_elsewhere(rank, world_size):
+    """Buckets that are skipped must be the same on all ranks; within one that is sent parameters may differ."""
+    grads = []
+    for wrap in (nn.parallel.DistributedDataParallel, DDP):
+        ddp = wrap(Two(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(_x(rank, step), ("left",) if rank or step == 0 else ("right",)).backward()
+        grads.append({name: p.grad for name, p in ddp.module.named_parameters()})
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_what_ranks_use_within_a_bucket_may_differ():
+    run_ranks(_other_ones_than_elsewhere, 2)
+
+
 def _large_ones(rank, world_size):
     ddp = DDP(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3))))
     for step in range(2):

@@ -1,0 +1,59 @@
+"""Who asks the other ranks about gradients made past a wrapper waits for them, and for nothing else."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minddp.guards import local_gradients
+from minddp.guards.local_gradients import LocalGradients
+
+
+class _Group:
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+
+class _StandsStill:
+    """A store whose waits run out: the machine stood still, and the clock went on."""
+
+    def __init__(self, there):
+        self.values, self.there, self.waited = {}, there, []
+
+    def set(self, key, value):
+        self.values[key] = value
+        if self.there:
+            self.values[key.removesuffix("0") + "1"] = value
+
+    def get(self, key):
+        return self.values[key]
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys, timeout):
+        self.waited += keys
+        raise dist.DistStoreError(f"wait timeout after {timeout}")
+
+
+def _guard(there):
+    guard = LocalGradients(_Group(), dist.HashStore(), "wrapper")
+    guard._store = _StandsStill(there)
+    return guard
+
+
+def test_a_rank_that_is_there_when_the_time_is_over_is_not_missed():
+    guard = _guard(there=True)
+    guard.meet(1)
+    guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
+    assert guard._store.waited == ["taken/1/1", "1/0/1"]  # nobody waits for his own word
+
+
+def test_a_rank_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(local_gradients, "PATIENCE_SECONDS", 0.0)
+    with pytest.raises(RuntimeError, match="on rank 0 .* rank 1 has had no such backward"):
+        _guard(there=False).meet(1)
+    with pytest.raises(RuntimeError, match="rank 1 has shown none"):
+        _guard(there=False).check([("weight", torch.ones(2))], backward=3, iteration=1)
