@@ -28,7 +28,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test test-libraries libraries engines package lint format conformance fuzz faults kills mutants tutorials docs
+.PHONY: build demo test test-libraries libraries engines package lint format conformance fuzz faults kills sanitize mutants tutorials docs
 .PHONY: exercises bench check-torch check-cuda gpu-check clean distclean
 
 ifdef PYTHON
@@ -111,7 +111,7 @@ package: $(BUILT) $(call needs,test)
 	$(PY) -m pytest tests/package $(ARGS)
 
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
-FORMATTED := $(filter-out setup.py,$(SOURCES)) $(wildcard tests/streams/*.h tests/streams/*.cpp)
+FORMATTED := $(filter-out setup.py,$(SOURCES)) $(wildcard tests/streams/*.h tests/streams/*.cpp tests/sanitizers/*.cpp)
 
 lint: $(call needs,dev) $(call needs,test)
 	$(PY) -m ruff check .
@@ -139,6 +139,10 @@ faults: $(BUILT) $(call needs,test)
 
 kills: $(BUILT) $(call needs,test)
 	$(PY) -m tests.faults.kills $(ARGS)
+
+# The C++ under sanitizers, built apart. ARGS="shm --operations 4000" for a part of it.
+sanitize: $(BUILT) $(call needs,test)
+	$(PY) -m tests.sanitizers $(ARGS)
 
 mutants: $(BUILT) $(call needs,test)
 	$(PY) -m tests.mutants $(ARGS)

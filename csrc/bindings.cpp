@@ -235,6 +235,9 @@ void bind_reducer(py::module_& module) {
           "wait_after_backward", [](Reducer& r, const PythonFuture& future) { r.wait_after_backward(future->fut); },
           py::arg("future"))
       .def(
+          "set_skip_all_reduce_unused", [](Reducer& r, bool skips) { r.options().skip_all_reduce_unused = skips; },
+          py::arg("skips"))
+      .def(
           "set_manual_finalization", [](Reducer& r, bool required) { r.options().manual_finalization = required; },
           py::arg("required"))
       .def("expects_backward", &Reducer::expects_backward)

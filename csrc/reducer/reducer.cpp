@@ -2,6 +2,7 @@
 
 #include "support/completed.h"
 #include "support/errors.h"
+#include "support/own_windows.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
@@ -216,6 +217,7 @@ void Reducer::begin_iteration() {
   usage_.begin_iteration();
   next_bucket_ = 0;
   for (Bucket& bucket : buckets_) bucket.begin_backward();
+  if (options_.gradient_as_bucket_view) leave_others_windows(buckets_);
   if (!has_recorded()) return;
   const ParamUsage::Flags& part = backward_.takes_part;
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -311,9 +313,8 @@ void Reducer::pack(size_t index, const at::Tensor& contribution) {
 // Whether nobody used a bucket's parameters, on any rank. REQUIRES: it is complete, or backward is over.
 bool Reducer::skips(size_t index) const {
   if (!options_.skip_all_reduce_unused || used_map_.mode() == GraphMode::kAllUsed) return false;
-  const auto& slots = *buckets_[index].slots();
-  return std::none_of(
-      slots.begin(), slots.end(), [&](const auto& slot) { return usage_.local_used_map[slot.index]; });
+  return std::ranges::none_of(
+      *buckets_[index].slots(), [&](const auto& slot) { return usage_.local_used_map[slot.index]; });
 }
 
 // REQUIRES: index == next_bucket_.

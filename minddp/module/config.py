@@ -77,6 +77,16 @@ class Config:
                     "window on a bucket of another dtype. Leave one of them out."
                 )
 
+    def check_delayed(self, delayed: bool) -> None:
+        """Raises ValueError where parameters are delayed whose gradients would go past what was asked for."""
+        asked = {"reduction": (self.reduction, "mean"), "check_finite": (self.check_finite, None)}
+        for name, (value, default) in asked.items():
+            if delayed and value != default:
+                raise ValueError(
+                    f"{name}={value!r} does not go with delay_all_reduce_named_params, whose gradients are averaged "
+                    f"in a collective of their own: leave {name} out, or delay no parameters."
+                )
+
     def for_comparison(self) -> dict[str, Any]:
         """What decides the ranks' collectives, by argument: must be the same on all of them."""
         return {

@@ -26,10 +26,10 @@ from ..guards import lifetime, optimizer_guard
 from ..ranks.messages import work_on
 from ..reduction.start import sync_module_states, verify_same_arguments, verify_same_model
 from ..timeline import StepTimes, step_times
+from . import delayed_params
 from .buffers import BufferSync
 from .comm_hooks import HookRegistration
 from .config import make_config
-from .delayed_params import DelayedAllReduce
 from .engine import Engine
 from .finalization import ManualFinalization
 from .find_tensors import find_tensors
@@ -79,8 +79,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             looks at ``.grad`` while backward runs may see scaled or half-reduced values; without it, never.
         static_graph: the same parameters are used, equally often, in every iteration.
         delay_all_reduce_named_params: (name, parameter) pairs reduced together, once, when the gradient
-            of ``param_to_hook_all_reduce`` is there.
-        param_to_hook_all_reduce: see above; both or neither.
+            of ``param_to_hook_all_reduce`` is there. Not with ``reduction`` or ``check_finite``.
+        param_to_hook_all_reduce: see above; both or neither. Its gradient must come after theirs.
         mixed_precision: torch's ``_MixedPrecision``: dtypes of parameters, reduction and buffers.
         device_mesh: a 1-D mesh in place of ``process_group``.
         skip_all_reduce_unused_params: buckets without a used parameter are not reduced; such
@@ -162,15 +162,13 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         self.device_ids, self.output_device = self._wrapped.check_devices(device_ids, output_device)
         self._config = make_config(arguments)
         self._config.check_views([p.dtype for p in self._wrapped.reduced])
+        self._config.check_delayed(bool(self._wrapped.delayed))
         self._set_attributes(self._config)
         token = None
         if init_sync:
             token = verify_same_arguments(self._config.for_comparison(), self.process_group)
             self._synchronize_model()
-        self._delayed = DelayedAllReduce.make(
-            self.process_group, self._wrapped.delayed, self._wrapped.trigger, self.broadcast_bucket_size
-        )
-        self._take_parameters(token)
+        self._take_parameters(token, self.broadcast_bucket_size)
 
     def _synchronize_model(self) -> None:
         wrapped, group = self._wrapped, self.process_group
@@ -182,18 +180,20 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             verify_same_model("buffer", list(self.named_module_buffers.items()), group)
         sync_module_states(self.module, group, self.broadcast_bucket_size, 0, wrapped.ignored, with_buffers)
 
-    def _take_parameters(self, token: str | None = None) -> None:
+    def _take_parameters(self, token: str | None = None, broadcast_bytes: int | None = None) -> None:
         """The end of construction, and of unpickling: only now anything outside of this object knows of it."""
+        wrapped = self._wrapped
+        self._delayed = delayed_params.make(self.process_group, wrapped.delayed, wrapped.trigger, broadcast_bytes)
         self._assign_modules_buffers()
         self._engine: Engine | None = None
-        if not self._wrapped.all_delayed:
+        if not wrapped.all_delayed:
             devices = (self.device_ids, self.output_device)
-            self._engine = Engine(self.module, self._config, self._wrapped, self.process_group, devices)
+            self._engine = Engine(self.module, self._config, wrapped, self.process_group, devices)
             if token is not None:
                 self._engine.name(token)
         for other in optimizer_guard.watched():
             if other is not self._engine:
-                other.step_aside(self._wrapped.reduced)
+                other.step_aside(wrapped.reduced)
         if self._engine is not None:
             optimizer_guard.watch(self._engine)
         lifetime.end_in_order(self)
@@ -242,9 +242,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
 
     @torch._disable_dynamo(recursive=True)
     def _post_forward(self, output: Any) -> Any:
-        if self._delayed is not None:
-            self._delayed.prepare()
         engine = self._engine
+        if self._delayed is not None:
+            self._delayed.prepare(self._join_config.enable, None if engine is None else engine.reducer.divisor)
         if engine is None:
             return output
         if self._check_sync_bufs_post_fwd():
@@ -468,17 +468,16 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         state = {name: value for name, value in self.__dict__.items() if name not in _TIED_TO_GROUP}
         state["broadcast_buffers"] = self.forward_sync_buffers
         state["_hook"] = None if self._engine is None else self._engine.hook
-        state["_ignored"] = self.parameters_to_ignore
+        state["_names"] = self._wrapped.for_copies()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         state.pop("broadcast_buffers", None)
-        hook, ignored = state.pop("_hook", None), state.pop("_ignored", set())
+        hook, names = state.pop("_hook", None), state.pop("_names")
         torch.nn.Module.__setstate__(self, state)
         self.process_group = dist.group.WORLD
-        self._delayed = None
-        self._wrapped = Parameters.without(self.module, ignored)
+        self._wrapped = Parameters.like(self.module, names)
         self._take_parameters()
         if hook is not None and self._engine is not None:
             self._engine.set_hook(*hook)

@@ -266,6 +266,8 @@ class Engine:
             recording.after_step(self)
         if self.has_foreign_group:
             self.reducer.set_divisor(self.group.size())
+        if self.config.skip_all_reduce_unused_params:  # a joined rank sends all buckets: it knows nobody's flags
+            self.reducer.set_skip_all_reduce_unused(not joining)
         if not joining:  # a joined rank would not take part in these collectives
             if self.tuner is not None:
                 self.tuner.before_forward()

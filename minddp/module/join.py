@@ -2,8 +2,9 @@
 
 The order of collectives of one iteration, which the hook below must mirror, is: (by torch's Join) the
 count of ranks still training; the re-planning of buckets, once; the buffers' broadcast, where forward does
-it; the question whether this iteration synchronizes; then the backward's own, with zeros. Where layers
-communicate in forward (SyncBatchNorm), the last is a forward and backward on no rows; see empty_batch.py.
+it; the question whether this iteration synchronizes; then the backward's own, with zeros, and that of delayed
+parameters. Where layers communicate in forward (SyncBatchNorm), the last is a forward and backward on no rows; see
+empty_batch.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ class DDPJoinHook(JoinHook):
     """What a joined rank does for one DistributedDataParallel; see :meth:`DistributedDataParallel.join`."""
 
     def __init__(self, ddp: Any, divide_by_initial_world_size: bool):
+        if ddp._engine is None:
+            raise NotImplementedError(
+                "join() does not go with delay_all_reduce_named_params= for every parameter: leave one out of it."
+            )
         ddp.logger.note_join()
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
         self.ddp = ddp
@@ -36,13 +41,20 @@ class DDPJoinHook(JoinHook):
         ddp.require_forward_param_sync = synchronizes
         if self.empty_batch is not None:
             self.empty_batch.forward_backward(synchronizes)
-        elif synchronizes:
-            ddp.reducer.shadow_backward()
+        else:
+            if synchronizes:
+                ddp.reducer.shadow_backward()
+            if ddp._delayed is not None:  # whose collective does not mind no_sync
+                ddp._delayed.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         if self.empty_batch is not None:
             self.empty_batch.close()
-        self.ddp._sync_final_model(is_last_joiner)
+        ddp = self.ddp
+        ddp._sync_final_model(is_last_joiner)
+        # All ranks are here: what follows is like before. Torch's class goes on counting ranks in every forward.
+        ddp._join_config = type(ddp._join_config).construct_disabled_join_config()
+        ddp.reducer.set_divisor(ddp.process_group.size())
 
 
 def agree_on_sync(ddp: Any, is_joined_rank: bool) -> bool:

@@ -31,7 +31,8 @@ class Parameters:
 
     Attributes:
         ignored: names that are left alone; the delayed ones are among them.
-        delayed: the delayed parameters.
+        delayed: the delayed parameters with their names.
+        trigger: the parameter whose gradient starts their reduction, with its name.
         module_parameters: all that are not ignored.
         names, reduced: of those, the ones that require gradients, in the module's order.
         device, device_type, is_multi_device: where they lie.
@@ -60,22 +61,42 @@ class Parameters:
                 f"_ddp_params_and_buffers_to_ignore names {unknown}, but the module has no such parameter or buffer.",
                 stacklevel=4,
             )
-        self.delayed: list[torch.nn.Parameter] = []
+        self.delayed: list[tuple[str, torch.nn.Parameter]] = []
         for name, parameter in delayed or ():
             if name not in known:
                 raise ValueError(f"delay_all_reduce_named_params: the module has no parameter {name!r}")
             self.ignored.add(name)
-            self.delayed.append(parameter)
-        self.trigger = trigger
+            self.delayed.append((name, parameter))
+        self.trigger = None
+        if trigger is not None:
+            names = (name for name, p in module.named_parameters() if p is trigger)
+            self.trigger = next(names, "param_to_hook_all_reduce"), trigger
         self.collect()
 
     @classmethod
-    def without(cls, module: torch.nn.Module, ignored: Iterable[str]) -> Parameters:
-        """Those of ``module`` but ``ignored``, whatever it says itself."""
+    def like(cls, module: torch.nn.Module, facts: tuple[Iterable[str], Sequence[str], str]) -> Parameters:
+        """Those of a copy of the module for which :meth:`for_copies` gave ``facts``."""
+        ignored, delayed, trigger = facts
         itself = cls.__new__(cls)
-        itself._module, itself.ignored, itself.delayed, itself.trigger = module, set(ignored), [], None
+        found = dict(module.named_parameters(remove_duplicate=False))
+        itself._module, itself.ignored = module, set(ignored)
+        itself.delayed = [(name, found[name]) for name in delayed]
+        itself.trigger = (trigger, found[trigger]) if trigger else None
         itself.collect()
         return itself
+
+    def for_copies(self) -> tuple[set[str], list[str], str]:
+        """Names: of what is ignored, of what is delayed, and of the trigger (none: empty).
+
+        Raises:
+            RuntimeError: the trigger is none of the module's parameters, so that a copy's cannot be told.
+        """
+        if self.trigger is not None and self.trigger[0] not in dict(self._module.named_parameters()):
+            raise RuntimeError(
+                "A DistributedDataParallel whose param_to_hook_all_reduce is not a parameter of its module cannot be "
+                "copied or pickled: the copy's delayed gradients would never be reduced. Save the state_dict()."
+            )
+        return self.ignored, [name for name, _ in self.delayed], "" if self.trigger is None else self.trigger[0]
 
     def collect(self) -> None:
         """Looks at the module anew."""
@@ -104,7 +125,7 @@ class Parameters:
         self._look_at_devices()
 
     def _look_at_devices(self) -> None:
-        parameters = self.module_parameters or self.delayed
+        parameters = self.module_parameters or [p for _, p in self.delayed]
         types = sorted({p.device.type for p in parameters})
         if len(types) > 1:
             raise ValueError(
@@ -115,6 +136,11 @@ class Parameters:
         self.device = parameters[0].device
         self.devices = {p.device for p in parameters}
         self.is_multi_device = len(self.devices) > 1
+
+    @property
+    def left_alone(self) -> set[str]:
+        """Names of what no rank's training depends on: ignored, and not delayed."""
+        return self.ignored - {name for name, _ in self.delayed}
 
     @property
     def all_delayed(self) -> bool:

@@ -17,7 +17,7 @@ class Replicas:
     module: torch.nn.Module
     process_group: Any
     device: torch.device
-    parameters_to_ignore: set[str]
+    _wrapped: Any
     broadcast_bucket_size: int
     _config: Any
     _iterations_unchecked: int = 0
@@ -35,7 +35,7 @@ class Replicas:
             RuntimeError: names the tensors that differ, and which ranks hold the same.
         """
         tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers() if buffers else ())
-        named = [(name, tensor) for name, tensor in tensors if name not in self.parameters_to_ignore]
+        named = [(name, tensor) for name, tensor in tensors if name not in self._wrapped.left_alone]
         check_replicas(named, self.process_group, self.device)
 
     def repair_replicas(self, rank: int) -> None:
@@ -49,7 +49,7 @@ class Replicas:
         size = self.process_group.size()
         if not isinstance(rank, int) or not 0 <= rank < size:
             raise ValueError(f"repair_replicas: rank must be one of the group's, 0 to {size - 1}, got {rank!r}")
-        ignored = set(self.parameters_to_ignore)
+        ignored = self._wrapped.left_alone
         sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, rank, ignored, buffers=True)
 
     @property

@@ -189,7 +189,7 @@ class TorchNames:
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
             if self._delayed is not None:
-                self._delayed.group = new_process_group
+                self._delayed.set_group(new_process_group)
             if self._engine is not None:
                 self._engine.rebuild(group=new_process_group)
         elif self._engine is not None:
@@ -208,7 +208,7 @@ class TorchNames:
             self.process_group,
             self.broadcast_bucket_size,
             self._authoritative_rank,
-            self.parameters_to_ignore,
+            self._wrapped.left_alone,
             self.forward_sync_buffers,
         )
 

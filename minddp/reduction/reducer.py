@@ -242,6 +242,11 @@ class Reducer(_C.Reducer):
         self._has_hook = True
         self._set_scales()
 
+    @property
+    def divisor(self) -> int:
+        """How many ranks a mean is of."""
+        return self._divisor
+
     def set_divisor(self, divisor: int) -> None:
         """How many ranks a mean divides by: those that still have data, under ``join``."""
         if divisor != self._divisor:

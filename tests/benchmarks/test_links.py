@@ -83,7 +83,8 @@ def test_a_rate_that_tc_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 _HOLD = f"""
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 sys.path.insert(0, {str(BENCHMARKS)!r})
 from links import ShapedNetwork
 with ShapedNetwork("1gbit", 3):

@@ -131,7 +131,7 @@ def _all_wait(rank, world_size, port):
             future = torch.futures.Future()
             import threading
 
-            threading.Timer(7.0, future.set_result, [bucket.buffer()]).start()
+            threading.Timer(11.0, future.set_result, [bucket.buffer()]).start()
             return future
 
         ddp.register_comm_hook(None, hook)

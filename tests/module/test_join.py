@@ -84,3 +84,42 @@ def test_ranks_meet_after_uneven_inputs():
     first, second = run_ranks(_waiting_forward_and_no_sync, 2, timeout=60)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def _forward_alone(rank, world_size):
+    model = _train(minddp.DistributedDataParallel, rank, (1, 3), {})
+    if rank == 0:  # with torch's class it counts the ranks still training, and waits
+        model(torch.ones(1, 4)).detach()
+    return model.reducer.divisor
+
+
+def test_after_uneven_inputs_no_forward_waits_for_other_ranks():
+    assert run_ranks(_forward_alone, 2) == [2, 2]
+
+
+class _Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x, both):
+        return self.left(x) + self.right(x) if both else self.left(x)
+
+
+def _unused_after_one_has_joined(rank, world_size):
+    grads = []
+    for wrap in (TorchDDP, minddp.DistributedDataParallel):
+        model = wrap(_Branches(), find_unused_parameters=True)
+        with model.join():
+            for i in range(1 if rank == 0 else 3):
+                model.zero_grad()
+                model(torch.full((1, 4), 1.0 + rank), both=i < 2).sum().backward()
+        grads.append(model.module.right.bias.grad)
+    return grads
+
+
+def test_what_nobody_who_still_trains_has_used_keeps_its_gradient():
+    """As the last batch of those ranks; docs/differences.md, unused-by-all-who-still-train."""
+    theirs, ours = run_ranks(_unused_after_one_has_joined, 2)[1]
+    assert ours is None and theirs is not None and not theirs.any()

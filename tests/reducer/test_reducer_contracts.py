@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
 import minddp
@@ -790,6 +791,55 @@ def _other_ones_than_elsewhere(rank, world_size):
 
 def test_what_ranks_use_within_a_bucket_may_differ():
     run_ranks(_other_ones_than_elsewhere, 2)
+
+
+def _skipping_and_uneven(rank, world_size):
+    """A joined rank cannot know what the others skip; after the join unused buckets are skipped again."""
+    weights = []
+    for skip in (False, True):
+        ddp = DDP(Two(), find_unused_parameters=True, skip_all_reduce_unused_params=skip, **ALONE)
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        with ddp.join():
+            for step in range(2 + 2 * rank):
+                optimizer.zero_grad()
+                ddp(_x(rank, step), ("left",)).backward()
+                optimizer.step()
+        weights.append([p.detach().clone() for p in ddp.parameters()])
+    torch.testing.assert_close(weights[1], weights[0])
+    sent = []
+    ddp.register_comm_hook(None, lambda _, bucket: (sent.append(0), allreduce_hook(dist.group.WORLD, bucket))[1])
+    ddp(_x(rank, 0), ("left",)).backward()
+    assert (len(sent), len(ddp.reducer.buckets())) == (2, 4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_uneven_inputs_where_unused_buckets_are_skipped(world_size):
+    run_ranks(_skipping_and_uneven, world_size)
+
+
+def _exchanged_windows(rank, world_size):
+    """As without views: a program may move gradients from one parameter to another, also between buckets."""
+    for caps in ({}, ALONE):
+        for set_to_none in (None, False):
+            seen = []
+            for view in (False, True):
+                torch.manual_seed(0)
+                net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+                ddp, grads = DDP(net, gradient_as_bucket_view=view, **caps), []
+                for step in range(4):
+                    ddp(_x(rank, step, 6)).pow(2).mean().backward()
+                    net[0].weight.grad, net[1].weight.grad = net[1].weight.grad, net[0].weight.grad
+                    net[2].weight.grad = net[2].weight.grad.t() if step == 1 else net[2].weight.grad
+                    grads += [p.grad.clone() for p in net.parameters()]
+                    if set_to_none is not None:
+                        ddp.zero_grad(set_to_none=set_to_none)
+                seen.append(grads)
+            torch.testing.assert_close(seen[1], seen[0])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_that_have_changed_places(world_size):
+    run_ranks(_exchanged_windows, world_size)
 
 
 def _large_ones(rank, world_size):

@@ -1,0 +1,178 @@
+"""delay_all_reduce_named_params: what is delayed trains as what is not, or an error says why it cannot."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from minddp import DistributedDataParallel as DDP
+from minddp.testing import run_ranks
+
+DELAYED = ("head.weight", "head.bias")
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.side, self.head = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x, side=True):
+        h = self.first(x).tanh()
+        return self.head(h + self.side(h) if side else h)
+
+
+def _wrapped(module=None, delayed=DELAYED, trigger="first.weight", **arguments):
+    module = Branch() if module is None else module
+    named = dict(module.named_parameters())
+    return DDP(
+        module,
+        delay_all_reduce_named_params=[(name, named[name]) for name in delayed],
+        param_to_hook_all_reduce=named[trigger],
+        **arguments,
+    )
+
+
+def _loss(ddp, rank, step, **arguments):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return ddp(torch.randn(3, 4, generator=generator), **arguments).pow(2).mean()
+
+
+def _train(ddp, rank, steps):
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        _loss(ddp, rank, step).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in ddp.module.parameters()]
+
+
+def _as_if_not_delayed(rank, world_size):
+    plain = _train(DDP(Branch()), rank, 4)
+    for how in (lambda ddp: ddp, copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))):
+        torch.testing.assert_close(_train(how(_wrapped()), rank, 4), plain)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_it_trains_as_what_is_not_delayed_and_so_do_copies(world_size):
+    run_ranks(_as_if_not_delayed, world_size)
+
+
+def _uneven(rank, world_size):
+    for initial in (True, False):
+        trained = []
+        for wrap in (lambda: DDP(Branch()), _wrapped):
+            ddp = wrap()
+            with ddp.join(divide_by_initial_world_size=initial):
+                trained.append(_train(ddp, rank, 2 + 2 * rank))
+            trained[-1] = [p.detach().clone() for p in ddp.module.parameters()]
+        torch.testing.assert_close(trained[1], trained[0])
+        _train(ddp, rank, 2)  # and no rank waits after it
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_uneven_inputs(world_size):
+    run_ranks(_uneven, world_size)
+
+
+def _all_delayed_and_uneven(rank, world_size):
+    ddp = _wrapped(delayed=[name for name, _ in Branch().named_parameters()])
+    with pytest.raises(NotImplementedError, match="for every parameter"):
+        ddp.join()
+
+
+def test_uneven_inputs_where_every_parameter_is_delayed_are_refused():
+    run_ranks(_all_delayed_and_uneven, 2)
+
+
+def _refused_steps(rank, world_size):
+    # The trigger takes no part.
+    ddp = _wrapped(trigger="side.weight", find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    _loss(ddp, rank, 0, side=False).backward()
+    message = "on rank . would use gradients of delay_all_reduce_named_params .*head.*'side.weight'"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    optimizer.zero_grad()
+    _loss(ddp, rank, 1).backward()
+    optimizer.step()  # averaged again
+
+    # Past the wrapper: different on each rank, and the same.
+    ddp = _wrapped()
+    optimizer = torch.optim.SGD(ddp.module.head.parameters(), 0.1)
+    ddp.module.head(torch.full((1, 6), 1.0 + rank)).sum().backward()
+    with pytest.raises(RuntimeError, match=message.replace("side", "first")):
+        optimizer.step()
+    optimizer.zero_grad()
+    ddp.module.head.weight.pow(2).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_step_on_gradients_that_no_collective_averaged_is_refused(world_size):
+    run_ranks(_refused_steps, world_size)
+
+
+def _too_early(rank, world_size):
+    ddp = _wrapped(delayed=("first.weight", "first.bias"), trigger="head.weight")
+    with pytest.raises(RuntimeError, match="'first.bias'.*after that of 'head.weight'.*an earlier layer"):
+        _loss(ddp, rank, 0).backward()
+
+
+def test_a_trigger_whose_gradient_comes_first_is_refused():
+    run_ranks(_too_early, 2)
+
+
+def _contradictions(rank, world_size):
+    for arguments in ({"reduction": "sum"}, {"reduction": "weighted"}, {"check_finite": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(arguments))}=.* delay_all_reduce_named_params"):
+            _wrapped(**arguments)
+    module = Branch()
+    ddp = DDP(
+        module,
+        delay_all_reduce_named_params=[("head.bias", module.head.bias)],
+        param_to_hook_all_reduce=nn.Parameter(torch.zeros(1)),
+    )
+    with pytest.raises(RuntimeError, match="param_to_hook_all_reduce is not a parameter of its module"):
+        copy.deepcopy(ddp)
+
+
+def test_what_does_not_go_together_is_refused():
+    run_ranks(_contradictions, 2)
+
+
+def _after_its_end(rank, world_size):
+    """Its hooks stay on the parameters: without the wrapper they do nothing, and another may take its place."""
+    module = Branch()
+    ddp = _wrapped(module)
+    _loss(ddp, rank, 0).backward()
+    del ddp
+    gc.collect()
+    module.zero_grad()
+    if rank == 0:
+        _loss(module, rank, 0).backward()  # nobody waits for another rank
+    module.zero_grad()
+    plain = DDP(Branch())
+    torch.testing.assert_close(_train(_wrapped(module), rank, 2), _train(plain, rank, 2))
+
+
+def test_nothing_is_reduced_after_the_wrappers_end():
+    run_ranks(_after_its_end, 2)
+
+
+def _replicas(rank, world_size):
+    ddp = _wrapped()
+    ddp.check_replicas()
+    with torch.no_grad():
+        ddp.module.head.bias += rank
+    with pytest.raises(RuntimeError, match=r"head\.bias"):
+        ddp.check_replicas()
+    ddp.repair_replicas(0)
+    ddp.check_replicas()
+
+
+def test_replicas_are_compared_with_what_is_delayed():
+    run_ranks(_replicas, 2)
