@@ -8,6 +8,8 @@
 # make fuzz         random programs with torch's class and with ours; ARGS="--programs 20000 --seed 1 --ranks 2,2,3"
 # make faults       faults of one rank at each place of training, beside torch's class; writes docs/faults.md
 # make kills        ranks killed at random under torchrun's restarts; ARGS="--runs 200 --seed 0"
+# make soak         a long run through many wrappers: memory, threads, files; ARGS="--steps 20000 --ranks 2"
+# make sanitize     the C++ under ThreadSanitizer, AddressSanitizer, UBSan; ARGS="shm --operations 4000"
 # make mutants      plants faults in a copy, each of which a test must catch; ARGS="--only reducer- --folder /tmp/m"
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
 # make docs         the site, in build/docs/html, and its tests: every page in a browser, every command of the docs
@@ -28,7 +30,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test test-libraries libraries engines package lint format conformance fuzz faults kills sanitize mutants tutorials docs
+.PHONY: build demo test test-libraries libraries engines package lint format conformance fuzz faults kills soak sanitize mutants tutorials docs
 .PHONY: exercises bench check-torch check-cuda gpu-check clean distclean
 
 ifdef PYTHON
@@ -139,6 +141,10 @@ faults: $(BUILT) $(call needs,test)
 
 kills: $(BUILT) $(call needs,test)
 	$(PY) -m tests.faults.kills $(ARGS)
+
+# A long run: memory, threads and files must stay as they are. ARGS="--steps 20000 --ranks 2"
+soak: $(BUILT) $(call needs,test)
+	OMP_NUM_THREADS=1 $(PY) -m tests.faults.soak $(ARGS)
 
 # The C++ under sanitizers, built apart. ARGS="shm --operations 4000" for a part of it.
 sanitize: $(BUILT) $(call needs,test)

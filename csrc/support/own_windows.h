@@ -14,19 +14,22 @@ namespace minddp {
 template <class Buckets>
 void leave_others_windows(const Buckets& buckets) {
   const auto begin_alike = [](const at::Tensor& a, const at::Tensor& b) {
-    return a.defined() && a.const_data_ptr() == b.const_data_ptr();
+    return a.defined() && a.has_storage() && a.const_data_ptr() == b.const_data_ptr();
   };
   const auto displaced = [&](const at::Tensor& grad) {
-    for (const auto& bucket : buckets)
+    for (const auto& bucket : buckets) {
+      const at::Tensor& buffer = bucket.buffer();
+      if (!buffer.defined() || !buffer.has_storage() || !buffer.is_alias_of(grad)) continue;
       for (const auto& slot : *bucket.slots())
         if (begin_alike(slot.view, grad))
           return !begin_alike(slot.parameter.grad(), grad) || slot.view.strides() != grad.strides();
+    }
     return false;
   };
   for (const auto& bucket : buckets) {
     for (const auto& slot : *bucket.slots()) {
       at::Tensor& grad = slot.parameter.mutable_grad();
-      if (grad.defined() && !grad.is_same(slot.view) && !grad.is_sparse() && displaced(grad)) grad = grad.clone();
+      if (grad.defined() && !grad.is_same(slot.view) && grad.has_storage() && displaced(grad)) grad = grad.clone();
     }
   }
 }

@@ -19,7 +19,9 @@ A module takes part if it is a SyncBatchNorm (minddp's or torch's) or sets ``com
 from __future__ import annotations
 
 import io
+import pickle
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -44,6 +46,21 @@ def communicates_in_forward(module: nn.Module) -> bool:
         getattr(layer, "communicates_in_forward", False) or isinstance(layer, nn.SyncBatchNorm)
         for layer in module.modules()
     )
+
+
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _load(data: bytes, place: Callable[[Any, str], Any]) -> Any:
+    """Tensors and plain containers; nothing that another rank has sent is executed.
+
+    Raises:
+        pickle.UnpicklingError: something else.
+    """
+    return torch.load(io.BytesIO(data), map_location=place, weights_only=True)
 
 
 def _without_rows(value: Any) -> Any:
@@ -80,14 +97,15 @@ class EmptyBatch:
             self._publish()
 
     def _publish(self) -> None:
-        stream = io.BytesIO()
         try:
-            torch.save(self._inputs, stream)
+            data = _saved(self._inputs)
+            _load(data, lambda storage, _: storage)
+        except pickle.UnpicklingError:
+            data = _saved("they are more than tensors and plain containers")
         except Exception as error:  # whatever an input's own pickling may raise; it matters only if read
-            stream = io.BytesIO()
-            torch.save(f"{type(error).__name__}: {error}", stream)
+            data = _saved(f"{type(error).__name__}: {error}")
         store = dist.distributed_c10d._get_default_store()
-        store.set(self._key, stream.getvalue())  # type: ignore[arg-type]  # the stub forgets bytes
+        store.set(self._key, data)  # type: ignore[arg-type]  # the stub forgets bytes
 
     def _taken_over(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Another rank's inputs, on this rank's device where they are on that rank's."""
@@ -98,11 +116,11 @@ class EmptyBatch:
         def place(storage: Any, location: str) -> Any:
             return storage if location == "cpu" else storage.to(device=device)
 
-        found = torch.load(io.BytesIO(store.get(self._key)), map_location=place, weights_only=False)
+        found = _load(store.get(self._key), place)
         if isinstance(found, str):
             raise RuntimeError(
                 "join(): this rank never had a batch, and the inputs of another rank, from which it would make "
-                f"an empty one for the model's SyncBatchNorm layers, cannot be pickled ({found}). "
+                f"an empty one for the model's SyncBatchNorm layers, cannot be passed on ({found}). "
                 "Give every rank at least one batch."
             )
         return found

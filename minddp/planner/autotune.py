@@ -22,6 +22,7 @@ another order. Save the plan and pin it (``bucket_plan=``) where a restart must 
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 import warnings
@@ -279,6 +280,16 @@ class _Move:
     plan: BucketPlan | None = None
     failure: str | None = None
 
+    def to_json(self) -> str:
+        plan = None if self.plan is None else self.plan.to_json()
+        return json.dumps({"buckets": self.buckets, "plan": plan, "failure": self.failure})
+
+    @classmethod
+    def from_json(cls, text: str) -> _Move:
+        told = json.loads(text)
+        plan = None if told["plan"] is None else BucketPlan.from_json(told["plan"])
+        return cls(told["buckets"], plan, told["failure"])
+
 
 class AutoTuner:
     """Tunes one reducer's buckets on all ranks of ``group`` together.
@@ -394,10 +405,13 @@ class AutoTuner:
         return TrialTimes([step.step_seconds for step in slowest], profile, order, bursts(times.collectives))
 
     def _broadcast(self, move: _Move | None) -> _Move:
-        box = [move]
-        dist.broadcast_object_list(box, group=self._group, group_src=0, device=self._device)
-        assert box[0] is not None
-        return box[0]
+        """Rank 0's, as JSON: nothing that a rank is told is executed."""
+        text = b"" if move is None else move.to_json().encode()
+        size = torch.tensor([len(text)], device=self._device)
+        dist.broadcast(size, group=self._group, group_src=0)
+        data = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8).to(self._device)
+        dist.broadcast(data, group=self._group, group_src=0)
+        return _Move.from_json(data.cpu().numpy().tobytes().decode())
 
     def _next_move(self, times: TrialTimes) -> _Move:
         """Rank 0's choice. Whatever goes wrong in it, the other ranks must hear of it and not hang."""

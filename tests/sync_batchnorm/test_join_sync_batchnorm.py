@@ -133,14 +133,40 @@ class Flagged(NeedsRows):
         return self.norm(x)
 
 
-def has_never_seen_a_batch(rank, world_size):
+class RunsWhereItIsRead:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def has_never_seen_a_batch(rank, world_size, other_input):
     ddp = DistributedDataParallel(convert_sync_batchnorm(Flagged()))
     with ddp.join():
         for _ in range(rank):
-            ddp(torch.randn(2, 2), Unpicklable()).sum().backward()
+            ddp(torch.randn(2, 2), other_input()).sum().backward()
 
 
-def test_inputs_that_cannot_be_described_are_named():
+@pytest.mark.parametrize(
+    "other_input, why",
+    [
+        (Unpicklable, "cannot be passed on (TypeError: not this one)"),
+        (RunsWhereItIsRead, "cannot be passed on (they are more than tensors and plain containers)"),
+    ],
+)
+def test_inputs_that_cannot_be_described_are_named(other_input, why, capfd):
     with pytest.raises(RankError) as caught:
-        run_ranks(has_never_seen_a_batch, 2, timeout=20, grace=2)
-    assert "cannot be pickled (TypeError: not this one)" in caught.value.failures[0]
+        run_ranks(has_never_seen_a_batch, 2, other_input, timeout=20, grace=2)
+    assert why in caught.value.failures[0]
+    assert "executed" not in capfd.readouterr().out
+
+
+def _rank_one_alone_has_data(rank, world_size):
+    ddp = DistributedDataParallel(convert_sync_batchnorm(Flagged()))
+    with ddp.join():
+        for _ in range(rank):
+            mask = torch.ones(2, dtype=torch.bool)
+            ddp(torch.randn(2, 2), {"name": "a", "mask": (mask, [None, 1.5])}).sum().backward()
+    return True
+
+
+def test_plain_containers_of_tensors_are_passed_on():
+    assert run_ranks(_rank_one_alone_has_data, 2) == [True, True]
