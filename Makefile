@@ -5,6 +5,7 @@
 # make package      sdist and wheel, built and installed in empty environments
 # make lint         ruff, mypy, clang-format; make format applies what can be applied
 # make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class
+# make conformance-shm  PyTorch's own tests of process groups, with shared memory in Gloo's place
 # make fuzz         random programs with torch's class and with ours; ARGS="--programs 20000 --seed 1 --ranks 2,2,3"
 # make faults       faults of one rank at each place of training, beside torch's class; writes docs/faults.md
 # make kills        ranks killed at random under torchrun's restarts; ARGS="--runs 200 --seed 0"
@@ -30,7 +31,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test test-libraries libraries engines package lint format conformance fuzz faults kills soak sanitize mutants tutorials docs
+.PHONY: build demo test test-libraries libraries engines package lint format conformance conformance-shm fuzz faults kills soak sanitize mutants tutorials docs
 .PHONY: exercises bench check-torch check-cuda gpu-check clean distclean
 
 ifdef PYTHON
@@ -131,6 +132,10 @@ else
 conformance: $(BUILT) $(call needs,test)
 	$(PY) -m tests.conformance $(ARGS)
 endif
+
+# Process groups of shared memory in the place of Gloo's.
+conformance-shm: $(BUILT) $(call needs,test)
+	$(PY) -m tests.conformance.transport $(ARGS)
 
 fuzz: $(BUILT) $(call needs,test)
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)

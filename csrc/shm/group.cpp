@@ -233,7 +233,7 @@ void Group::await(Counter& counter, uint32_t target, int peer, const Deadline& d
     const auto left = deadline.left();
     if (left.count() <= 0) {
       throw std::runtime_error(
-          c10::str("rank ", peer, " did not take part within ", deadline.timeout.count(), " ms"));
+          c10::str("rank ", peer, " did not take part within the timeout of ", deadline.timeout.count(), " ms"));
     }
     counter.sleep(seen, std::min<std::chrono::milliseconds>(kLifeCheck, left));
   }

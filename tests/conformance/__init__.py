@@ -9,6 +9,7 @@ that passes with torch's class on this kind of machine, which is what ``torch_pa
     cpu_for_cuda  names rebound so that tests gated on GPUs run on the CPU with Gloo
     cases         which tests there are, their themes, the lists kept in this folder
     __main__      the command line: runs, counts, prints the table
+    transport     another: PyTorch's tests of process groups, with shared memory in Gloo's place
 
 What always holds: every test has a process group and a timeout of its own; a test that hangs or
 crashes fails alone, and its ranks are killed by process id.

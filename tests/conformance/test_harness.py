@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance import cases
+from tests.conformance import cases, transport
 from tests.conformance.__main__ import headline, judge, passing_cases, totals
 from tests.conformance.cases import Case
 
@@ -100,3 +100,13 @@ def test_lists_agree() -> None:
     for test, reason in cases.read_exceptions().items():
         assert test in names, "an exception must be a test that passes with torch's class"
         assert len(reason) > 20, "an exception needs its reason"
+
+
+def test_the_transports_run_fails_for_what_is_not_listed_and_for_what_need_not_be() -> None:
+    answers = {
+        name: {"outcome": outcome, "message": "ValueError: no"}
+        for name, outcome in {"good": "passed", "listed": "failed", "new": "failed", "mended": "passed"}.items()
+    }
+    wrong = transport.judge(answers, {"listed": "", "mended": ""})
+    assert [line.partition(":")[0] for line in wrong] == ["mended", "new"]
+    assert "ValueError: no" in wrong[1]

@@ -57,7 +57,31 @@ def swap_in(impl: str) -> type:
         return minddp.DistributedDataParallel
     import torch
 
+    if impl == "shm":
+        put_shm_in_gloos_place()
+
     return torch.nn.parallel.DistributedDataParallel
+
+
+def put_shm_in_gloos_place() -> None:
+    """Process groups that ask for Gloo, and those that ask for nothing, get minddp's shared memory."""
+    import torch.distributed as dist
+
+    import minddp.shm
+
+    minddp.shm.load()
+    world = dist.distributed_c10d
+    for name in ("init_process_group", "new_group"):
+        original = getattr(world, name)
+
+        def asks_for_shm(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            replaced = [value if value != "gloo" else "shm" for value in args]
+            if kwargs.get("backend") == "gloo":
+                kwargs["backend"] = "shm"
+            return _original(*replaced, **kwargs)
+
+        setattr(world, name, asks_for_shm)
+        setattr(dist, name, asks_for_shm)
 
 
 def count_constructions(ddp_class: type) -> None:
