@@ -8,8 +8,8 @@
 
 namespace minddp {
 
-// Gives a gradient memory of its own where it lies in a window whose parameter has another gradient, or across a
-// window: transposed, say. Where that parameter has the same, the program has made them one, and they stay so.
+// Gives a gradient memory of its own where it begins where another parameter's window does, or lies across its own,
+// transposed. Where the window's parameter has the same gradient, the program has made them one, and they stay so.
 // REQUIRES: nothing is packed yet
 template <class Buckets>
 void leave_others_windows(const Buckets& buckets) {

@@ -63,6 +63,8 @@ class DelayedAllReduce:
             self._agree_on_name()
         note = _while_alive(self._note)
         for index, parameter in enumerate(parameters):
+            if not parameter.requires_grad:
+                continue
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: note(index))  # type: ignore[misc]
         reduce = _while_alive(self._reduce)
         trigger[1].register_post_accumulate_grad_hook(lambda _: reduce())
@@ -71,6 +73,7 @@ class DelayedAllReduce:
         """From now on. What is local is compared once all ranks have had a collective there."""
         self.group = group
         self.divisor, self.joining = group.size(), False
+        self._accumulates = False  # a joined rank, whose buffer holds what all have averaged under no_sync
         self._is_named = False
         self._local_gradients = LocalGradients(group, None, "")
 
@@ -81,7 +84,7 @@ class DelayedAllReduce:
             joining: ranks may have run out of data.
             divisor: by how many ranks the sum is divided; ``None``: all of them.
         """
-        self.joining, self.divisor = joining, divisor or self.group.size()
+        self.joining, self.divisor, self._accumulates = joining, divisor or self.group.size(), False
         for parameter, view in zip(self._parameters, self._views):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
@@ -105,10 +108,13 @@ class DelayedAllReduce:
         self._local.clear()
         for stream in self._streams:
             torch.accelerator.current_stream(self._buffer.device).wait_stream(stream)
-        for parameter, view in zip(self._parameters, self._views):
-            if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)  # autograd put a new tensor there; back into the buffer
-                parameter.grad = view
+        moved = [  # autograd or the program put another tensor there: back into the buffer
+            (parameter, view, parameter.grad.clone() if _in(self._buffer, parameter.grad) else parameter.grad)
+            for parameter, view in zip(self._parameters, self._views)
+            if parameter.grad is not None and not _same_window(parameter.grad, view)
+        ]
+        for parameter, view, gradient in moved:
+            parameter.grad = view.copy_(gradient)
         self._buffer.div_(self.divisor)
         queue = Variable._execution_engine.queue_callback
         if self.joining:  # a joined rank does not know when the trigger comes: after all buckets
@@ -129,10 +135,19 @@ class DelayedAllReduce:
         if not self._is_named and not self.joining:
             self._agree_on_name()
 
-    def shadow(self) -> None:
-        """The collective of a rank that has no data left, after those of all buckets."""
-        self._buffer.zero_()
+    def shadow(self, synchronizes: bool, by_all: bool) -> None:
+        """The collective of a rank that has no data left, after those of all buckets.
+
+        Args:
+            synchronizes: ``False`` under no_sync, where what was averaged so far is averaged again with the next.
+            by_all: whether sums are divided by all ranks; else those with data share that among themselves.
+        """
+        if self._accumulates and by_all:
+            self._buffer.div_(self.group.size())
+        else:
+            self._buffer.zero_()
         self._send().wait()
+        self._accumulates = not synchronizes
 
     # --- before an optimizer's step ---
 
@@ -208,6 +223,14 @@ def make(
     delayed = DelayedAllReduce(group, named, trigger, broadcast_bytes)
     optimizer_guard.watch(delayed)
     return delayed
+
+
+def _in(buffer: torch.Tensor, gradient: torch.Tensor) -> bool:
+    return gradient.layout == torch.strided and gradient.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+
+
+def _same_window(gradient: torch.Tensor, view: torch.Tensor) -> bool:
+    return gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride()
 
 
 def _while_alive(method: Callable[..., None]) -> Callable[..., None]:

@@ -18,11 +18,13 @@ A module takes part if it is a SyncBatchNorm (minddp's or torch's) or sets ``com
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -64,6 +66,17 @@ def _load(data: bytes, place: Callable[[Any, str], Any]) -> Any:
 
 
 def _without_rows(value: Any) -> Any:
+    """Of a leaf of ``tree_map``, which does not look into dataclasses, nor into mappings like transformers'."""
+    if is_dataclass(value) and not isinstance(value, type):
+        cut: Any = copy.copy(value)
+        for field in fields(value):  # of frozen ones, too
+            object.__setattr__(cut, field.name, tree_map(_without_rows, getattr(value, field.name)))
+        return cut
+    if isinstance(value, MutableMapping):
+        cut = copy.copy(value)
+        for key in value:
+            cut[key] = tree_map(_without_rows, value[key])
+        return cut
     if not isinstance(value, Tensor):
         return value
     empty = value.new_zeros((0, *value.shape[1:]) if value.dim() else ())

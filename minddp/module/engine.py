@@ -122,7 +122,9 @@ class Engine:
     def _note_sharers(self) -> None:
         """Other wrappers of some of these parameters: a backward through theirs is not this one's."""
         for other in optimizer_guard.watched():
-            if other is self or self.parameter_ids().isdisjoint(other.parameter_ids()):
+            if other is self or not isinstance(other, Engine):  # what a wrapper delays is no reducer's
+                continue
+            if self.parameter_ids().isdisjoint(other.parameter_ids()):
                 continue
             views = self.config.gradient_as_bucket_view or other.config.gradient_as_bucket_view
             for one, two in ((self, other), (other, self)):

@@ -45,7 +45,7 @@ class DDPJoinHook(JoinHook):
             if synchronizes:
                 ddp.reducer.shadow_backward()
             if ddp._delayed is not None:  # whose collective does not mind no_sync
-                ddp._delayed.shadow()
+                ddp._delayed.shadow(synchronizes, ddp._divide_by_initial_world_size)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         if self.empty_batch is not None:

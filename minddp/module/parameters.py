@@ -65,7 +65,7 @@ class Parameters:
         for name, parameter in delayed or ():
             if name not in known:
                 raise ValueError(f"delay_all_reduce_named_params: the module has no parameter {name!r}")
-            self.ignored.add(name)
+            self.ignored.update(_names_of(module, parameter))
             self.delayed.append((name, parameter))
         self.trigger = None
         if trigger is not None:
@@ -140,7 +140,7 @@ class Parameters:
     @property
     def left_alone(self) -> set[str]:
         """Names of what no rank's training depends on: ignored, and not delayed."""
-        return self.ignored - {name for name, _ in self.delayed}
+        return self.ignored - {name for _, p in self.delayed for name in _names_of(self._module, p)}
 
     @property
     def all_delayed(self) -> bool:
@@ -202,6 +202,11 @@ class Parameters:
                 f"{len(index)} parameters and {len(self.names)} names."
             )
         return {index[id(p)]: name for name, p in zip(self.names, self.reduced)}
+
+
+def _names_of(module: torch.nn.Module, parameter: torch.nn.Parameter) -> list[str]:
+    """All of them, where it is tied."""
+    return [name for name, p in module.named_parameters(remove_duplicate=False) if p is parameter]
 
 
 def _all_names(module: torch.nn.Module) -> set[str]:

@@ -89,6 +89,78 @@ def test_uneven_inputs_where_every_parameter_is_delayed_are_refused():
     run_ranks(_all_delayed_and_uneven, 2)
 
 
+def _uneven_accumulation(rank, world_size):
+    """Under no_sync what is delayed is averaged all the same: a joined rank sends the average with the next."""
+    for initial in (True, False):
+        trained = []
+        for wrap in (lambda: DDP(Branch()), _wrapped):
+            ddp = wrap()
+            optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+            with ddp.join(divide_by_initial_world_size=initial):
+                for step in range(1 + 2 * (rank > 0)):
+                    optimizer.zero_grad()
+                    with ddp.no_sync():
+                        _loss(ddp, rank, step).backward()
+                    _loss(ddp, rank, step + 10).backward()
+                    optimizer.step()
+            trained.append([p.detach().clone() for p in ddp.module.parameters()])
+        torch.testing.assert_close(trained[1], trained[0])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_accumulation_with_uneven_inputs(world_size):
+    run_ranks(_uneven_accumulation, world_size)
+
+
+def _exchanged(rank, world_size):
+    """As without delays, whoever's window a gradient lies in."""
+    seen = []
+    for wrap in (lambda net: DDP(net), lambda net: _wrapped(net, delayed=("head.weight", "side.weight"))):
+        net, grads = Branch(), []
+        net.head = nn.Linear(6, 6)
+        nn.init.constant_(net.head.weight, 0.1)
+        nn.init.zeros_(net.head.bias)
+        ddp = wrap(net)
+        for step in range(4):
+            _loss(ddp, rank, step).backward()
+            net.head.weight.grad, net.side.weight.grad = net.side.weight.grad, net.head.weight.grad
+            grads += [p.grad.clone() for p in net.parameters()]
+        seen.append(grads)
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+def test_delayed_gradients_that_have_changed_places():
+    run_ranks(_exchanged, 2)
+
+
+def _beside_others(rank, world_size):
+    """A second wrapper around what another delays, a tied parameter by its second name, a frozen one."""
+    module = Branch()
+    delaying = _wrapped(module)
+    DDP(module)
+    del delaying
+
+    tied = Branch()
+    tied.other = nn.Linear(6, 6, bias=False)
+    tied.other.weight = tied.side.weight
+    named = dict(tied.named_parameters(remove_duplicate=False))
+    ddp = DDP(
+        tied,
+        delay_all_reduce_named_params=[("other.weight", named["other.weight"])],
+        param_to_hook_all_reduce=named["first.weight"],
+    )
+    torch.testing.assert_close(_train(ddp, rank, 3), _train(DDP(Branch()), rank, 3))
+
+    frozen, plain = Branch(), Branch()
+    for net in (frozen, plain):
+        net.head.bias.requires_grad_(False)
+    torch.testing.assert_close(_train(_wrapped(frozen), rank, 3), _train(DDP(plain), rank, 3))
+
+
+def test_delays_beside_other_wrappers_tied_and_frozen_parameters():
+    run_ranks(_beside_others, 2)
+
+
 def _refused_steps(rank, world_size):
     # The trigger takes no part.
     ddp = _wrapped(trigger="side.weight", find_unused_parameters=True)

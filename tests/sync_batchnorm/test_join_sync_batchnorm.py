@@ -1,5 +1,8 @@
 """join() with SyncBatchNorm in the model: a rank out of data takes part with an empty batch."""
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,6 +160,41 @@ def test_inputs_that_cannot_be_described_are_named(other_input, why, capfd):
         run_ranks(has_never_seen_a_batch, 2, other_input, timeout=20, grace=2)
     assert why in caught.value.failures[0]
     assert "executed" not in capfd.readouterr().out
+
+
+@dataclass(frozen=True)
+class Rows:
+    x: torch.Tensor
+
+
+class TakesRows(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm, self.kind = nn.Linear(2, 2), nn.BatchNorm1d(2), kind
+
+    def forward(self, rows):
+        x = {"tensor": lambda: rows, "dataclass": lambda: rows.x, "mapping": lambda: rows["x"]}[self.kind]()
+        return self.norm(self.linear(x))
+
+
+def _trained_unevenly(rank, world_size, kind):
+    make = {"tensor": lambda x: x, "dataclass": Rows, "mapping": lambda x: UserDict(x=x)}[kind]
+    ddp = DistributedDataParallel(convert_sync_batchnorm(TakesRows(kind)))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    with ddp.join():
+        for i in range(1 + rank):
+            optimizer.zero_grad()
+            x = torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * i + rank))
+            ddp(make(x)).pow(3).sum().backward()
+            optimizer.step()
+    return [p.detach() for p in ddp.module.parameters()]
+
+
+def test_no_row_of_a_joined_rank_counts_however_it_is_wrapped():
+    expected = run_ranks(_trained_unevenly, 2, "tensor")
+    for kind in ("dataclass", "mapping"):
+        torch.testing.assert_close(run_ranks(_trained_unevenly, 2, kind), expected)
 
 
 def _rank_one_alone_has_data(rank, world_size):
