@@ -226,7 +226,9 @@ def make(
 
 
 def _in(buffer: torch.Tensor, gradient: torch.Tensor) -> bool:
-    return gradient.layout == torch.strided and gradient.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+    if gradient.layout != torch.strided:
+        return False
+    return gradient.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def _same_window(gradient: torch.Tensor, view: torch.Tensor) -> bool:
