@@ -30,7 +30,8 @@ class Parameters:
         trigger: the parameter whose gradient starts that.
 
     Attributes:
-        ignored: names that are left alone; the delayed ones are among them.
+        left_alone: names of what no rank's training depends on.
+        ignored: names that are not the buckets': those left alone, and the delayed ones.
         delayed: the delayed parameters with their names.
         trigger: the parameter whose gradient starts their reduction, with its name.
         module_parameters: all that are not ignored.
@@ -53,40 +54,50 @@ class Parameters:
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
         self._module = module
-        self.ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
+        left_alone = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
         known = _all_names(module)
-        if unknown := sorted(self.ignored - known):
+        if unknown := sorted(left_alone - known):
             # Libraries prefix names they cannot know to be there; torch takes them all.
             warnings.warn(
                 f"_ddp_params_and_buffers_to_ignore names {unknown}, but the module has no such parameter or buffer.",
                 stacklevel=4,
             )
-        self.delayed: list[tuple[str, torch.nn.Parameter]] = []
-        for name, parameter in delayed or ():
+        named = list(delayed or ())
+        for name, _ in named:
             if name not in known:
                 raise ValueError(f"delay_all_reduce_named_params: the module has no parameter {name!r}")
-            self.ignored.update(_names_of(module, parameter))
-            self.delayed.append((name, parameter))
-        self.trigger = None
-        if trigger is not None:
-            names = (name for name, p in module.named_parameters() if p is trigger)
-            self.trigger = next(names, "param_to_hook_all_reduce"), trigger
-        self.collect()
+        if trigger is None:
+            self._take(left_alone, named, None)
+        else:
+            name = next(iter(_names_of(module, trigger)), "param_to_hook_all_reduce")
+            self._take(left_alone, named, (name, trigger))
 
     @classmethod
     def like(cls, module: torch.nn.Module, facts: tuple[Iterable[str], Sequence[str], str]) -> Parameters:
         """Those of a copy of the module for which :meth:`for_copies` gave ``facts``."""
-        ignored, delayed, trigger = facts
+        left_alone, delayed, trigger = facts
         itself = cls.__new__(cls)
+        itself._module = module
         found = dict(module.named_parameters(remove_duplicate=False))
-        itself._module, itself.ignored = module, set(ignored)
-        itself.delayed = [(name, found[name]) for name in delayed]
-        itself.trigger = (trigger, found[trigger]) if trigger else None
-        itself.collect()
+        named = [(name, found[name]) for name in delayed]
+        itself._take(left_alone, named, (trigger, found[trigger]) if trigger else None)
         return itself
 
+    def _take(
+        self,
+        left_alone: Iterable[str],
+        delayed: list[tuple[str, torch.nn.Parameter]],
+        trigger: tuple[str, torch.nn.Parameter] | None,
+    ) -> None:
+        # By all their names: a tied one has several.
+        names = {name for _, parameter in delayed for name in _names_of(self._module, parameter)}
+        self.left_alone = set(left_alone) - names
+        self.ignored = self.left_alone | names
+        self.delayed, self.trigger = delayed, trigger
+        self.collect()
+
     def for_copies(self) -> tuple[set[str], list[str], str]:
-        """Names: of what is ignored, of what is delayed, and of the trigger (none: empty).
+        """Names: of what is left alone, of what is delayed, and of the trigger (none: empty).
 
         Raises:
             RuntimeError: the trigger is none of the module's parameters, so that a copy's cannot be told.
@@ -96,7 +107,7 @@ class Parameters:
                 "A DistributedDataParallel whose param_to_hook_all_reduce is not a parameter of its module cannot be "
                 "copied or pickled: the copy's delayed gradients would never be reduced. Save the state_dict()."
             )
-        return self.ignored, [name for name, _ in self.delayed], "" if self.trigger is None else self.trigger[0]
+        return self.left_alone, [name for name, _ in self.delayed], "" if self.trigger is None else self.trigger[0]
 
     def collect(self) -> None:
         """Looks at the module anew."""
@@ -136,11 +147,6 @@ class Parameters:
         self.device = parameters[0].device
         self.devices = {p.device for p in parameters}
         self.is_multi_device = len(self.devices) > 1
-
-    @property
-    def left_alone(self) -> set[str]:
-        """Names of what no rank's training depends on: ignored, and not delayed."""
-        return self.ignored - {name for _, p in self.delayed for name in _names_of(self._module, p)}
 
     @property
     def all_delayed(self) -> bool:
