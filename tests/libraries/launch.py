@@ -19,6 +19,7 @@ from tests.conformance.zygote import children_of
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 SWAPPED = Path(__file__).parent / "swapped"
+NO_SHUTDOWN = Path(__file__).parent / "no_shutdown.py"
 
 CLASS = {
     "torch": "torch.nn.parallel.distributed.DistributedDataParallel",
@@ -96,11 +97,9 @@ def run(
         f"--nproc-per-node={ranks}",
         f"--max-restarts={restarts}",
     ]
-    swapped = ["-m", "minddp.run"] if impl == "minddp" else []
-    command = [sys.executable, "-m", *torchrun, *swapped, str(SCRIPTS / script), *arguments, str(out)]
-    # A process with torch's class may abort while Python shuts down (minddp/lifetime.py says why); ours may not.
-    for _ in range(3 if impl == "torch" else 1):
-        status, output = _communicate(command, out.parent, timeout)
-        if status == 0:
-            return json.loads(out.read_text())
+    runner = ["-m", "minddp.run"] if impl == "minddp" else [str(NO_SHUTDOWN)]
+    command = [sys.executable, "-m", *torchrun, *runner, str(SCRIPTS / script), *arguments, str(out)]
+    status, output = _communicate(command, out.parent, timeout)
+    if status == 0:
+        return json.loads(out.read_text())
     raise AssertionError(f"{script} with {impl} ended with {status}:\n{output[-6000:]}")
