@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ranks.messages import gather_objects
+from .arguments import member
+
 __all__ = ["analytic_gradient", "check", "numerical_gradient"]
 
 Loss = Callable[[Tensor], Tensor]
@@ -40,11 +43,10 @@ def numerical_gradient(loss: Loss, x: Tensor, group: Any = None, eps: float = 1e
         A tensor like ``x``; for complex ``x``, dL/dRe + i dL/dIm, torch's convention.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(size)]
-    dist.all_gather(sizes, torch.tensor([x.numel()], device=x.device), group=group)
+    sizes = gather_objects(x.numel(), member(group))
     gradient = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for owner in range(size):
-        for index in range(int(sizes[owner])):
+        for index in range(sizes[owner]):
             for unit in (1.0, 1j) if x.is_complex() else (1.0,):
                 step = eps * unit if owner == rank else 0.0
                 slope = (_total(loss, x, index, step, group) - _total(loss, x, index, -step, group)) / (2 * eps)

@@ -10,7 +10,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,17 +18,26 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Guarded(Protocol):
-    """Who reduces parameters; ``may_refuse_step`` is asked first, and costs little.
-
-    ``check_step`` raises where gradients must not be used, and returns whether the step is to change nothing.
-    """
+    """Who reduces parameters; ``may_refuse_step`` is asked first, and costs little."""
 
     def may_refuse_step(self) -> bool: ...
+
     def parameter_ids(self) -> set[int]: ...
-    def check_step(self, stepped: set[int], others: Sequence[Any]) -> bool: ...
+
+    def check_step(self, stepped: set[int], others: Sequence[Guarded]) -> bool:
+        """Raises where gradients must not be used; returns whether the step is to change nothing."""
+
+    def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
+        """Whether its gradient of that backward, or of a later one, was averaged here."""
+
+    def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """Of what was made past another, ``id`` of a parameter -> (index there, backward): what did not come here."""
+
+    def step_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Another has been made around some of ``parameters``: it cares for them."""
 
 
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_watched: weakref.WeakSet[Guarded] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
@@ -39,7 +48,7 @@ def watch(guarded: Guarded) -> None:
         _watched.add(guarded)
 
 
-def watched() -> list[Any]:
+def watched() -> list[Guarded]:
     """All that :func:`watch` was given and that are still there."""
     with _lock:
         return list(_watched)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.autograd import Variable
 from ..guards import optimizer_guard
 from ..guards.local_gradients import LocalGradients
 from ..ranks.broadcast import broadcast_coalesced
+from ..reduction.reducer import weakly
 
 
 class DelayedAllReduce:
@@ -60,14 +60,17 @@ class DelayedAllReduce:
         self.set_group(group)
         if broadcast_bytes is not None:
             broadcast_coalesced(group, [p.detach() for p in parameters], broadcast_bytes, 0)
-            self._agree_on_name()
-        note = _while_alive(self._note)
-        for index, parameter in enumerate(parameters):
-            if not parameter.requires_grad:
-                continue
+        self._place_hooks()
+
+    def _place_hooks(self) -> None:
+        note, reduce = weakly(self._note), weakly(self._reduce)
+        handles = [
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: note(index))  # type: ignore[misc]
-        reduce = _while_alive(self._reduce)
-        trigger[1].register_post_accumulate_grad_hook(lambda _: reduce())
+            for index, parameter in enumerate(self._parameters)
+            if parameter.requires_grad
+        ]
+        handles.append(self.trigger[1].register_post_accumulate_grad_hook(lambda _: reduce()))
+        weakref.finalize(self, lambda: [handle.remove() for handle in handles]).atexit = False
 
     def set_group(self, group: dist.ProcessGroup) -> None:
         """From now on. What is local is compared once all ranks have had a collective there."""
@@ -151,15 +154,19 @@ class DelayedAllReduce:
 
     # --- before an optimizer's step ---
 
-    def _agree_on_name(self) -> None:
-        """Collective. Counting is no name: a copy on one rank alone would shift the rest."""
+    def name(self, token: str) -> None:
+        """What all ranks call this wrapper. Counting is no name: a copy on one rank alone would shift the rest."""
         self._is_named = True
-        if self.group.size() == 1 or type(self.group) is not dist.ProcessGroup:  # written in Python: without a store
-            return
+        if _has_store(self.group):
+            store = dist.distributed_c10d._get_default_store()
+            self._local_gradients = LocalGradients(self.group, store, f"delayed/{token}")
+
+    def _agree_on_name(self) -> None:
+        """Collective. A copy was made without one."""
         token = torch.tensor([secrets.randbits(62)], device=self._buffer.device)
-        broadcast_coalesced(self.group, [token], 8, 0)
-        store = dist.distributed_c10d._get_default_store()
-        self._local_gradients = LocalGradients(self.group, store, f"delayed/{int(token):x}")
+        if _has_store(self.group):
+            broadcast_coalesced(self.group, [token], 8, 0)
+        self.name(f"{int(token):x}")
 
     def may_refuse_step(self) -> bool:
         return bool(self._local)
@@ -181,7 +188,7 @@ class DelayedAllReduce:
         """Of another wrapper's gradients made past it: all, since this one knows no forward."""
         return bypassed
 
-    def check_step(self, stepped: set[int], others: Sequence[Any]) -> bool:
+    def check_step(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
         """Raises where an optimizer would use gradients that differ between ranks; ``False``: it may step.
 
         Args:
@@ -225,6 +232,10 @@ def make(
     return delayed
 
 
+def _has_store(group: dist.ProcessGroup) -> bool:
+    return group.size() > 1 and type(group) is dist.ProcessGroup  # those written in Python have none
+
+
 def _in(buffer: torch.Tensor, gradient: torch.Tensor) -> bool:
     if gradient.layout != torch.strided:
         return False
@@ -233,15 +244,3 @@ def _in(buffer: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 def _same_window(gradient: torch.Tensor, view: torch.Tensor) -> bool:
     return gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride()
-
-
-def _while_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """``method``, for a parameter's hook, which outlives the wrapper: it does nothing then."""
-    itself = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        alive = itself()
-        if alive is not None:
-            alive(*args)
-
-    return call

@@ -184,6 +184,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         """The end of construction, and of unpickling: only now anything outside of this object knows of it."""
         wrapped = self._wrapped
         self._delayed = delayed_params.make(self.process_group, wrapped.delayed, wrapped.trigger, broadcast_bytes)
+        if self._delayed is not None and token is not None:
+            self._delayed.name(token)
         self._assign_modules_buffers()
         self._engine: Engine | None = None
         if not wrapped.all_delayed:
@@ -229,7 +231,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
                 if self._config.check_replicas_every is not None and not self._join_config.enable:
                     self._check_replicas_now_and_then()
         self._note_not_joined()
-        if grad and not engine.reducer.has_rebuilt:
+        if grad and not engine.reducer.is_settled:
             engine.rebuild_buckets()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()

@@ -342,12 +342,12 @@ class Engine:
         if self.may_refuse_step() and not self.parameter_ids().isdisjoint(map(id, parameters)):
             self.abort_iteration()
 
-    def check_step(self, stepped: set[int], others: Sequence[Engine]) -> bool:
+    def check_step(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
         """Raises where an optimizer must not use the gradients; returns whether its step is to change nothing.
 
         Args:
             stepped: ``id`` of each of the optimizer's parameters.
-            others: engines that reduce the same parameters, perhaps.
+            others: who else reduces parameters, the same ones perhaps.
         """
         self.report_failure(self._check_not_within)
         if not self._is_averaged_elsewhere(stepped, others):
@@ -394,7 +394,7 @@ class Engine:
         reduced = enumerate(self.parameters.reduced)
         return [(i, p) for i, p in reduced if id(p) in stepped and p.grad is not None and has_values(p.grad)]
 
-    def _is_averaged_elsewhere(self, stepped: set[int], others: Sequence[Engine]) -> bool:
+    def _is_averaged_elsewhere(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
         """Of an unfinished iteration: whether other wrappers have averaged the whole of each gradient to be used."""
         if self.reducer.phase() not in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) and not self.reducer.interrupted():
             return False

@@ -81,7 +81,7 @@ class Reducer(_C.Reducer):
         find_unused = settings.graph_mode == _C.GraphMode.FIND_UNUSED
         self._agrees_on_order = not find_unused
         # Smaller buckets would be skipped by ranks that send the larger one alike, as with torch's.
-        self.has_rebuilt = find_unused and settings.skip_all_reduce_unused
+        self.is_settled = find_unused and settings.skip_all_reduce_unused
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook = False
         self._divisor = group.size()
@@ -136,9 +136,9 @@ class Reducer(_C.Reducer):
         With a static graph after the second, as in torch: a forward on one rank alone meets nobody before.
         """
         static = self.settings.graph_mode == _C.GraphMode.STATIC
-        if self.has_rebuilt or self.ended() < 1 + static or self.phase() != _C.Phase.IDLE:
+        if self.is_settled or self.ended() < 1 + static or self.phase() != _C.Phase.IDLE:
             return False
-        self.has_rebuilt = True
+        self.is_settled = True
         order = ready_order(self.last_step()["ready_ns"])
         if self._agrees_on_order:
             order, token = agree_on_order(order, secrets.randbits(62), self.group, self._device)
@@ -161,7 +161,7 @@ class Reducer(_C.Reducer):
         """
         check_buckets(buckets, self.names, self.kinds)
         super().set_buckets(buckets)
-        self.has_rebuilt = True
+        self.is_settled = True
 
     # Torch's names for what is here under others.
     _run_comm_hook = _C.Reducer.run_hook

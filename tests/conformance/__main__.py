@@ -138,18 +138,42 @@ def passing_cases(answers: dict[str, Answer]) -> Iterable[Case]:
             yield Case(owner, name, answer["world_size"], answer["seconds"])
 
 
-def judge(answers: dict[str, Answer], exceptions: dict[str, str]) -> list[str]:
-    """What makes the run fail, one line each."""
+def judge(
+    answers: dict[str, Answer],
+    exceptions: dict[str, str],
+    source: str = "exceptions.toml",
+    constructs: bool = True,
+) -> list[str]:
+    """What makes the run fail, one line each.
+
+    Args:
+        answers: test -> answer.
+        exceptions: what must fail -> why.
+        source: the file with the exceptions.
+        constructs: whether a test that passes without the class shows nothing.
+    """
     wrong = []
     for test, answer in sorted(answers.items()):
-        passed = answer["outcome"] == "passed"
-        if passed and not answer["constructed"]:
+        if answer["outcome"] != "passed":
+            if test not in exceptions:
+                said = headline(answer) if answer.get("message") else ""
+                wrong.append(f"{test}: {answer['outcome']}{', ' * bool(said)}{said}")
+        elif constructs and not answer["constructed"]:
             wrong.append(f"{test}: passed without constructing the class")
-        elif passed == (test in exceptions):
-            wrong.append(
-                f"{test}: passes, yet exceptions.toml lists it" if passed else f"{test}: {answer['outcome']}"
-            )
+        elif test in exceptions:
+            wrong.append(f"{test}: passes, yet {source} lists it")
     return wrong
+
+
+def reporting(write: Callable[[str], None]) -> Report:
+    """A line for each answer, counted."""
+    counter = itertools.count(1)
+
+    def report(case: Case, answer: Answer) -> None:
+        place = f"{next(counter):3} {answer['outcome']:7} {answer['seconds']:6.1f} s"
+        write(f"{place}  {case.test}, {case.world_size} ranks {headline(answer)}")
+
+    return report
 
 
 def print_table(console: Console, answers: dict[str, Answer], exceptions: dict[str, str]) -> None:
@@ -201,12 +225,7 @@ def choose(args: argparse.Namespace) -> list[Case]:
 def main() -> int:
     args = arguments()
     console = Console(width=110, highlight=False)
-    counter = itertools.count(1)
-
-    def report(case: Case, answer: Answer) -> None:
-        place = f"{next(counter):3} {answer['outcome']:7} {answer['seconds']:6.1f} s"
-        console.print(f"{place}  {case.test} {headline(answer)}", markup=False, soft_wrap=True)
-
+    report = reporting(lambda line: console.print(line, markup=False, soft_wrap=True))
     began = time.monotonic()
     exceptions = cases.read_exceptions() if args.impl == "minddp" else {}
     if args.discover:

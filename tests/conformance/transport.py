@@ -8,7 +8,6 @@ the smallest world in which it does. Ends with 0 when all of them pass, or are l
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import re
 import sys
@@ -17,23 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conformance import cases
-from tests.conformance.__main__ import Answer, Zygote, headline, run_cases
+from tests.conformance.__main__ import Answer, Zygote, judge, reporting, run_cases
 from tests.conformance.cases import Case
 
 MODULE = "distributed_test"
 EXCEPTIONS = Path(__file__).with_name("transport_exceptions.toml")
-
-
-def judge(answers: dict[str, Answer], exceptions: dict[str, str]) -> list[str]:
-    """What makes the run fail, one line each."""
-    wrong = []
-    for test, answer in sorted(answers.items()):
-        passed = answer["outcome"] == "passed"
-        if passed and test in exceptions:
-            wrong.append(f"{test}: passes, yet {EXCEPTIONS.name} lists it")
-        elif not passed and test not in exceptions:
-            wrong.append(f"{test}: {answer['outcome']}, {headline(answer)}")
-    return wrong
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,12 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests at a time")
     parser.add_argument("-k", default="", metavar="PATTERN", help="only tests that match this expression")
     options = parser.parse_args(arguments)
-    counter = itertools.count(1)
-
-    def report(case: Case, answer: Answer) -> None:
-        place = f"{next(counter):3} {answer['outcome']:7} {answer['seconds']:6.1f} s"
-        print(f"{place}  {case.test}, {case.world_size} ranks {headline(answer)}", flush=True)
-
+    report = reporting(lambda line: print(line, flush=True))
     worlds = cases.MODULES[MODULE].world_sizes
     with Zygote("torch", MODULE, worlds[0]) as zygote:
         names = [name for name in zygote.names() if re.search(options.k, name)]
@@ -61,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         answers.update(run_cases("shm", chosen, options.jobs, report))
         names = [name for name in names if Case(MODULE, name, world_size).test not in passed]
-    wrong = judge(answers, tomllib.loads(EXCEPTIONS.read_text()))
+    wrong = judge(answers, tomllib.loads(EXCEPTIONS.read_text()), EXCEPTIONS.name, constructs=False)
     good = sum(answer["outcome"] == "passed" for answer in answers.values())
     print(f"{good} of {len(answers)} tests that pass with Gloo pass with shared memory; {len(answers) - good} do not")
     for line in wrong:

@@ -1,7 +1,7 @@
 """Runs a user's script as it is, and ends the process without shutting Python down.
 
 A rank with torch's class may abort there (``minddp/guards/lifetime.py`` says why): with three ranks, about every
-other run of ``scripts/checkpoint_script.py`` did. What minddp's ranks end with is theirs to show: they run without this.
+other run of ``scripts/checkpoint_script.py`` did. minddp's ranks must end by themselves: they run without this.
 """
 
 import os
