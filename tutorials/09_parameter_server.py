@@ -188,6 +188,7 @@ def train(rank: int, world_size: int, way: str) -> dict:
     counted = (link.sent, link.received)
     dist.barrier()
     after = socket_bytes()
+    dist.barrier()  # nobody leaves, and closes connections, before all have read their counters
     return {
         "weights": flat(model.parameters()),
         "size": sum(parameter.nbytes for parameter in model.parameters()),

@@ -1,4 +1,4 @@
-"""Buffers: rank 0's on every rank, before forward or after it."""
+"""Buffers: rank 0's on every rank, before forward or after it; the last rank's once there was a join, as in torch."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class BufferSync:
     _wrapped: Any
     _engine: Any
     _join_config: Any
+    _has_joined = False
     device: torch.device
 
     @property
@@ -62,7 +63,10 @@ class BufferSync:
                 "ddp.module."
             )
         with torch.no_grad():
-            source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+            if self._join_config.enable:
+                source = self._find_common_rank(self._distributed_rank, True)
+            else:
+                source = self.process_group.size() - 1 if self._has_joined else 0
             self._assign_modules_buffers()
             # A graph that used a buffer before must not take the copy for an in-place change of its input.
             with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):

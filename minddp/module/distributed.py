@@ -437,6 +437,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
+        self._has_joined = False
         return DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property

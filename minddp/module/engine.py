@@ -350,7 +350,7 @@ class Engine:
             others: who else reduces parameters, the same ones perhaps.
         """
         self.report_failure(self._check_not_within)
-        if not self._is_averaged_elsewhere(stepped, others):
+        if not self._uses_nothing_unfinished(stepped, others):
             self.report_failure(self.reducer.check_finished)
             self.report_failure(lambda: self._check_not_interrupted(stepped))
         skips = self.finite is not None and self.finite.check()
@@ -394,13 +394,14 @@ class Engine:
         reduced = enumerate(self.parameters.reduced)
         return [(i, p) for i, p in reduced if id(p) in stepped and p.grad is not None and has_values(p.grad)]
 
-    def _is_averaged_elsewhere(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
-        """Of an unfinished iteration: whether other wrappers have averaged the whole of each gradient to be used."""
+    def _uses_nothing_unfinished(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
+        """Of an unfinished iteration: whether other wrappers have averaged the whole of each gradient to be used; and
+        where they were set to None there is none, which an optimizer passes over."""
         if self.reducer.phase() not in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) and not self.reducer.interrupted():
             return False
-        found = self._with_gradients(stepped)
-        return bool(found) and all(
-            any(other.has_averaged(p, self.reducer.touched_in(i)) for other in others) for i, p in found
+        return all(
+            any(other.has_averaged(p, self.reducer.touched_in(i)) for other in others)
+            for i, p in self._with_gradients(stepped)
         )
 
     def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:

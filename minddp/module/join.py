@@ -52,8 +52,10 @@ class DDPJoinHook(JoinHook):
             self.empty_batch.close()
         ddp = self.ddp
         ddp._sync_final_model(is_last_joiner)
-        # All ranks are here: what follows is like before. Torch's class goes on counting ranks in every forward.
+        # All ranks are here: what follows is like before. Torch's class goes on counting ranks in every forward, and
+        # its buffers come from the last of them from now on.
         ddp._join_config = type(ddp._join_config).construct_disabled_join_config()
+        ddp._has_joined = True
         ddp.reducer.set_divisor(ddp.process_group.size())
 
 

@@ -146,6 +146,17 @@ def _is_mean_of_local(
     return disagree and agree and np.allclose(sum(local) / len(local), mean[0], *rounding)
 
 
+def _is_local_divided(
+    label: str, step: int, theirs: list[Any], ours: list[Any], rounding: tuple[float, float]
+) -> bool:
+    """On every rank torch's gradient is ours divided by the number of ranks: it is in a bucket that never left."""
+    for their, our in zip(theirs, ours):
+        a, b = (dict(result.get(step, [])).get(label) for result in (their, our))
+        if (a is None) != (b is None) or (a is not None and not np.allclose(a * len(ours), b, *rounding)):
+            return False
+    return True
+
+
 def _asks_for_local(program: dict[str, Any], step: int) -> bool:
     """Whether gradients are meant to be local: of a forward under no_sync or past the wrapper, since zero_grad."""
     local = False
@@ -303,6 +314,9 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
                 what = _kind_of(label)
                 if what == "a gradient" and _an_old_forward_waits(program, step):
                     what = "a gradient under no_sync, while an old wrapper's forward waits"
+                elif what == "a gradient" and not hooks and not _updates(program, step, len(program["steps"])):
+                    if _is_local_divided(label, step, torch_steps, our_steps, _rounding(program)):
+                        what = "a gradient that was divided and never sent"
                 return Difference("numbers", step, what, detail)
     return None
 

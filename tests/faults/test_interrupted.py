@@ -118,3 +118,30 @@ def _two_wrappers(rank, world_size):
 
 def test_two_wrappers_after_one_exception():
     assert run_ranks(_two_wrappers, 2, timeout=60) == [True, True]
+
+
+def _zeroed(rank, world_size, wrap, set_to_none):
+    """An exception that every rank catches; the gradients are zeroed, and a step finds none."""
+    torch.manual_seed(0)
+    ddp = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    ddp(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    before = ddp.module[0].weight.detach().clone()
+    handle = ddp.module[0].weight.register_hook(lambda grad: (_ for _ in ()).throw(Boom()))
+    with pytest.raises(Boom):
+        ddp(torch.ones(1, 4)).sum().backward()
+    handle.remove()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    optimizer.step()
+    assert torch.equal(ddp.module[0].weight, before)
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        ddp(torch.ones(1, 4))
+    return True
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("wrap", [torch.nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel])
+def test_a_step_without_gradients_is_nobodys_mistake(wrap, set_to_none):
+    """The next forward tells of the exception, as with torch's class; a step that changes nothing need not."""
+    assert run_ranks(_zeroed, 2, wrap, set_to_none, timeout=60) == [True, True]

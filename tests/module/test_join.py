@@ -123,3 +123,29 @@ def test_what_nobody_who_still_trains_has_used_keeps_its_gradient():
     """As the last batch of those ranks; docs/differences.md, unused-by-all-who-still-train."""
     theirs, ours = run_ranks(_unused_after_one_has_joined, 2)[1]
     assert ours is None and theirs is not None and not theirs.any()
+
+
+def _buffers_after(rank, world_size, joins):
+    """What running_mean is after ``joins``, (batches of each rank, enable) pairs, and two forwards."""
+    means = []
+    for wrap in (TorchDDP, minddp.DistributedDataParallel):
+        torch.manual_seed(3)
+        model = wrap(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
+        generator = torch.Generator().manual_seed(rank)
+        for batches, enable in joins:
+            with model.join(enable=enable):
+                for _ in range(batches[rank]):
+                    model(torch.randn(3, 4, generator=generator)).sum().backward()
+        for _ in range(2):
+            model(torch.randn(3, 4, generator=generator)).sum().backward()
+        means.append(model.module[0].running_mean)
+    return means
+
+
+@pytest.mark.parametrize("batches", [(1, 2), (2, 1), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("enable", [[True], [True, False], [False]], ids=str)
+def test_buffers_after_uneven_inputs_are_torchs(batches, enable):
+    """The last rank's from then on, until a join(enable=False)."""
+    joins = [(batches if uneven else (1,) * len(batches), uneven) for uneven in enable]
+    for theirs, ours in run_ranks(_buffers_after, len(batches), joins, timeout=60):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
