@@ -158,13 +158,14 @@ def _is_local_divided(
 
 
 def _asks_for_local(program: dict[str, Any], step: int) -> bool:
-    """Whether gradients are meant to be local: of a forward under no_sync or past the wrapper, since zero_grad."""
+    """Whether gradients are meant to be local: of a forward under no_sync or past the wrapper, since zero_grad and since
+    a backward that averages what there is."""
     local = False
-    for verb, _, ways in _backwards(program, step):
+    for verb, a, ways in _backwards(program, step):
         if verb == "zero":
             local = False
-        elif verb == "backward":
-            local = local or any(sync is False or via != "ddp" for _, via, sync in ways)
+        elif verb == "backward" and a.get("inputs") != "x":  # which comes to no parameter
+            local = any(sync is False or via != "ddp" for _, via, sync in ways)
     return local
 
 
