@@ -158,8 +158,8 @@ def _is_local_divided(
 
 
 def _asks_for_local(program: dict[str, Any], step: int) -> bool:
-    """Whether gradients are meant to be local: of a forward under no_sync or past the wrapper, since zero_grad and since
-    a backward that averages what there is."""
+    """Whether gradients are meant to be local, of a forward under no_sync or past the wrapper: since zero_grad, and
+    since a backward that averages what there is."""
     local = False
     for verb, a, ways in _backwards(program, step):
         if verb == "zero":
