@@ -119,6 +119,7 @@ FORMATTED := $(filter-out setup.py,$(SOURCES)) $(wildcard tests/streams/*.h test
 lint: $(call needs,dev) $(call needs,test)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(PY) -m codespell_lib minddp csrc tests benchmarks/*.py benchmarks/*.md tutorials exercises docs *.md *.py *.toml Makefile
 	$(CLANG_FORMAT) --dry-run -Werror $(FORMATTED)
 
 format: $(call needs,dev)
