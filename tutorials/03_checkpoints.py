@@ -73,7 +73,7 @@ def save(path: Path, net: nn.Module, optimizer: torch.optim.Optimizer, epoch: in
 
 def train(rank: int, world_size: int, path: Path, killed_at: int | None) -> dict:
     """Trains EPOCHS epochs, from the checkpoint where there is one. Rank 1 may be killed at a step."""
-    checkpoint = torch.load(path, weights_only=True) if path.exists() else None
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
     model = make_model(seed=rank)
     if checkpoint:
         model.load_state_dict(checkpoint["model"])
@@ -146,7 +146,7 @@ def ways_to_load(rank: int, world_size: int, path: Path) -> list[float]:
     differences = []
 
     # 1. The file can be read everywhere: every rank loads all of it.
-    checkpoint = torch.load(path, weights_only=True)
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     model = make_model(seed=rank)
     model.load_state_dict(checkpoint["model"])
     net = minddp.DistributedDataParallel(model)
@@ -195,10 +195,86 @@ def who_loads(path: Path) -> None:
     assert [difference == 0 for difference in differences] == [True, True, False, False]
 
 
+# %% [markdown]
+# ## Who can read it
+#
+# Three things go wrong between a file and the ranks that want it.
+#
+# *When.* A rank that does not wait may find no file, the last one, or half of one. Below the order is forced, so that
+# rank 1 looks while rank 0 has written half; in a real run it is a race, lost now and then. `save` above has both
+# remedies: the name appears when the file is whole, and a barrier comes before anybody reads.
+#
+# *Where.* On two machines, rank 0's disk is not rank 1's. `if path.exists()` is true on one of them alone: one goes
+# on where it was, the other begins with epoch 0, and they are not even in the same loop any more. Only one rank may
+# look; the others are told.
+#
+# *Onto what.* A tensor that was saved from `cuda:0` is loaded onto `cuda:0`, by every rank. With
+# `map_location="cpu"`, as here, it costs no GPU's memory, and `load_state_dict` copies to where the model is;
+# `map_location=f"cuda:{local_rank}"` goes there at once.
+
+# %%
+
+
+def read(path: Path) -> dict | None:
+    """What rank 0 finds there, on every rank; ``None`` where it finds nothing."""
+    box = [None]
+    if dist.get_rank() == 0 and path.exists():
+        box = [torch.load(path, map_location="cpu", weights_only=True)]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def when_and_where(rank: int, world_size: int, path: Path) -> list[str]:
+    found = []
+
+    def look(file: Path) -> str:
+        try:
+            return f"epoch {torch.load(file, map_location='cpu', weights_only=True)['epoch']}"
+        except (RuntimeError, EOFError, OSError):
+            return "half a file"
+
+    whole, slow = path.read_bytes(), path.with_name("slow.pt")
+    if rank == 0:
+        slow.write_bytes(whole[: len(whole) // 2])
+    dist.barrier()  # forces the order that a race may take
+    found.append(look(slow))
+    dist.barrier()
+    if rank == 0:
+        slow.write_bytes(whole)
+    dist.barrier()
+    found.append(look(slow))
+
+    own = path.with_name(f"machine{rank}")
+    own.mkdir()
+    if rank == 0:
+        (own / "model.pt").write_bytes(whole)
+    dist.barrier()
+    found.append("goes on" if (own / "model.pt").exists() else "begins again")
+    checkpoint = read(own / "model.pt")
+    found.append("nothing" if checkpoint is None else f"epoch {checkpoint['epoch']}")
+    return found
+
+
+def who_can_read(path: Path) -> None:
+    first, second = run_ranks(when_and_where, 2, path)
+    ways = (
+        "a file that rank 0 is still writing",
+        "the same, once it is whole",
+        "each machine has a folder; each rank looks in its own",
+        "each machine has a folder; rank 0 looks and tells",
+    )
+    print("\nWhat ranks 0 and 1 find:")
+    for way, mine, other in zip(ways, first, second, strict=True):
+        print(f"  {way:60} {mine:12} {other}")
+    assert second[0] == "half a file" and first[1] == second[1] == first[3] == second[3] == f"epoch {EPOCHS}"
+    assert first[2] != second[2]
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         killed_and_resumed(Path(name))
         who_loads(Path(name) / "unbroken.pt")
+        who_can_read(Path(name) / "unbroken.pt")
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ def test_memory() -> None:
     ours, views, theirs = measured["minddp"], measured["minddp-views"], measured["torch-views"]
     values = [case[state] for case in (ours, views, theirs) for state in ("steady", "zeroed")]
     assert_shown(sentence, values)
-    torchs = measured["torch"]
-    assert [round(ours[key], 2) for key in ("steady", "zeroed")] == [round(torchs[k], 2) for k in ("steady", "zeroed")]
+    for state in ("steady", "zeroed"):
+        assert round(ours[state], 2) == round(measured["torch"][state], 2)
 
 
 def test_bucket_sizes() -> None:
@@ -116,3 +116,9 @@ def test_the_simulator() -> None:
     assert sentence is not None and len(errors) == 7
     assert_shown(sentence[1], [100 * errors[-1]])
     assert_shown(sentence[2], [100 * statistics.median(errors)])
+
+
+def test_the_page_is_up_to_date() -> None:
+    import page
+
+    assert page.PAGE.read_text() == page.page()

@@ -14,15 +14,16 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ["minddp/**/*.py", "minddp/*.pyi", "csrc/**/*.h", "csrc/**/*.cpp", "csrc/**/*.cu", "csrc/**/*.cuh"]
-PROGRAMS = ["tests/**/*.py", "tests/**/*.h", "tests/**/*.cpp", "benchmarks/*.py", "tutorials/*.py", "exercises/**/*.py"]
-PROGRAMS += ["docs/website/*.py", "setup.py"]
+PROGRAMS = ["tests/**/*.py", "tests/**/*.h", "tests/**/*.cpp", "benchmarks/*.py", "tutorials/*.py", "setup.py"]
+PROGRAMS += ["exercises/**/*.py", "docs/website/*.py"]
 PAGES = ["*.md", "docs/*.md", "*/README.md"]
 OTHERS = ["Makefile", "*.toml", "tests/**/*.toml", "tests/**/*.txt", ".ci/run"]
 TORCH = ["**/*.py", "**/*.pyi", "include/torch/csrc/**/*.h*", "include/ATen/*.h", "include/c10/**/*.h"]
 # Of other projects, or a reader's own.
 FOREIGN = {
     *("autofunction", "automodule", "currentmodule"),  # Sphinx
-    *("prepare_model", "shareProcessNamespace", "eth0", "FUTEX_PRIVATE_FLAG", "CLOCK_MONOTONIC", "GUARDED_BY", "torch2"),
+    *("prepare_model", "shareProcessNamespace", "eth0", "torch2"),
+    *("FUTEX_PRIVATE_FLAG", "CLOCK_MONOTONIC", "GUARDED_BY"),
     *("my_loss", "my_models", "make_resnet"),
     *("SLURM_", "NCCL_", "GLOO_"),  # what names of variables begin with
     *("sum_s", "rows_r"),  # formulas; x_s and the like are none of our names
