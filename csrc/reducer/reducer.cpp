@@ -133,11 +133,10 @@ void Reducer::begin_forward() {
   trace_->note(StepEvent::kForwardBegin);
 }
 
-// Outputs without a node (a dataclass, tensors kept elsewhere) have no hook: such a forward takes the next backward.
+// Where no output is found (a dataclass, tensors kept elsewhere) there is no hook: such a forward takes the next
+// backward. Outputs without a node are found: of a module that is frozen, say.
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
-  bool visible =
-      std::any_of(outputs.begin(), outputs.end(), [](const at::Tensor& t) { return t.grad_fn() != nullptr; });
-  forwards_.end(synchronized, visible);
+  forwards_.end(synchronized, /*visible=*/!outputs.empty());
   trace_->note(StepEvent::kForwardEnd);
   watch(outputs, synchronized);
 }

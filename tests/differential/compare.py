@@ -7,8 +7,9 @@ parameters differ between ranks after a step):
   rounding on three;
 - an error of ours before K is a difference, unless torch diverges or raises before the next ``optimizer.step()`` and
   ours raises on every rank;
-- from K on ours may work or raise, but it does not hang (unless some ranks alone call a wrapper: where torch has
-  stopped, nobody can say whether that should work), and where it goes on its ranks agree after every step;
+- from K on ours may work or raise, but it does not hang (unless some ranks alone call a wrapper or use a parameter:
+  where torch has stopped, nobody can say whether that should work), and where it goes on its ranks agree after every
+  step;
 - a gradient that torch leaves local without a word may be the mean of torch's in ours;
 - where torch's numbers change when every wrapper has a group of its own, its collectives were mixed up between ranks:
   then ours is held to those numbers.
@@ -332,6 +333,11 @@ def _parts_ways(program: dict[str, Any], bad: int) -> bool:
     return any(verb == "forward" and a.get("ranks") and a.get("via", "ddp") == "ddp" for verb, a in after)
 
 
+def _uses_differ(program: dict[str, Any]) -> bool:
+    """Whether some ranks use parameters that others do not: a branch, or an output in a loss."""
+    return bool(re.search(r'"branch","ranks"|"head":\[', to_json(program)))
+
+
 def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: int) -> Difference | None:
     failed = [rank for rank, result in enumerate(ours) if result["end"] == "raised"]
     if not failed:
@@ -344,7 +350,8 @@ def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: 
     detail = f"{ends}\n  with torch: {_ends(theirs)}" + (f" (wrong from step {bad})" if bad < count else "")
     torch_waited = any(_waited(result) for result in theirs)
     waited = any(_waited(ours[rank]) for rank in failed)
-    if waited and not torch_waited and not _parts_ways(program, bad):
+    stopped = all(result["end"] == "raised" for result in theirs) and _uses_differ(program)
+    if waited and not torch_waited and not stopped and not _parts_ways(program, bad):
         return Difference("hangs", at, error, detail)
     explained = bad < count and not _updates(program, at + 1, bad)
     everywhere = len(failed) == len(ours)

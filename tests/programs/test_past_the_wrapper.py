@@ -520,12 +520,14 @@ def test_what_torch_lets_drift_apart(world_size):
 # ---- on one rank alone
 
 
-def _taken_on_one_rank(rank, world_size, under_no_sync):
+def _taken_on_one_rank(rank, world_size, under_no_sync, frozen):
     """A forward waits for its backward, and one rank has one past the wrapper, or of a forward under no_sync."""
     local_gradients.PATIENCE_SECONDS = 1.0
     model = minddp.DistributedDataParallel(_net())
+    model.requires_grad_(not frozen)
     if rank == 0 or not under_no_sync:
         model(_batch(rank))
+    model.requires_grad_(True)
     if under_no_sync:
         with model.no_sync():
             loss = model(_batch(rank)).sum()
@@ -542,11 +544,13 @@ def _taken_on_one_rank(rank, world_size, under_no_sync):
     return all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 @pytest.mark.parametrize("under_no_sync", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_backward_that_one_rank_alone_has_is_not_sent(world_size, under_no_sync):
+def test_a_backward_that_one_rank_alone_has_is_not_sent(world_size, under_no_sync, frozen):
+    """Nor where that forward's outputs lead to no graph, since its module was frozen."""
     try:
-        assert run_ranks(_taken_on_one_rank, world_size, under_no_sync) == [True] * world_size
+        assert run_ranks(_taken_on_one_rank, world_size, under_no_sync, frozen) == [True] * world_size
     finally:
         shutdown()
 
