@@ -35,7 +35,11 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Reference": {
         "api": "",
+        "performance": "docs/performance.md",
         "benchmarks": "benchmarks/README.md",
+        "faults": "docs/faults.md",
+        "conformance": "docs/conformance.md",
+        "trust": "docs/trust.md",
         "changelog": "CHANGELOG.md",
         "contributing": "CONTRIBUTING.md",
     },
