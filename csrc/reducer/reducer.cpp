@@ -386,8 +386,8 @@ void Reducer::finalize_backward() {
   const double scale = post_scale();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     Bucket& bucket = buckets_[i];
-    if (bucket.state() != Bucket::State::kLaunched) continue;  // skipped as unused
     const Flight& flight = bucket.flight();
+    if (bucket.state() != Bucket::State::kLaunched || !flight.future) continue;  // skipped; or done, before an error
     wait(*flight.future, i);
     if (passes_through()) continue;
     if (flight.work && !bucket.device().is_cpu()) flight.work->synchronize();

@@ -73,15 +73,21 @@ class LocalGradients:
         Raises:
             RuntimeError: a rank has not come within :data:`PATIENCE_SECONDS`.
         """
+        self._meet(f"taken/{iteration}", _NOT_ALL, PATIENCE_SECONDS)
+
+    def meet_after_step(self, iteration: int, patience: float | None) -> None:
+        """As :meth:`meet`, of ranks whose optimizer's step has ended with an exception, for so many seconds."""
+        self._meet(f"stepped/{iteration}", _NOT_ALL_STEPPED, patience or PATIENCE_SECONDS)
+
+    def _meet(self, what: str, message: str, patience: float) -> None:
         if self._size == 1 or self._store is None:
             return
-        key = f"taken/{iteration}/{{}}".format
-        self._store.set(key(self._rank), "")
-        self._forget(key(self._rank))
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        self._store.set(f"{what}/{self._rank}", "")
+        self._forget(f"{what}/{self._rank}")
+        deadline = time.monotonic() + patience
         for rank in self._others():
-            if not self._comes(key(rank), deadline):
-                raise RuntimeError(_NOT_ALL.format(self._rank, rank, PATIENCE_SECONDS))
+            if not self._comes(f"{what}/{rank}", deadline):
+                raise RuntimeError(message.format(self._rank, rank, patience))
 
     def _ask(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> RuntimeError | None:
         assert self._store is not None
@@ -134,6 +140,12 @@ _NOT_ALL = (
     "waited for its backward: it was taken for that one's, as in torch, and its gradients were about to be averaged. "
     "But rank {1} has had no such backward for {2:g} s. Call the wrapper, ddp(...), instead of ddp.module(...), on "
     "every rank; or run a forward that no backward follows under torch.no_grad() or ddp.no_sync()."
+)
+
+_NOT_ALL_STEPPED = (
+    "optimizer.step() on rank {0} ended with an exception, which the program caught; on rank {1} it did not (asked "
+    "for {2:g} s). Their parameters, and their optimizers' states, are no longer the same. Go on from a checkpoint, "
+    "on every rank; or let the exception end the process."
 )
 
 

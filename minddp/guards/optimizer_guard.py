@@ -1,7 +1,10 @@
 """Before any ``optimizer.step()`` uses gradients, those who reduce the parameters that it would change are asked.
 
-A closure makes the gradients inside of ``step()``: then they are asked after each of its calls. Torch's hook for all
-optimizers is taken with the first wrapper, not at import.
+A closure makes the gradients inside of ``step()``: then they are asked after each of its calls. Torch's hooks for all
+optimizers are taken with the first wrapper, not at import.
+
+A step that ends with an exception, which the program catches, changes this rank's parameters as no other's: who
+reduces them asks before the next forward, by :func:`interrupted`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 class Guarded(Protocol):
@@ -64,9 +67,32 @@ def refuse(parameter: torch.Tensor, why: str) -> None:
     _refused[key] = weakref.ref(parameter, lambda _: _refused.pop(key, None)), why
 
 
+# How many steps of an optimizer have begun and not ended: a subclass's, and its base's within. Those that end with an
+# exception stay.
+_stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def interrupted(guarded: Guarded) -> bool:
+    """Whether a step on some of its parameters has begun and not ended. Each such step is told of once."""
+    if not _stepping:
+        return False
+    ids = guarded.parameter_ids()
+    found = [optimizer for optimizer in list(_stepping) if not ids.isdisjoint(_parameters(optimizer))]
+    for optimizer in found:
+        _stepping.pop(optimizer, None)
+    return bool(found)
+
+
 @functools.cache
 def _look_at_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    begun = _stepping.pop(optimizer, 1)
+    if begun > 1:
+        _stepping[optimizer] = begun - 1
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -74,15 +100,23 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     # What else an optimizer of the user's takes there, a module say, is handed on as it is.
     if not isinstance(closure, (types.FunctionType, types.MethodType, functools.partial)) or not _is_asked(optimizer):
         _check(optimizer)
+        _stepping[optimizer] = _stepping.get(optimizer, 0) + 1
         return None
     function: Callable[..., Any] = closure
 
     @functools.wraps(function)
     def then_checked(*arguments: Any, **keywords: Any) -> Any:
-        loss = function(*arguments, **keywords)
+        begun = _stepping.pop(optimizer, 1)  # the closure's forward is no next one
+        try:
+            loss = function(*arguments, **keywords)
+        except BaseException:
+            _stepping[optimizer] = begun
+            raise
         _check(optimizer)
+        _stepping[optimizer] = begun
         return loss
 
+    _stepping[optimizer] = _stepping.get(optimizer, 0) + 1
     if "closure" in kwargs:
         return args, {**kwargs, "closure": then_checked}
     return (args[0], then_checked, *args[2:]), kwargs

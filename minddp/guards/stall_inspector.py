@@ -126,6 +126,8 @@ class StallInspector:
         phase = "between" if moments[latest] < 0 else _PHASES[latest]
         if position["phase"] == _C.Phase.INCOMPLETE:
             phase = "backward"
+        elif position["phase"] == _C.Phase.LAUNCHED:  # the program's own time, until finalize_backward()
+            phase = "between"
         elif phase == "forward" and self._forward_ended_ns > moments[latest]:
             phase = "between"
         iteration = position["iteration"] + (phase in ("forward", "loss"))

@@ -131,6 +131,8 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
     _check_reduction(reduction, reduce_dtype, predivide)
     broadcast, forward = arguments["broadcast_buffers"], arguments["forward_sync_buffers"]
     _warn_about_broadcast_buffers(broadcast, forward)
+    if arguments["static_graph"] and arguments["find_unused_parameters"]:
+        warn_about_static_and_unused(stacklevel=5)
     return Config(
         caps=caps,
         default_caps=default,
@@ -146,6 +148,14 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
         check_replicas_every=_every("check_replicas_every", arguments["check_replicas_every"]),
         desync_timeout=_seconds("desync_timeout", arguments["desync_timeout"]),
         **{name: bool(arguments[name]) for name in _FLAGS},
+    )
+
+
+def warn_about_static_and_unused(stacklevel: int) -> None:
+    warnings.warn(
+        "find_unused_parameters=True has no effect with a static graph, whose first iteration tells which parameters "
+        "are unused.",
+        stacklevel=stacklevel,
     )
 
 

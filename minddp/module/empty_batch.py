@@ -151,6 +151,8 @@ class EmptyBatch:
             ddp.add_weight(0)
         with nullcontext() if synchronizes else ddp.no_sync():
             self._run(*self._inputs)
+            if synchronizes and ddp.require_manual_backward_finalization:
+                ddp.finalize_backward()
         for parameter, gradient in zip(parameters, kept):
             parameter.grad = gradient
 

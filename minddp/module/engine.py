@@ -270,6 +270,9 @@ class Engine:
             self.reducer.set_divisor(self.group.size())
         if self.config.skip_all_reduce_unused_params:  # a joined rank sends all buckets: it knows nobody's flags
             self.reducer.set_skip_all_reduce_unused(not joining)
+        if optimizer_guard.interrupted(self):
+            iteration, patience = self.reducer.iteration(), self.config.desync_timeout
+            self.report_failure(lambda: self._local_gradients.meet_after_step(iteration, patience))
         if not joining:  # a joined rank would not take part in these collectives
             if self.tuner is not None:
                 self.tuner.before_forward()
@@ -338,8 +341,11 @@ class Engine:
         return {id(parameter) for parameter in self.parameters.reduced}
 
     def step_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Another wrapper has been made around some of ``parameters``: an iteration left unfinished here is over."""
-        if self.may_refuse_step() and not self.parameter_ids().isdisjoint(map(id, parameters)):
+        """Another wrapper has been made around some of ``parameters``: an iteration left unfinished here is over. One
+        that waits for finalize_backward() is not."""
+        if self.reducer.phase() == _C.Phase.LAUNCHED or not self.may_refuse_step():
+            return
+        if not self.parameter_ids().isdisjoint(map(id, parameters)):
             self.abort_iteration()
 
     def check_step(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:

@@ -34,6 +34,7 @@ class DDPJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         ddp = self.ddp
+        ddp._engine.check_finished()  # its last own iteration may wait for finalize_backward(), or for gradients
         ddp._rebuild_buckets()
         if ddp._check_sync_bufs_pre_fwd():
             ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))

@@ -14,7 +14,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 
 from .. import environment
 from ..reduction.start import sync_module_states
-from .config import Config
+from .config import Config, warn_about_static_and_unused
 
 _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -175,11 +175,7 @@ class TorchNames:
         if self._engine.reducer.iteration() > 0:
             self._log_and_throw(RuntimeError, "_set_static_graph should be called before training loop starts")
         if self.find_unused_parameters:
-            warnings.warn(
-                "find_unused_parameters=True has no effect with a static graph, whose first iteration tells "
-                "which parameters are unused.",
-                stacklevel=2,
-            )
+            warn_about_static_and_unused(stacklevel=3)
         self.static_graph = True
         self._config = self._engine.replaced(static_graph=True)
         self._engine.rebuild(self._config)

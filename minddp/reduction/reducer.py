@@ -117,9 +117,12 @@ class Reducer(_C.Reducer):
         kinds: list[Hashable] = [
             (kind, i) if nbytes >= alone else kind for i, (kind, nbytes) in enumerate(zip(self.kinds, self._nbytes))
         ]
+        # PowerSGD's collectives follow each other in callbacks: in as many buckets as torch's class has they meet the
+        # other ranks' as there. With a static graph what is absent holds up nothing.
+        together = self._has_hook and settings.graph_mode == _C.GraphMode.STATIC
         return [
             bucket
-            for order in (arrived, absent)
+            for order in ([[*arrived, *absent]] if together else [arrived, absent])
             for bucket in assign_buckets(self._nbytes, kinds, order, settings.caps, settings.last_cap)
         ]
 

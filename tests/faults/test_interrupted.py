@@ -1,5 +1,6 @@
 """An exception in one rank's backward, which its program may swallow: the others learn of it within seconds."""
 
+import contextlib
 import time
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 import minddp
-from minddp.testing import run_ranks
+from minddp.guards import local_gradients
+from minddp.testing import RankError, run_ranks, shutdown
 
 
 class Boom(Exception):
@@ -145,3 +147,86 @@ def _zeroed(rank, world_size, wrap, set_to_none):
 def test_a_step_without_gradients_is_nobodys_mistake(wrap, set_to_none):
     """The next forward tells of the exception, as with torch's class; a step that changes nothing need not."""
     assert run_ranks(_zeroed, 2, wrap, set_to_none, timeout=60) == [True, True]
+
+
+class _Raises(torch.optim.SGD):
+    """Its step raises where it is told to: before anything has changed, or after."""
+
+    fails = ""
+
+    def step(self, closure=None):
+        if self.fails == "before":
+            raise Boom
+        loss = super().step(closure)
+        if self.fails == "after":
+            raise Boom
+        return loss
+
+
+def _step_raises(rank, world_size, wrap, who, how):
+    """Four iterations; in the second the steps of some ranks raise, and their programs go on."""
+    local_gradients.PATIENCE_SECONDS = 1.0
+    torch.manual_seed(0)
+    ddp = wrap(nn.Linear(4, 1))
+    optimizer = _Raises(ddp.parameters(), 0.1)
+    for i in range(4):
+        optimizer.fails = how if i == 1 and rank in who and how in ("before", "after") else ""
+
+        def closure(fails=i == 1 and rank in who and how == "closure"):
+            if fails:
+                raise Boom
+            optimizer.zero_grad()
+            loss = ddp(torch.full((1, 4), float(rank + i))).sum()
+            loss.backward()
+            return loss
+
+        with contextlib.suppress(Boom):
+            if how == "closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    return ddp.module.weight.detach().clone()
+
+
+@pytest.mark.parametrize("how", ["before", "closure"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_steps_that_raise_alike_on_all_ranks(world_size, how):
+    """Nothing has changed: training goes on, as with torch's class."""
+    ranks = range(world_size)
+    theirs = run_ranks(_step_raises, world_size, torch.nn.parallel.DistributedDataParallel, ranks, how, timeout=60)
+    ours = run_ranks(_step_raises, world_size, minddp.DistributedDataParallel, ranks, how, timeout=60)
+    for a, b in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_step_that_raises_on_one_rank_alone(world_size, how):
+    """Its parameters are not the others' any more. They wait for it, and hear why it does not come."""
+    try:
+        with pytest.raises(RankError) as told:
+            run_ranks(_step_raises, world_size, minddp.DistributedDataParallel, [1], how, timeout=60)
+    finally:
+        shutdown()
+    failures = told.value.failures
+    assert "optimizer.step() on rank 1 ended with an exception" in failures[1]
+    for rank in {*range(world_size)} - {1}:
+        assert "rank 1 will not take part" in failures[rank] and "optimizer.step() on rank 1" in failures[rank]
+
+
+def _compiled_step(rank, world_size):
+    torch.manual_seed(0)
+    ddp = minddp.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    for i in range(3):
+        optimizer.zero_grad()
+        ddp(torch.full((1, 4), float(rank + i))).sum().backward()
+        step()
+    return ddp.module.weight.detach().clone()
+
+
+def test_a_compiled_step_is_none_that_raised():
+    first, second = run_ranks(_compiled_step, 2, timeout=120)
+    assert torch.equal(first, second)

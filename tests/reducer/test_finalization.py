@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp import _C
-from minddp.testing import RankError, run_ranks
+from minddp.testing import RankError, run_ranks, shutdown
 
 TORCH = nn.parallel.DistributedDataParallel
 TORCH_HAS_IT = hasattr(TORCH, "finalize_backward")
@@ -707,3 +708,116 @@ def _step_times(rank, world_size):
 
 def test_the_trace_of_a_manual_backward_is_whole():
     assert run_ranks(_step_times, 2) == [True, True]
+
+
+# ---- beside other wrappers, failures, joins and slow ranks
+
+
+def _after_a_failed_hook(rank, world_size):
+    """The second bucket's future fails. What was waited for before that is not waited for again."""
+    ddp = OURS(_net(), **ALONE)
+    ddp.require_manual_backward_finalization = True
+
+    def hook(state, bucket):
+        future = torch.futures.Future()
+        if bucket.index() == 1:
+            future.set_exception(ValueError("not this one"))
+        else:
+            future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    ddp(_x(rank)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(Exception, match="not this one|ValueError"):
+            ddp.finalize_backward()
+    ddp.abort_iteration()
+    return True
+
+
+def test_finalization_that_failed_fails_again():
+    assert run_ranks(_after_a_failed_hook, 2) == [True, True]
+
+
+def _second_wrapper_while_pending(rank, world_size, finalizes):
+    net = _net()
+    ddp = OURS(net)
+    ddp.require_manual_backward_finalization = True
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    ddp(_x(rank)).sum().backward()
+    other = OURS(net)
+    if not finalizes:
+        with pytest.raises(RuntimeError, match="finalize"):
+            optimizer.step()
+    ddp.finalize_backward()
+    optimizer.step()
+    del other
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("finalizes", [True, False])
+def test_a_second_wrapper_leaves_a_pending_finalization(finalizes):
+    first, second = run_ranks(_second_wrapper_while_pending, 2, finalizes)
+    assert all(map(torch.equal, first, second))
+
+
+def _slow_between(rank, world_size):
+    ddp = OURS(_net(), desync_timeout=1.0)
+    ddp.require_manual_backward_finalization = True
+    for i in range(4):
+        ddp(_x(rank)).sum().backward()
+        if rank == 1 and i == 3:
+            time.sleep(4)
+        ddp.finalize_backward()
+    ddp(_x(rank)).sum().backward()
+    ddp.finalize_backward()
+    return True
+
+
+def test_work_before_finalization_is_the_programs_own_time():
+    assert run_ranks(_slow_between, 2) == [True, True]
+
+
+def _joined_with_batch_norm(rank, world_size, manual):
+    torch.manual_seed(0)
+    net = minddp.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    ddp = OURS(net)
+    ddp.require_manual_backward_finalization = manual
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    with ddp.join():
+        for i in range(1 + 2 * rank):
+            optimizer.zero_grad()
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * i + rank))
+            ddp(x).square().sum().backward()
+            if manual:
+                ddp.finalize_backward()
+            optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_in_join_with_batch_norm():
+    manual, automatic = (run_ranks(_joined_with_batch_norm, 2, manual, timeout=60) for manual in (True, False))
+    for a, b in zip(manual, automatic, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
+def _joins_while_pending(rank, world_size):
+    ddp = OURS(_net())
+    ddp.require_manual_backward_finalization = True
+    with ddp.join():
+        for i in range(1 + 2 * rank):
+            if i:
+                ddp.finalize_backward()
+            ddp(_x(rank)).sum().backward()
+        if rank:
+            ddp.finalize_backward()
+
+
+def test_a_rank_that_joins_before_it_has_finalized_says_so():
+    try:
+        with pytest.raises(RankError) as told:
+            run_ranks(_joins_while_pending, 2, timeout=60)
+    finally:
+        shutdown()
+    assert "Expected to have finalized" in told.value.failures[0]
+    assert "rank 0 will not take part" in told.value.failures[1]
