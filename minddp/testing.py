@@ -23,6 +23,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -175,10 +176,18 @@ class RankPool:
                 pipe.send(message)
             results, failures = self._collect(timeout, grace)
         if failures:
+            self._show_where([rank for rank, text in failures.items() if text.startswith(_STUCK)])
             self.close()
             text = "\n".join(f"--- rank {rank}\n{failures[rank]}" for rank in sorted(failures))
             raise RankError(text, failures, results)
         return [results[rank] for rank in range(self.world_size)]
+
+    def _show_where(self, stuck: list[int]) -> None:
+        """Each writes the stacks of its threads to stderr, and ends."""
+        for process in (self._processes[rank] for rank in stuck):
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGABRT)
+                process.join(2)
 
     def _collect(self, timeout: float, grace: float) -> tuple[dict[int, Any], dict[int, str]]:
         results: dict[int, Any] = {}
@@ -191,9 +200,7 @@ class RankPool:
             if not ready:
                 for rank in pending:
                     failures[rank] = (
-                        "did not end after another rank failed"
-                        if failures
-                        else f"did not end within {timeout} s"
+                        f"{_STUCK} after another rank failed" if failures else f"{_STUCK} within {timeout} s"
                     )
                 break
             for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
@@ -212,6 +219,7 @@ class RankPool:
         return results, failures
 
 
+_STUCK = "did not end"
 _pools: dict[tuple[int, int], RankPool] = {}
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import minddp
-from minddp.guards import local_gradients
 from minddp.testing import RankError, run_ranks, shutdown
 
 
@@ -165,9 +164,8 @@ class _Raises(torch.optim.SGD):
 
 def _step_raises(rank, world_size, wrap, who, how):
     """Four iterations; in the second the steps of some ranks raise, and their programs go on."""
-    local_gradients.PATIENCE_SECONDS = 1.0
     torch.manual_seed(0)
-    ddp = wrap(nn.Linear(4, 1))
+    ddp = wrap(nn.Linear(4, 1), **({"desync_timeout": 2.0} if wrap is minddp.DistributedDataParallel else {}))
     optimizer = _Raises(ddp.parameters(), 0.1)
     for i in range(4):
         optimizer.fails = how if i == 1 and rank in who and how in ("before", "after") else ""

@@ -41,9 +41,10 @@ def test_a_failing_rank_is_named_and_the_rest_is_kept():
     assert caught.value.results == {0: "fine"}
 
 
-def test_a_hang_ends_in_time_and_the_next_call_works():
+def test_a_hang_ends_in_time_and_the_next_call_works(capfd):
     start = time.monotonic()
     with pytest.raises(RankError, match="did not end within"):
         run_ranks(_sleep, 2, timeout=4)
+    assert "in _sleep" in capfd.readouterr().err, "who is stuck shows where"
     assert time.monotonic() - start < 20
     assert len(run_ranks(_sum, 2, 1)) == 2
