@@ -33,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def print_table(result: dict[str, Any], baseline: str = BASELINE) -> None:
         cells = []
         for key in ("step", *COSTS):
             cells.append(_show(row[key]) if key in row else "")
-            cells.append(_show_ratio(row.get(f"{key}_ratio")) if name != baseline else "")
+            cells.append(show_ratio(row.get(f"{key}_ratio")) if name != baseline else "")
         table.add_row(name, *cells)
     Console(width=160).print(table)
 
@@ -187,7 +187,8 @@ def _show(value: dict[str, Any]) -> str:
     return harness.Spread(**value).show(1e3)
 
 
-def _show_ratio(interval: list[float] | None) -> str:
+def show_ratio(interval: Sequence[float] | None) -> str:
+    """``ratio [its 95 % interval]``; nothing where there is none."""
     return "" if interval is None else "{1:.2f} [{0:.2f}, {2:.2f}]".format(*interval)
 
 

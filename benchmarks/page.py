@@ -5,19 +5,18 @@ Each table is what the command above it has printed and stored last.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import bucket_report
 import harness
+import overhead
 import simulate
 from sweep import Sweep
 
 PAGE = harness.RESULTS.parents[1] / "docs" / "performance.md"
 SWEEPS = ("mlp38", "gpt2-small")
-MIB = 2**20
 
 _HEAD = """# Performance
 
@@ -28,7 +27,7 @@ machine only ratios within one run mean something. What the scripts do: [benchma
 
 
 def read(name: str) -> dict[str, Any]:
-    return dict(json.loads((harness.RESULTS / f"{name}.json").read_text()))
+    return dict(harness.read_json(harness.RESULTS / f"{name}.json"))
 
 
 def ran(result: dict[str, Any]) -> str:
@@ -43,10 +42,6 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
 
-def ratio(interval: Sequence[float] | None) -> str:
-    return "" if interval is None else "{1:.2f} [{0:.2f}, {2:.2f}]".format(*interval)
-
-
 def steps() -> str:
     parts = [
         "\n## A step\n\n"
@@ -58,7 +53,7 @@ def steps() -> str:
         parts.append(f"\n{ran(result)}")
         for case in result["results"]:
             rows = [
-                [variant, harness.Spread(**row["step"]).show(1e3), ratio(row.get("step_ratio"))]
+                [variant, harness.Spread(**row["step"]).show(1e3), overhead.show_ratio(row.get("step_ratio"))]
                 for variant, row in case["rows"].items()
             ]
             ranks = f"{case['world_size']} rank" + "s" * (case["world_size"] > 1)

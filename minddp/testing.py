@@ -27,7 +27,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -176,13 +176,12 @@ class RankPool:
                 pipe.send(message)
             results, failures = self._collect(timeout, grace)
         if failures:
-            self._show_where([rank for rank, text in failures.items() if text.startswith(_STUCK)])
             self.close()
             text = "\n".join(f"--- rank {rank}\n{failures[rank]}" for rank in sorted(failures))
             raise RankError(text, failures, results)
         return [results[rank] for rank in range(self.world_size)]
 
-    def _show_where(self, stuck: list[int]) -> None:
+    def _show_where(self, stuck: Iterable[int]) -> None:
         """Each writes the stacks of its threads to stderr, and ends."""
         for process in (self._processes[rank] for rank in stuck):
             if process.is_alive() and process.pid is not None:
@@ -198,10 +197,9 @@ class RankPool:
             left = deadline - time.monotonic()
             ready = wait(list(pending.values()), max(left, 0))
             if not ready:
-                for rank in pending:
-                    failures[rank] = (
-                        f"{_STUCK} after another rank failed" if failures else f"{_STUCK} within {timeout} s"
-                    )
+                why = "did not end after another rank failed" if failures else f"did not end within {timeout} s"
+                self._show_where(pending)
+                failures |= dict.fromkeys(pending, why)
                 break
             for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
                 pipe = pending.pop(rank)
@@ -219,7 +217,6 @@ class RankPool:
         return results, failures
 
 
-_STUCK = "did not end"
 _pools: dict[tuple[int, int], RankPool] = {}
 
 

@@ -89,6 +89,10 @@ def _look_at_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+def _begin(optimizer: torch.optim.Optimizer) -> None:
+    _stepping[optimizer] = _stepping.get(optimizer, 0) + 1
+
+
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     begun = _stepping.pop(optimizer, 1)
     if begun > 1:
@@ -100,7 +104,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     # What else an optimizer of the user's takes there, a module say, is handed on as it is.
     if not isinstance(closure, (types.FunctionType, types.MethodType, functools.partial)) or not _is_asked(optimizer):
         _check(optimizer)
-        _stepping[optimizer] = _stepping.get(optimizer, 0) + 1
+        _begin(optimizer)
         return None
     function: Callable[..., Any] = closure
 
@@ -116,7 +120,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         _stepping[optimizer] = begun
         return loss
 
-    _stepping[optimizer] = _stepping.get(optimizer, 0) + 1
+    _begin(optimizer)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": then_checked}
     return (args[0], then_checked, *args[2:]), kwargs

@@ -156,8 +156,7 @@ def judge(
     for test, answer in sorted(answers.items()):
         if answer["outcome"] != "passed":
             if test not in exceptions:
-                said = headline(answer) if answer.get("message") else ""
-                wrong.append(f"{test}: {answer['outcome']}{', ' * bool(said)}{said}")
+                wrong.append(", ".join(filter(None, [f"{test}: {answer['outcome']}", headline(answer)])))
         elif constructs and not answer["constructed"]:
             wrong.append(f"{test}: passed without constructing the class")
         elif test in exceptions:
@@ -194,7 +193,7 @@ def totals(answers: dict[str, Answer]) -> str:
 
 def headline(answer: Answer) -> str:
     """The line of a message that says most: the last that names an exception, else the last."""
-    lines = answer["message"].strip().splitlines() or [""]
+    lines = answer.get("message", "").strip().splitlines() or [""]
     return next(
         (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1]
     )[:200]
