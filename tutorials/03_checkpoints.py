@@ -3,8 +3,8 @@
     python tutorials/03_checkpoints.py
 
 All ranks hold the same weights, so one of them saves: rank 0. Loading is the harder half. What must be back
-on every rank is the weights and buffers, the optimizer's state, the position in the data and in its shuffling
-- and the state of the random generator, which differs between ranks once dropout has been drawn from it.
+on every rank is the weights and buffers, the optimizer's state, the position in the data and in its shuffling, and
+the state of the random generator, which differs between ranks once dropout has been drawn from it.
 """
 
 import os

@@ -24,6 +24,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="index of the first program")
+    parser.add_argument("--only", type=_indices, help="these programs alone: indices, with commas between")
     parser.add_argument("--ranks", default="2", help="numbers of ranks that take turns, such as 2,2,3")
     parser.add_argument("--jobs", type=int, default=2, help="how many programs run at a time")
     parser.add_argument("--reference", default="torch")
@@ -35,6 +36,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--program", type=Path, help="run this one program (JSON)")
     parser.add_argument("--show", type=int, help="print the program of this index, and what it does")
     return parser.parse_args()
+
+
+def _indices(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
 def _one(arguments: argparse.Namespace, program: dict) -> int:
@@ -71,9 +76,10 @@ def main() -> int:
             rate = 60 * hunt.done / (last - start)
             print(f"{hunt.done} programs, {rate:.0f} a minute, {len(hunt.findings)} classes", flush=True)
 
+    programs = arguments.only or range(arguments.first, arguments.first + arguments.programs)
     hunt = Hunt(
-        arguments.seed, arguments.programs, worlds, arguments.reference, arguments.candidate, arguments.jobs,
-        arguments.shrink, arguments.seconds, arguments.first, arguments.examples,
+        arguments.seed, programs, worlds, arguments.reference, arguments.candidate, arguments.jobs,
+        arguments.shrink, arguments.seconds, arguments.examples,
         on_finding=found, on_progress=progress,
     ).run()  # fmt: skip
     taken = time.monotonic() - start
@@ -82,8 +88,8 @@ def main() -> int:
         f"seed {arguments.seed}: {hunt.done} programs in {taken:.0f} s ({60 * hunt.done / taken:.0f} a minute); "
         f"{unexplained} unexplained differences of {len(hunt.findings)} classes; meant: {hunt.meant or 'none'}"
     )
-    for signature, count in sorted(hunt.counts().items(), key=lambda item: -item[1]):
-        print(f"{count:6}  {signature[:200]}")
+    for signature, indices in sorted(hunt.indices().items(), key=lambda item: -len(item[1])):
+        print(f"{len(indices):6}  {signature[:200]}\n        programs {','.join(map(str, indices))}")
     return int(bool(hunt.findings))
 
 

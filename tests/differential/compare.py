@@ -150,12 +150,16 @@ def _is_mean_of_local(
 def _is_local_divided(
     label: str, step: int, theirs: list[Any], ours: list[Any], rounding: tuple[float, float]
 ) -> bool:
-    """On every rank torch's gradient is ours divided by the number of ranks: it is in a bucket that never left."""
-    for their, our in zip(theirs, ours):
-        a, b = (dict(result.get(step, [])).get(label) for result in (their, our))
-        if (a is None) != (b is None) or (a is not None and not np.allclose(a * len(ours), b, *rounding)):
+    """On every rank torch's gradient is ours divided by the number of ranks, and the ranks disagree: it is in a
+    bucket that never left."""
+    values = [[dict(result.get(step, [])).get(label) for result in results] for results in (theirs, ours)]
+    for their, our in zip(*values):
+        if (their is None) != (our is None) or (
+            our is not None and not np.allclose(their * len(ours), our, *rounding)
+        ):
             return False
-    return True
+    first, *others = values[0]
+    return any((first is None) != (other is None) or not np.array_equal(first, other) for other in others)
 
 
 def _asks_for_local(program: dict[str, Any], step: int) -> bool:
@@ -316,7 +320,7 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
                 what = _kind_of(label)
                 if what == "a gradient" and _an_old_forward_waits(program, step):
                     what = "a gradient under no_sync, while an old wrapper's forward waits"
-                elif what == "a gradient" and not hooks and not _updates(program, step, len(program["steps"])):
+                elif what == "a gradient" and not hooks:
                     if _is_local_divided(label, step, torch_steps, our_steps, _rounding(program)):
                         what = "a gradient that was divided and never sent"
                 return Difference("numbers", step, what, detail)

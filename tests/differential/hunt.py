@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,37 +69,38 @@ class Pair:
 
 @dataclass
 class Finding:
+    """``also``: the programs of the same class that were not kept."""
+
     index: int
     program: dict[str, Any]
     difference: Difference
-    count: int = 1
+    also: list[int] = field(default_factory=list)
     steady: bool = True
 
     def text(self) -> str:
         again = "" if self.steady else "  (not every time)"
         return (
             f"--- {self.difference.signature}{again}\n"
-            f"seen {self.count} times, first as program {self.index}; shrunk:\n\n{listing(self.program)}\n\n"
+            f"program {self.index}; shrunk:\n\n{listing(self.program)}\n\n"
             f"  {self.difference.detail}\n\n{to_json(self.program)}\n"
         )
 
 
 @dataclass
 class Hunt:
-    """``findings`` by signature; the first of each also counts those that were not kept.
+    """``findings`` by signature; the first of each also names those that were not kept.
 
     ``meant`` counts the explained differences by the id of their entry.
     """
 
     seed: int
-    count: int
+    programs: Iterable[int]  # by index
     worlds: tuple[int, ...] = (2,)
     reference: str = "torch"
     candidate: str = "minddp"
     jobs: int = 1
     shrink_seconds: float = 60.0
     seconds: float = float("inf")  # no program is begun later than this
-    first: int = 0
     examples: int = 1  # how many of each class of difference are shrunk and kept
     findings: dict[str, list[Finding]] = field(default_factory=dict)
     meant: dict[str, int] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class Hunt:
 
     def run(self) -> Hunt:
         self._lock = threading.Lock()
-        self._next = self.first
+        self._waiting = iter(self.programs)
         self._end = time.monotonic() + self.seconds
         self._errors: list[BaseException] = []
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self.jobs)]
@@ -124,7 +125,14 @@ class Hunt:
 
     def counts(self) -> dict[str, int]:
         """How often each class of unexplained difference was seen."""
-        return {signature: sum(f.count for f in found) for signature, found in self.findings.items()}
+        return {signature: len(indices) for signature, indices in self.indices().items()}
+
+    def indices(self) -> dict[str, list[int]]:
+        """The programs with each class of unexplained difference."""
+        return {
+            signature: sorted(index for finding in found for index in (finding.index, *finding.also))
+            for signature, found in self.findings.items()
+        }
 
     def report(self) -> str:
         return "\n".join(finding.text() for found in self.findings.values() for finding in found)
@@ -146,12 +154,9 @@ class Hunt:
 
     def _take(self) -> int | None:
         with self._lock:
-            if self._next >= self.first + self.count or time.monotonic() > self._end:
+            if time.monotonic() > self._end or sum(self.counts().values()) >= self.enough:
                 return None
-            if sum(self.counts().values()) >= self.enough:
-                return None
-            self._next += 1
-            return self._next - 1
+            return next(self._waiting, None)
 
     def _one(self, index: int, program: dict[str, Any], pair: Pair) -> None:
         difference = pair.difference(program)
@@ -165,7 +170,7 @@ class Hunt:
                 return
             kept = self.findings.setdefault(signature, [])
             if len(kept) >= self.examples:
-                kept[0].count += 1
+                kept[0].also.append(index)
                 return
             finding = Finding(index, program, difference)
             kept.append(finding)

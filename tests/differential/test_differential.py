@@ -22,14 +22,14 @@ SEED = int(os.environ.get("MINDDP_SEED", "10"))
 
 @pytest.mark.timeout(300 + PROGRAMS)
 def test_drawn_programs_train_the_same():
-    hunt = Hunt(SEED, PROGRAMS, worlds=(2, 2, 2, 3), shrink_seconds=15, jobs=2).run()
+    hunt = Hunt(SEED, range(PROGRAMS), worlds=(2, 2, 2, 3), shrink_seconds=15, jobs=2).run()
     assert not hunt.findings, f"{hunt.counts()}\n{hunt.report()}"
     assert hunt.done == PROGRAMS
 
 
 @pytest.mark.timeout(120)
 def test_torch_against_itself_shows_nothing():
-    hunt = Hunt(1, 60, worlds=(2, 3), candidate="torch").run()
+    hunt = Hunt(1, range(60), worlds=(2, 3), candidate="torch").run()
     assert not hunt.findings, hunt.report()
 
 
@@ -44,7 +44,9 @@ PLANTED = {
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name):
-    hunt = Hunt(2, 40, candidate=f"tests.differential.planted:{name}", shrink_seconds=0, seconds=60, enough=3).run()
+    hunt = Hunt(
+        2, range(40), candidate=f"tests.differential.planted:{name}", shrink_seconds=0, seconds=60, enough=3
+    ).run()
     kinds = {signature.partition(":")[0] for signature in hunt.findings}
     assert kinds & set(PLANTED[name].split("|")), hunt.counts()
 
@@ -78,7 +80,7 @@ class _Late:
     [("rank 1 has had no such backward for 2 s", 1, 0), ("has shown none for 2 s", 9, 1), ("another", 1, 1)],
 )
 def test_a_rank_that_came_late_once_is_no_finding(words, times, kept):
-    hunt = Hunt(0, 1, shrink_seconds=0)
+    hunt = Hunt(0, [0], shrink_seconds=0)
     hunt._lock = threading.Lock()
     hunt._one(0, nth_program(0, 0), _Late(words, times))
     assert len(hunt.findings) == kept
