@@ -37,6 +37,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "api": "",
         "performance": "docs/performance.md",
         "benchmarks": "benchmarks/README.md",
+        "pains": "docs/pains.md",
         "faults": "docs/faults.md",
         "conformance": "docs/conformance.md",
         "trust": "docs/trust.md",

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minddp.testing import RankError, run_ranks
+from minddp.testing import RankError, run_ranks, shutdown
 
 
 def _sum(rank, world_size, base):
@@ -42,6 +42,8 @@ def test_a_failing_rank_is_named_and_the_rest_is_kept():
 
 
 def test_a_hang_ends_in_time_and_the_next_call_works(capfd):
+    shutdown()
+    run_ranks(_sum, 2, 1)  # started here, where their stderr is looked at, and ready
     start = time.monotonic()
     with pytest.raises(RankError, match="did not end within"):
         run_ranks(_sleep, 2, timeout=4)

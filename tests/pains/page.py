@@ -1,0 +1,39 @@
+"""``docs/pains.md``, from how each pain has ended: ``python -m tests.pains``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .outcome import LIMIT, Outcome
+from .programs import PAINS, WORLD, Pain
+
+TORCH = ".".join(torch.__version__.split(".")[:2])
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "pains.md"
+
+_HEAD = f"""# What hurts, and what happens here
+
+Written by `python -m tests.pains`. Each row is a program of a few lines (`tests/pains/programs.py`), run on {WORLD}
+ranks with the class of torch {TORCH} and with minddp's, and what came of it. A rank that has been told nothing after
+{LIMIT:.0f} seconds waits. The numbers are issues of [PyTorch's](https://github.com/pytorch/pytorch/issues).
+`pytest tests/pains` runs them again, and fails where one ends in another way.
+"""
+
+
+def page(found: Sequence[tuple[Outcome, Outcome]]) -> str:
+    """The page's text; ``found``: how each pain ended with torch's class, and with ours."""
+    rows = [_row(pain, torchs, ours) for pain, (torchs, ours) in zip(PAINS, found, strict=True)]
+    return "\n".join([_HEAD, "| | torch | minddp |", "| --- | --- | --- |", *rows, ""])
+
+
+def _row(pain: Pain, torchs: Outcome, ours: Outcome) -> str:
+    issues = f" ({', '.join(f'#{number}' for number in pain.issues)})" if pain.issues else ""
+    title = re.sub(r"\b(optimizer\.step\(\)|ddp[.\w]*\(x\)|\w+_\w+(=-?\d+)?)", r"`\1`", pain.title)
+    return f"| {title}{issues} | {_cell(torchs)} | {_cell(ours)} |"
+
+
+def _cell(outcome: Outcome) -> str:
+    return outcome.text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
