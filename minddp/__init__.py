@@ -20,6 +20,7 @@ _load()
 
 # The extension must be checked first.
 from . import functional, planner, shm  # noqa: E402
+from .guards.stall_inspector import LostPeer  # noqa: E402
 from .launching.install import install, uninstall  # noqa: E402
 from .module.distributed import DistributedDataParallel  # noqa: E402
 from .planner import BucketPlan  # noqa: E402
@@ -31,6 +32,7 @@ __version__ = "0.2.0"
 __all__ = [
     "BucketPlan",
     "DistributedDataParallel",
+    "LostPeer",
     "SyncBatchNorm",
     "__config__",
     "convert_sync_batchnorm",

@@ -61,6 +61,7 @@ The module
    :exclude-members: forward
    :show-inheritance:
 
+.. autoexception:: minddp.LostPeer
 .. autofunction:: minddp.install
 .. autofunction:: minddp.uninstall
 

@@ -251,7 +251,10 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
 
 
 class LostPeer(RuntimeError):
-    """``lost_ranks``: of the default group, those that this rank has given up."""
+    """Another rank will not take part in what this one waits for: it has raised, is gone, stopped, or stands still.
+
+    The group is given up then. ``lost_ranks``: of the default group, those that this rank has given up.
+    """
 
     lost_ranks: list[int]
 

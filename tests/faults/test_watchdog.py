@@ -216,8 +216,9 @@ def _stopped(rank, world_size, port):
             os.kill(os.getpid(), signal.SIGSTOP)
             return
         try:
-            with pytest.raises(RuntimeError, match=r"Rank 1 \(process \d+ on \S+\) is stopped \(SIGSTOP"):
+            with pytest.raises(minddp.LostPeer, match=r"Rank 1 \(process \d+ on \S+\) is stopped \(SIGSTOP") as told:
                 _train(ddp, 1)
+            assert told.value.lost_ranks == [1]
         finally:
             if rank == 0:
                 time.sleep(1)

@@ -42,7 +42,7 @@ def _run(rank: int, world_size: int, index: int, which: str) -> tuple[str, str, 
         except Wrong as wrong:
             kind, text = "wrong", str(wrong)
         except Exception as error:
-            closed = "gloo" in str(error) and type(error).__name__ != "LostPeer"  # the other one's end
+            closed = "gloo" in str(error) and not isinstance(error, minddp.LostPeer)  # the other one's end
             kind, text = ("waits", "") if closed else ("raises", f"{type(error).__name__}: {error}")
     ours = [
         str(warning.message) for warning in told if "minddp" in warning.filename or "no_sync" in str(warning.message)
