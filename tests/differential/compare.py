@@ -57,9 +57,15 @@ def _tolerance(program: dict[str, Any]) -> tuple[float, float]:
 
 
 def _rounding(program: dict[str, Any]) -> tuple[float, float]:
+    if has_low_precision(program):
+        return 3e-2, 3e-2
+    return (1e-9, 1e-10) if program.get("dtype") == "float64" else (1e-4, 1e-5)
+
+
+def has_low_precision(program: dict[str, Any]) -> bool:
+    """Whether something in it is bfloat16 or float16."""
     text = to_json(program)
-    low = any(word in text for word in ('"half"', '"fp16"', '"bf16"'))
-    return (3e-2, 3e-2) if low else (1e-4, 1e-5)
+    return any(word in text for word in ('"half"', '"fp16"', '"bf16"'))
 
 
 def _amplified(program: dict[str, Any], label: str, tolerance: tuple[float, float]) -> tuple[float, float]:

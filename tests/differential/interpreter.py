@@ -433,7 +433,16 @@ class Run:
 
 def run_program(program: dict[str, Any], ddp_class: Any, rank: int, apart: bool = False) -> dict[str, Any]:
     """``{"observations": [...], "end": "ok" | "raised", "at": step, "error": "Type: first line"}``."""
-    run = Run(program, ddp_class, rank, apart)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, program.get("dtype", "float32")))
+    try:
+        return _run(Run(program, ddp_class, rank, apart))
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _run(run: Run) -> dict[str, Any]:
+    program = run.program
     result: dict[str, Any] = {"end": "ok", "at": len(program["steps"]), "error": ""}
     try:
         with warnings.catch_warnings():

@@ -77,8 +77,9 @@ def _part(spec: dict[str, Any]) -> nn.Module:
     if kind == "scale":
         return Box(torch.rand(()) + 0.5)
     if kind in ("double", "complex", "half"):
-        dtype = {"double": torch.float64, "complex": torch.complex64, "half": torch.bfloat16}[kind]
-        return Box(torch.randn(WIDTH, dtype=torch.float32 if kind == "half" else dtype).to(dtype))
+        usual = torch.get_default_dtype()
+        dtype = {"double": torch.float64, "complex": usual.to_complex(), "half": torch.bfloat16}[kind]
+        return Box(torch.randn(WIDTH, dtype=usual if kind == "half" else dtype).to(dtype))
     if kind == "collective":
         return nn.Identity()
     layer = nn.Linear(WIDTH, WIDTH, bias=kind != "bare")
@@ -142,7 +143,7 @@ class Net(nn.Module):
         if kind in ("scale", "double", "complex", "half"):
             product = (h.bfloat16() if kind == "half" else h) * part.p
             # Contiguous: torch's class may clone outputs, and a sum over other strides rounds otherwise.
-            return (product.real if product.is_complex() else product).float().contiguous()
+            return (product.real if product.is_complex() else product).to(torch.get_default_dtype()).contiguous()
         if kind == "checkpoint":
             return torch.tanh(checkpoint(part, h, use_reentrant=spec.get("reentrant", False)))
         if kind == "collective":

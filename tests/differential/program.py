@@ -10,6 +10,8 @@ A program is a dict:
     ``{"net": index, "args": {constructor arguments}}``; ``process_group: "own"`` stands for a new group of all ranks.
 ``optimizers``
     ``{"kind": "sgd" | "adam", "of": [wrapper, ...]}``.
+``dtype``
+    Of parameters and inputs that say none themselves: ``float32`` (the default) or ``float64``.
 ``steps``
     ``[verb, {arguments}]``. Any step may have ``ranks``: only these ranks run it.
 
