@@ -256,6 +256,7 @@ void bind_reducer(py::module_& module) {
       .def_readwrite("optimizer_in_backward", &Reducer::optimizer_in_backward)
       .def("phase", &Reducer::phase)
       .def("interrupted", &Reducer::interrupted)
+      .def("in_backward", &Reducer::in_backward)
       .def("missing", &Reducer::missing)
       .def("has_recorded", &Reducer::has_recorded)
       .def("ended", &Reducer::ended)

@@ -1,6 +1,7 @@
 #include "bucket.h"
 
 #include "support/errors.h"
+#include "support/own_windows.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -28,12 +29,12 @@ Bucket::Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>
 void Bucket::allocate() {
   auto options = slots_->front().parameter.options().dtype(options_.buffer_dtype).requires_grad(false);
   buffer_ = options_.allocate ? options_.allocate(numel_, options) : at::empty({numel_}, options);
-  for (Slot& s : *slots_)  // set_ instead of as_strided: no autograd view, so users may detach_() gradients
-    s.view = at::empty({0}, options).set_(buffer_.storage(), s.offset, s.parameter.sizes(), s.strides);
+  for (Slot& s : *slots_) s.view = window(buffer_, s);
 }
 
 // Before bytes are copied: the copying pass takes pointers, and would read a gradient of another kind all the same.
-void Bucket::check(const Slot& slot, const at::Tensor& grad) const {
+void Bucket::check(Slot& slot, const at::Tensor& grad) const {
+  if (options_.keep_base) slot.known.check_unchanged(grad, options_.rank, slot.name);
   bool right_dtype = options_.any_grad_dtype || grad.scalar_type() == grad_dtype_;
   if (grad.is_sparse() == options_.sparse && grad.device() == device_ && right_dtype) return;
   TORCH_CHECK(false,
@@ -193,7 +194,7 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
     return false;
   // The buffer's memory is held by itself and by the slot's window.
   if (!exchange_memory(grad, buffer_, 2)) return false;
-  slot.view = at::empty({0}, buffer_.options()).set_(buffer_.storage(), 0, slot.parameter.sizes(), slot.strides);
+  slot.view = window(buffer_, slot);
   if (scale != 1.0) grad.mul_(scale);
   return true;
 }

@@ -119,7 +119,7 @@ class Bucket {
   bool can_cast(at::ScalarType dtype) const {
     return dtype == grad_dtype_ || (at::isFloatingType(dtype) && at::isFloatingType(options_.buffer_dtype));
   }
-  void check(const Slot& slot, const at::Tensor& grad) const;
+  void check(Slot& slot, const at::Tensor& grad) const;
 
   const Options options_;
   const at::ScalarType grad_dtype_;

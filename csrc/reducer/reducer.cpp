@@ -1,23 +1,21 @@
 #include "reducer.h"
 
 #include "support/completed.h"
+#include "support/end_of_backward.h"
 #include "support/errors.h"
 #include "support/own_windows.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace minddp {
 
-// The mutex is taken only where hooks run side by side: autograd has one thread a device.
+// Buckets are known from the start; hooks come with install_hooks(), once somebody owns the reducer.
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> expect_sparse,
     c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options, const Buckets& buckets)
     : parameters_(std::move(parameters)), names_(std::move(names)), expect_sparse_(std::move(expect_sparse)),
       group_(std::move(group)),
       any_sparse_(std::find(expect_sparse_.begin(), expect_sparse_.end(), true) != expect_sparse_.end()),
-      several_threads_(std::any_of(parameters_.begin(), parameters_.end(),
-          [&](const at::Tensor& p) { return p.device() != parameters_[0].device(); })),
       options_(std::move(options)), place_(parameters_.size()), usage_(parameters_.size()),
       used_map_(options_.graph_mode, alone()), trace_(std::make_shared<Trace>()) {
   set_buckets(buckets);
@@ -31,7 +29,11 @@ void Reducer::install_hooks() {
     if (auto self = weak.lock()) self->on_ready(index, contribution);
   };
   BeforeGrowth before_growth = [weak = weak_from_this()](size_t index) {
-    if (auto self = weak.lock()) self->slot_of(index).known.before_growth(self->parameters_[index].grad());
+    auto self = weak.lock();
+    if (!self) return;
+    auto lock = self->guard();
+    self->slot_of(index).known.before_growth(
+        self->parameters_[index].grad(), self->group_->getRank(), self->names_[index]);
   };
   hooks_ = std::make_unique<GradHooks>(parameters_, on_ready, options_.keep_base ? before_growth : nullptr);
 }
@@ -178,11 +180,12 @@ void Reducer::abort_iteration() {
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
   const bool synchronized = through_synchronized_forward.value_or(false);
-  const bool known = !backward_.alive.expired();
+  const bool known = !backward_.graph_tasks.empty();
   if (synchronized) backward_.taken = false;
-  if (known && !(synchronized && graph_task == backward_.graph_task && backward_.origin != Origin::kSynchronized))
-    return;
-  Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards_.origin();
+  if (synchronized && known && !backward_.has(graph_task)) await_end_of(graph_task);
+  if (known && !(synchronized && backward_.has(graph_task) && backward_.origin != Origin::kSynchronized)) return;
+  const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();  // what it is, its own outputs tell
+  Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards_.origin(takes);
   if (answer.taken && goes_through_a_sharer()) answer = {Origin::kBypassed};
   backward_.origin = answer.origin;
   backward_.taken = answer.taken;
@@ -193,18 +196,15 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   if (asks && (answer.seen || (through_synchronized_forward && backward_.origin == Origin::kSynchronized)))
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
-  backward_.graph_task = graph_task;
   backward_.makes_graph = c10::GradMode::is_enabled();
   backward_.begin = at::sequence_number::peek();
-  // The last to let go of it is the callback, after its call or, where an exception has ended backward, without one.
-  std::shared_ptr<int> alive(new int(graph_task), [weak = weak_from_this()](int* graph_task) {
-    if (auto self = weak.lock()) self->backward_is_gone(*graph_task);
-    delete graph_task;
-  });
-  backward_.alive = alive;
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), alive] {
-    if (auto self = weak.lock()) self->finish_backward(*alive);
-  });
+  await_end_of(graph_task);
+}
+
+// Of the graph task that runs now.
+void Reducer::await_end_of(int graph_task) {
+  backward_.graph_tasks.push_back(graph_task);
+  at_end_of_backward(weak_from_this(), graph_task, &Reducer::finish_backward, &Reducer::backward_is_gone);
 }
 
 // kIncomplete goes on: another backward brings what the first left out. Else all is cleared here rather than at the
@@ -216,7 +216,7 @@ void Reducer::begin_iteration() {
   usage_.begin_iteration();
   next_bucket_ = 0;
   for (Bucket& bucket : buckets_) bucket.begin_backward();
-  if (options_.gradient_as_bucket_view) leave_others_windows(buckets_);
+  if (options_.gradient_as_bucket_view) own_windows(buckets_);
   if (!has_recorded()) return;
   const ParamUsage::Flags& part = backward_.takes_part;
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -243,7 +243,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   refuse_shared_view(index);
   if (phase_ != Phase::kBackward) begin_iteration();
   if (used_map_.known_unused(index)) fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
-  if (torch::autograd::get_current_graph_task_id() != backward_.graph_task) usage_.nested[index] = 1;
+  if (!backward_.has(torch::autograd::get_current_graph_task_id())) usage_.nested[index] = 1;
   trace_->ready[index] = Trace::now();
   switch (usage_.note_arrival(index)) {
     case ParamUsage::Arrival::kEarly: break;
@@ -338,9 +338,12 @@ void Reducer::launch(size_t index) {
 }
 
 // Autograd calls it when the outermost graph task is over, on the thread that ran its last node, with the caller's
-// streams current. One task may end while another's iteration is open: only its own is closed.
+// streams current. One task may end while another's iteration is open: only its own is closed. Of several that run
+// side by side the last one ends it.
 void Reducer::finish_backward(int graph_task) {
-  const bool own = backward_.graph_task == graph_task;
+  auto lock = guard();
+  if (backward_.graph_tasks.size() > 1 && std::erase(backward_.graph_tasks, graph_task)) return;
+  const bool own = backward_.has(graph_task);
   const bool taken = own && backward_.taken;
   const bool local = own && backward_.origin != Origin::kSynchronized;
   if (own && backward_.makes_graph && backward_.origin != Origin::kBypassed)
@@ -371,7 +374,7 @@ void Reducer::finalize_backward_manual() {
   auto lock = guard();
   if (phase_ == Phase::kBackward) {
     trace_->note(StepEvent::kBackwardEnd);
-    launch_rest(backward_.graph_task);
+    launch_rest(backward_.graph_tasks.empty() ? ParamUsage::kNone : backward_.graph_tasks.back());
     backward_.origin = Origin::kBypassed;  // what it still brings is this rank's alone
   }
   interrupted_in_ = ParamUsage::kNone;
@@ -408,7 +411,8 @@ void Reducer::finalize_backward() {
 
 // Nobody calls back when an exception ends a backward; but its callback is destroyed, and with it the last reference.
 void Reducer::backward_is_gone(int graph_task) {
-  if (backward_.graph_task != graph_task) return;
+  auto lock = guard();
+  if (!backward_.has(graph_task)) return;
   interrupted_in_ = backward_.origin == Origin::kSynchronized ? graph_task : ParamUsage::kNone;
   backward_ = {};
   if ((phase_ != Phase::kBackward && !interrupted()) || !callbacks_.on_interrupted) return;

@@ -35,11 +35,12 @@
 //  * A mean is a sum and a division. `pre_scale` divides while packing, which costs no pass over memory and
 //    keeps half precision in range; `post_scale` while unpacking, for what is known only then.
 //
-// Threads. Hooks and the end-of-backward callback run on autograd's threads, one at a time unless parameters
-// live on several devices; only then mutex_ is used. Lock order: mutex_, then the GIL (Python callbacks are
-// called with mutex_ held), so nobody may hold the GIL while asking for mutex_. Everything else REQUIRES that
-// no backward is running; but what a rank tells of where it is (bindings.cpp: position) reads numbers that may change
-// meanwhile.
+// Threads. Hooks and the end-of-backward callback run on autograd's threads: the caller's for the CPU, one for each
+// device otherwise. They are several where parameters live on several devices, and where a program calls backward()
+// in threads of its own; so each takes mutex_. Lock order: mutex_, then the GIL (Python callbacks are called with
+// mutex_ held, and may come back: it is recursive), so nobody may hold the GIL while asking for mutex_. Everything
+// else REQUIRES that no backward is running; but what a rank tells of where it is (bindings.cpp: position) reads
+// numbers that may change meanwhile.
 #pragma once
 
 #include "bucket.h"
@@ -171,6 +172,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // An exception has ended a synchronized backward, and there was no forward since. Where it came from the hook of a
   // first gradient, that gradient is local, and nothing else shows it.
   bool interrupted() const { return interrupted_in_ != ParamUsage::kNone; }
+  // A synchronized backward runs: known once it has reached an output of forward, before the first gradient.
+  bool in_backward() const { return !backward_.graph_tasks.empty() && backward_.origin == Origin::kSynchronized; }
   // Parameters with a gradient of this rank alone, which no_sync did not ask for, and the backward that it came in.
   // It may have come through another wrapper's forward: then that one's arrived_in is not smaller.
   std::vector<std::pair<size_t, int>> bypassed() const;
@@ -199,6 +202,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void launch(size_t index);
   bool skips(size_t index) const;
   void launch_or_skip(size_t index);
+  void await_end_of(int graph_task);
   void finish_backward(int graph_task);
   void backward_is_gone(int graph_task);
   void launch_rest(int graph_task);
@@ -215,23 +219,20 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   Bucket::Slot& slot_of(size_t index) { return (*buckets_[place_[index].first].slots())[place_[index].second]; }
   [[noreturn]] void fail(const std::string& message) const;
-  std::unique_lock<std::mutex> guard() {
-    return several_threads_ ? std::unique_lock(mutex_) : std::unique_lock(mutex_, std::defer_lock);
-  }
+  std::unique_lock<std::recursive_mutex> guard() { return std::unique_lock(mutex_); }
 
   const std::vector<at::Tensor> parameters_;
   const std::vector<std::string> names_;
   const std::vector<bool> expect_sparse_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const bool any_sparse_;
-  const bool several_threads_;  // parameters on several devices: hooks run side by side
   ReducerOptions options_;
   ReducerCallbacks callbacks_;
   std::unique_ptr<CommHook> hook_;
   c10::intrusive_ptr<c10d::Work> hooks_work_;  // of the reducer's own collective, where a hook has asked for it
   std::unique_ptr<GradHooks> hooks_;
 
-  std::mutex mutex_;  // used only when several_threads_; guards all that follows
+  std::recursive_mutex mutex_;  // guards all that follows
   Phase phase_ = Phase::kIdle;
   int64_t ended_ = 0;
   int ended_in_ = ParamUsage::kNone;        // the backward in which the last iteration ended
@@ -245,12 +246,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::pair<size_t, size_t>> place_;  // by parameter: bucket, slot
   size_t next_bucket_ = 0;                        // the first that is not launched
   Forwards forwards_;
-  // The outermost backward that has reached us, from its first sign to its end. Its graph task keeps `alive`, so one
-  // that an exception ended is told from one that goes on, in a graph task of its own, inside of a reentrant
-  // checkpoint.
+  // The backward that has reached us, from its first sign to its end. It has several graph tasks where a program runs
+  // backward() in threads, each through an output of its own. A reentrant checkpoint's graph task is none of these.
   struct {
-    int graph_task = -1;
-    std::weak_ptr<int> alive;
+    std::vector<int> graph_tasks;
+    bool has(int graph_task) const { return std::ranges::count(graph_tasks, graph_task) > 0; }
     Origin origin = Origin::kBypassed;
     bool taken = false;            // for a forward that waits, of which the graph holds no sign
     bool makes_graph = false;      // create_graph=True

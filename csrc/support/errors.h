@@ -69,6 +69,16 @@ inline std::string ready_twice(int rank, const Parameter& p, int arrivals) {
       "finalize_backward() came before the last gradient, or another backward before it. [rank ", rank, "]");
 }
 
+// With reduction="sum" or "weighted": what was reduced before, with a local contribution on top, was scaled, say.
+inline std::string changed_in_place(int rank, const std::string& name) {
+  return c10::str("The gradient of '", name,
+      "' was changed in place after a backward under no_sync() had added to the ",
+      "result of the reduction before, so that the two can no longer be told apart, and the result would be summed ",
+      "again. Change gradients before the first backward under no_sync() or after the last synchronized one, or "
+      "call ",
+      "zero_grad(). [rank ", rank, "]");
+}
+
 // Two wrappers reduce one gradient, which is a window on one's bucket, in the same backward.
 inline std::string shared_view(int rank, const Parameter& p) {
   return c10::str("Parameter '", p.name,

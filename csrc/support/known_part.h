@@ -6,6 +6,7 @@
 // A gradient is its own known part until autograd adds to it; the last moment to copy it is just before.
 #pragma once
 
+#include "errors.h"
 #include "same_tensor.h"
 
 #include <ATen/ATen.h>
@@ -17,15 +18,21 @@ class KnownPart {
  public:
   // `.grad` holds a reduction's result, and nothing else.
   void note_result(const at::Tensor& grad) { result_ = grad; }
-  void before_growth(const at::Tensor& grad) {
+  void before_growth(const at::Tensor& grad, int rank, const std::string& name) {
     const c10::NoGradGuard no_grad;  // backward may be making a graph
-    drop_stale(grad);
+    check_unchanged(grad, rank, name);
     if (result_ == grad) tensor_ = grad.clone();
     result_ = SameTensor();
   }
   void after_growth(const at::Tensor& grad) {
     grown_ = grad;
     version_ = grad._version();
+  }
+  // Raises where the program has changed what grew: what is known lies in it as it was, and would be taken out as
+  // that. To be called before packing.
+  void check_unchanged(const at::Tensor& grad, int rank, const std::string& name) {
+    drop_stale(grad);
+    if (tensor_.defined() && grad._version() != version_) TORCH_CHECK(false, errors::changed_in_place(rank, name));
   }
   // To be asked before packing: whether nothing of `.grad` is to be sent. It is kept then.
   bool is_all_of(const at::Tensor& grad) {

@@ -122,18 +122,103 @@ def of_expression(value: ast.AST) -> str:
     return f"‹{ast.unparse(value)}›"
 
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions_of(tree: ast.AST) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+class Wording:
+    """Finds the words of a message that is not written where it is raised: a variable's, or those that functions
+    of the package return."""
+
+    def __init__(self, files: dict[str, ast.AST]):
+        self._by_name: dict[str, list[Function]] = {}
+        self._beside: dict[Function, dict[str, list[Function]]] = {}  # those of the same file
+        for tree in files.values():
+            here: dict[str, list[Function]] = {}
+            for function in functions_of(tree):
+                self._by_name.setdefault(function.name, []).append(function)
+                here.setdefault(function.name, []).append(function)
+                self._beside[function] = here
+
+    def of(self, value: ast.AST, function: Function, depth: int = 0) -> list[str]:
+        """Each text that ``value`` may be, in ``function``; none where there are no words."""
+        if depth > 4:
+            return []
+        if isinstance(value, ast.IfExp):
+            return self.of(value.body, function, depth) + self.of(value.orelse, function, depth)
+        if isinstance(value, ast.Name):
+            return self._of_variable(value.id, function, depth)
+        called = _called(value)
+        others = self._beside[function].get(called) or self._by_name.get(called)
+        if others:
+            found = [
+                text
+                for other in others
+                for node in _own_nodes(other)
+                if isinstance(node, ast.Return) and node.value is not None
+                for text in self.of(node.value, other, depth + 1)
+            ]
+            return list(dict.fromkeys(found))
+        text = of_expression(value)
+        return [text] if _has_words(text) else []
+
+    def _of_variable(self, name: str, function: Function, depth: int) -> list[str]:
+        found: list[str] = []
+        for node in _own_nodes(function):
+            if isinstance(node, ast.Assign) and _is_named(node.targets[0], name):
+                found += self.of(node.value, function, depth + 1)
+            elif isinstance(node, ast.AugAssign) and _is_named(node.target, name) and found:
+                found[-1] += of_expression(node.value)
+        return found
+
+
+def _called(value: ast.AST) -> str:
+    """The name of the function that a call is of."""
+    if not isinstance(value, ast.Call):
+        return ""
+    return value.func.id if isinstance(value.func, ast.Name) else getattr(value.func, "attr", "")
+
+
+def _is_named(target: ast.AST, name: str) -> bool:
+    return isinstance(target, ast.Name) and target.id == name
+
+
+def _has_words(text: str) -> bool:
+    return re.search(r"[a-z]{2,} [a-z]{2,}", re.sub("‹[^›]*›", "", text)) is not None
+
+
+def python_files() -> dict[str, ast.AST]:
+    files = sorted((ROOT / "minddp").rglob("*.py"))
+    return {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in files}
+
+
+def raises(function: Function) -> Iterator[tuple[ast.Raise, ast.Call]]:
+    """Where ``function`` raises an exception that it has made, and how that is made."""
+    made = {
+        target.id: node.value
+        for node in _own_nodes(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in _own_nodes(function):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            call = made.get(node.exc.id) if isinstance(node.exc, ast.Name) else node.exc
+            if isinstance(call, ast.Call) and call.args:
+                yield node, call
+
+
 def raised_in_python() -> Iterator[Message]:
-    for file in sorted((ROOT / "minddp").rglob("*.py")):
-        path = file.relative_to(ROOT).as_posix()
-        for function in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                continue
-            for node in _own_nodes(function):
-                if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
-                    continue
-                kind, text = ast.unparse(node.exc.func), of_expression(node.exc.args[0])
-                if re.search(r"[a-z]{2,} [a-z]{2,}", re.sub("‹[^›]*›", "", text)):
-                    yield Message(kind, text, path, node.lineno, function.name)
+    files = python_files()
+    wording = Wording(files)
+    for path, tree in files.items():
+        for function in functions_of(tree):
+            for node, call in raises(function):
+                for text in wording.of(call.args[0], function):
+                    yield Message(ast.unparse(call.func), text, path, node.lineno, function.name)
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:

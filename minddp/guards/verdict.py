@@ -110,7 +110,8 @@ def describe(fact: Fact, kind: Kind, wait: Wait) -> str:
     if kind is Kind.LEFT:
         return f"{who} does not come any more: {words}"
     if kind is Kind.GONE:
-        how = fact.sight.how if fact.sight and fact.sight.how else "killed, or out of memory, or it called os._exit"
+        unknown = "its program has ended, or was killed, or ran out of memory"
+        how = fact.sight.how if fact.sight and fact.sight.how else unknown
         return f"{who} is gone ({how}), without a word"
     if kind is Kind.STOPPED:
         return f"{who} is stopped (SIGSTOP, or a debugger)"
@@ -151,6 +152,8 @@ def lost(wait: Wait, seconds: float | None, causes: Sequence[tuple[Fact, Kind]],
     ranks = ranks_text([wait.ranks.index(fact.rank) for fact, _ in causes])
     told = f" The collective's own error: {error.splitlines()[0]}" if error else ""
     waited = "" if seconds is None else f", for which rank {wait.rank} has waited {seconds:.0f} s"
+    if any(kind in (Kind.LEFT, Kind.GONE) and not (fact.sight and fact.sight.how) for fact, kind in causes):
+        told += " Ranks with different numbers of batches train inside of `with ddp.join():`."
     # Programs look for these words in an error to skip a batch: another rank's lack of memory is none here.
     who = re.sub(r"(?i)out of memory", "out-of-memory", who)
     return (

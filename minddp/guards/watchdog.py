@@ -276,8 +276,9 @@ class Watchdog:
             pass
         elif error is not None:
             self._outbox.append(_message(f"its program ended with {exception_text(error)}"))
-        elif self._group_is_there():
-            self._outbox.append(_message("its program has ended", left=True))
+        else:
+            first = "" if self._group_is_there() else "it has destroyed its process group, and "
+            self._outbox.append(_message(f"{first}its program has ended", left=True))
         self._stopping = True
         self._wake.set()
         self._thread.join(_EXIT_SECONDS)

@@ -334,7 +334,7 @@ class Engine:
     def may_refuse_step(self) -> bool:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
         reducer = self.reducer
-        unfinished = reducer.phase() != _C.Phase.IDLE or reducer.interrupted()
+        unfinished = reducer.phase() != _C.Phase.IDLE or reducer.interrupted() or reducer.in_backward()
         return unfinished or self.finite is not None or bool(reducer.bypassed())
 
     def parameter_ids(self) -> set[int]:
@@ -375,7 +375,7 @@ class Engine:
 
     def _check_not_within(self) -> None:
         """Where gradients are averaged at the end of backward, and nobody steps in a hook after that."""
-        within = self.reducer.phase() == _C.Phase.BACKWARD and torch._C._current_graph_task_id() != -1
+        within = self.reducer.in_backward() and torch._C._current_graph_task_id() != -1
         if within and self.hook is None:
             raise RuntimeError(
                 "optimizer.step() inside of backward() would use gradients before they are averaged over ranks: step "

@@ -326,7 +326,7 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
                 what = _kind_of(label)
                 if what == "a gradient" and _an_old_forward_waits(program, step):
                     what = "a gradient under no_sync, while an old wrapper's forward waits"
-                elif what == "a gradient" and not hooks:
+                elif what == "a gradient" and (not hooks or '"sparse":true' in to_json(program)):
                     if _is_local_divided(label, step, torch_steps, our_steps, _rounding(program)):
                         what = "a gradient that was divided and never sent"
                 return Difference("numbers", step, what, detail)

@@ -206,6 +206,36 @@ def test_a_stopped_store_hides_no_timeout(backend):
         _run(_store_stops, port, host.pid, backend)
 
 
+_UNEVEN = """
+import sys, torch, torch.distributed as dist, minddp
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4))
+for _ in range(3 + rank):
+    ddp(torch.ones(1, 4)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_has_fewer_batches_and_ends_well_has_ended_and_join_is_named():
+    with _store_host() as (_, port):
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", _UNEVEN, str(rank), str(port)], stderr=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        try:
+            told = [rank.communicate(timeout=60)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert ranks[0].returncode == 0, told[0]
+    assert re.search(
+        r"LostPeer: rank 0 will not .* does not come any more: it has destroyed its process group", told[1]
+    )
+    assert "with ddp.join():" in told[1]
+
+
 def _stopped(rank, world_size, port):
     with _group(rank, world_size, port, "stopped"):
         ddp = minddp.DistributedDataParallel(_net(), desync_timeout=3)

@@ -51,6 +51,16 @@ def logged_forward_then_no_sync(wrap, rank):
     return _weights(model)
 
 
+def a_static_graph_is_that_of_its_own_outputs(wrap, rank):
+    """While the first forward waits, another backward is none of its: local, with torch's class too."""
+    net = _net()
+    model = wrap(net, static_graph=True)
+    past = net(_batch(rank))
+    model(_batch(rank, 1))
+    past.pow(2).sum().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
 def penalty_then_probe(wrap, rank):
     model = wrap(_net())
     for i in range(3):
@@ -409,6 +419,7 @@ RIGHT = [
     interrupted_before_another_wrappers_backward,
     old_wrapper_and_a_reentrant_checkpoint, forward_on_one_rank_after_a_step, a_hook_after_the_first_steps,
     a_builtin_hook_after_the_first_steps,
+    a_static_graph_is_that_of_its_own_outputs,
     logged_forward_then_no_sync, penalty_then_probe, penalty_then_weight_penalty, probe_in_another_thread,
     forward_returns_a_parameter, hidden_output_of_a_checkpoint, hidden_output_and_many_forwards,
     penalty_with_a_forward_between, penalty_on_weights_with_zero, copied_on_one_rank, probe_then_own_gradients,
@@ -493,9 +504,18 @@ def step_in_a_gradient_hook(wrap, rank):
         model(_batch(rank, i)).pow(2).sum().backward()
 
 
+def step_in_the_hook_of_the_first_gradient(wrap, rank):
+    """Nothing of the backward has arrived yet."""
+    model = wrap(nn.Linear(4, 2, bias=False))
+    optimizer = _sgd(model)
+    model.module.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step() and None)
+    for i in range(2):
+        model(_batch(rank, i)).pow(2).sum().backward()
+
+
 DRIFT = [
     other_rows_of_a_table, other_rows_of_a_sparse_table, a_closure_past_the_wrapper, static_and_unused_at_first,
-    step_in_a_gradient_hook,
+    step_in_a_gradient_hook, step_in_the_hook_of_the_first_gradient,
 ]  # fmt: skip
 
 

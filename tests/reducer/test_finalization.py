@@ -652,9 +652,7 @@ def _delayed(rank, world_size):
         module = _net(unused=True)
         module.unused.requires_grad_(False)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        ddp = ddp_class(
-            module, delay_all_reduce_named_params=named, param_to_hook_all_reduce=module.layers[0].weight
-        )
+        ddp = ddp_class(module, delay_all_reduce_named_params=named, param_to_hook_all_reduce=module.layers[0].weight)
         ddp.require_manual_backward_finalization = False
         found[ddp_class] = (
             _outcome(setattr, ddp, "require_manual_backward_finalization", True),

@@ -192,9 +192,7 @@ class TwoHeads(nn.Module):
 def _unused(rank, world_size, static):
     """What no rank used stays as it was, to the bit and different on every rank; used on one: a mean with zeros."""
     module = TwoHeads()
-    ddp = minddp.DistributedDataParallel(
-        module, find_unused_parameters=not static, static_graph=static, **ALONE
-    )
+    ddp = minddp.DistributedDataParallel(module, find_unused_parameters=not static, static_graph=static, **ALONE)
     ones = torch.ones(4, 4)
     for _ in range(3):
         module.right.weight.grad = ones * (1 / 3 + rank)
@@ -219,6 +217,31 @@ def _other_result(state, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer() * 0 + 7)
     return future
+
+
+def _moved(rank, world_size, arguments):
+    """module.to(memory_format=...) moves the gradients that there are, windows on a bucket among them."""
+    module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 4, 3))
+    ddp = minddp.DistributedDataParallel(module, **arguments)
+    for iteration in range(4):
+        if iteration == 2:
+            ddp.to(memory_format=torch.channels_last)
+        x = _input(rank, iteration, 2, 3, 8, 8)
+        with ddp.no_sync():
+            kept = [p.grad for p in module.parameters()]
+            expected = _means(module, lambda m, x=x: m(x).square().mean())
+            for p, grad in zip(module.parameters(), kept):
+                p.grad = grad
+        ddp.zero_grad(set_to_none=False)
+        ddp(x).square().mean().backward()
+        _assert_grads(module, expected)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"gradient_as_bucket_view": True}, {**ALONE, "gradient_as_bucket_view": True}]
+)
+def test_gradients_that_a_module_has_moved(arguments):
+    run_ranks(_moved, 2, arguments)
 
 
 def _in_place_hook(state, bucket):

@@ -53,9 +53,7 @@ def units() -> dict[str, list[Path]]:
 def includes(path: Path) -> list[Path]:
     """The files of csrc that a file includes by a quoted name: relative to its folder, or to csrc."""
     names = INCLUDE.findall(path.read_text())
-    found = [
-        next((p for p in ((path.parent / name).resolve(), CSRC / name) if p.exists()), None) for name in names
-    ]
+    found = [next((p for p in ((path.parent / name).resolve(), CSRC / name) if p.exists()), None) for name in names]
     assert None not in found, f"{path.name} includes what is not there: {names}"
     return [p for p in found if p is not None]
 

@@ -517,6 +517,39 @@ def test_a_sum_keeps_its_results_when_buckets_are_cut_anew():
     run_ranks(_sum_over_a_rebuild, 2)
 
 
+def _sum_scaled(rank, world_size, sparse):
+    """In place, as a clip does: right around a result, told where that has grown by a local part."""
+    module = nn.Embedding(4, 2, sparse=True) if sparse else nn.Linear(4, 2)
+    ddp = DDP(module, reduction="sum")
+    x = torch.tensor([rank, 3]) if sparse else _x(rank, 0)[:, :4]
+    name = next(iter(module.state_dict()))
+
+    def backward():
+        ddp(x).square().sum().backward()
+
+    def scale():
+        for p in module.parameters():
+            p.grad.mul_(0.5)
+
+    backward()
+    scale()
+    backward()
+    with ddp.no_sync():
+        backward()
+    scale()
+    with pytest.raises(RuntimeError, match=f"gradient of '.*' was changed in place after .*no_sync.*rank {rank}"):
+        backward()
+    ddp.zero_grad()
+    ddp.abort_iteration()
+    backward()
+    return name
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_sum_that_was_scaled_after_a_local_part_is_told(sparse):
+    run_ranks(_sum_scaled, 2, sparse)
+
+
 def _sum_zeroed(rank, world_size):
     ddp = DDP(Two(), reduction="sum")
     for step in range(3):
