@@ -11,7 +11,7 @@ run and not several is the one line in `wrap`. The page shows, on scikit-learn's
   * the ranks' weights end bit-identical, although no weight is ever sent after the start;
   * a run that resumes from rank 0's checkpoint ends at the same bits as the run that never stopped.
 
-The last line is a digest of the weights: with --torch-ddp PyTorch's class must arrive at the same one.
+The last line is a digest of the weights: with `--torch-ddp` PyTorch's class must arrive at the same one.
 """
 
 import argparse

@@ -58,7 +58,8 @@ The module
 
 .. autoclass:: minddp.DistributedDataParallel
    :members:
-   :exclude-members: forward
+   :inherited-members: Module
+   :exclude-members: forward, let_go
    :show-inheritance:
 
 .. autoexception:: minddp.LostPeer
@@ -160,7 +161,8 @@ def main() -> int:
     options = parser.parse_args()
     assemble(not options.no_tutorials)
     html = BUILD / "html"
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-j", "2"]
+    # -a: a page that has not changed has the others in its sidebar.
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-a", "-W", "--keep-going", "-q", "-j", "2"]
     command += ["-c", str(Path(__file__).parent), "-d", str(BUILD / "doctrees"), str(BUILD / "source"), str(html)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     status = subprocess.run(command, env=environment).returncode

@@ -45,7 +45,7 @@ def box(
 def line(x1: float, y1: float, x2: float, y2: float, colour: str = GREY, width: float = 1.5, dash: str = "") -> str:
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="{width}"'
-        f'{f" stroke-dasharray={dash!r}" if dash else ""}/>'
+        f"{f' stroke-dasharray={dash!r}' if dash else ''}/>"
     )
 
 

@@ -130,49 +130,81 @@ def functions_of(tree: ast.AST) -> Iterator[Function]:
 
 
 class Wording:
-    """Finds the words of a message that is not written where it is raised: a variable's, or those that functions
-    of the package return."""
+    """Finds the words of a message that is not written where it is raised: those of a variable, of what callers hand
+    over, or of what functions of the package return."""
 
-    def __init__(self, files: dict[str, ast.AST]):
-        self._by_name: dict[str, list[Function]] = {}
-        self._beside: dict[Function, dict[str, list[Function]]] = {}  # those of the same file
+    def __init__(self, files: dict[str, ast.Module]):
+        self._functions: dict[str, list[Function]] = {}
+        self._file: dict[Function, ast.Module] = {}
         for tree in files.values():
-            here: dict[str, list[Function]] = {}
             for function in functions_of(tree):
-                self._by_name.setdefault(function.name, []).append(function)
-                here.setdefault(function.name, []).append(function)
-                self._beside[function] = here
+                self._functions.setdefault(function.name, []).append(function)
+                self._file[function] = tree
 
     def of(self, value: ast.AST, function: Function, depth: int = 0) -> list[str]:
         """Each text that ``value`` may be, in ``function``; none where there are no words."""
-        if depth > 4:
+        if depth > 5:
             return []
         if isinstance(value, ast.IfExp):
             return self.of(value.body, function, depth) + self.of(value.orelse, function, depth)
         if isinstance(value, ast.Name):
-            return self._of_variable(value.id, function, depth)
-        called = _called(value)
-        others = self._beside[function].get(called) or self._by_name.get(called)
-        if others:
-            found = [
-                text
-                for other in others
-                for node in _own_nodes(other)
-                if isinstance(node, ast.Return) and node.value is not None
-                for text in self.of(node.value, other, depth + 1)
-            ]
-            return list(dict.fromkeys(found))
+            return self._of_variable(value.id, function, depth + 1)
+        if isinstance(value, ast.Call):
+            return self._of_call(value, function, depth + 1)
+        if isinstance(value, ast.BinOp) and isinstance(value.left, ast.Name):
+            return [text + of_expression(value.right) for text in self.of(value.left, function, depth)]
         text = of_expression(value)
-        return [text] if _has_words(text) else []
+        if not has_words(text) and isinstance(value, ast.JoinedStr):
+            return self._filled_in(value, function, depth + 1)
+        return [text] if has_words(text) else []
+
+    def _of_call(self, call: ast.Call, function: Function, depth: int) -> list[str]:
+        name = _called(call)
+        if name == "join" and call.args and isinstance(call.args[0], ast.List):
+            return self.of(call.args[0].elts[0], function, depth)  # the headline
+        if name == "format" and isinstance(call.func, ast.Attribute):
+            return self.of(call.func.value, function, depth)
+        beside = [other for other in self._functions.get(name, []) if self._file[other] is self._file[function]]
+        returned = [
+            (node.value, other)
+            for other in beside or self._functions.get(name, [])
+            for node in _own_nodes(other)
+            if isinstance(node, ast.Return) and node.value is not None
+        ]
+        return list(dict.fromkeys(text for node, other in returned for text in self.of(node, other, depth)))
 
     def _of_variable(self, name: str, function: Function, depth: int) -> list[str]:
         found: list[str] = []
-        for node in _own_nodes(function):
+        for node in [*_own_nodes(function), *ast.iter_child_nodes(self._file[function])]:
             if isinstance(node, ast.Assign) and _is_named(node.targets[0], name):
-                found += self.of(node.value, function, depth + 1)
+                found += self.of(node.value, function, depth)
+            elif isinstance(node, ast.NamedExpr) and _is_named(node.target, name):
+                found += self.of(node.value, function, depth)
             elif isinstance(node, ast.AugAssign) and _is_named(node.target, name) and found:
                 found[-1] += of_expression(node.value)
+        return found or self._handed_over(name, function, depth)
+
+    def _handed_over(self, name: str, function: Function, depth: int) -> list[str]:
+        """What callers in the same file give for a parameter."""
+        names = [argument.arg for argument in function.args.args if argument.arg != "self"]
+        if name not in names:
+            return []
+        found = []
+        for caller in functions_of(self._file[function]):
+            for node in _own_nodes(caller):
+                if isinstance(node, ast.Call) and _called(node) == function.name:
+                    given = dict(zip(names, node.args)) | {word.arg: word.value for word in node.keywords}
+                    if name in given:
+                        found += self.of(given[name], caller, depth)
         return found
+
+    def _filled_in(self, value: ast.JoinedStr, function: Function, depth: int) -> list[str]:
+        """A text that consists of others."""
+        texts = [""]
+        for part in value.values:
+            words = self.of(part.value, function, depth) if isinstance(part, ast.FormattedValue) else []
+            texts = [text + word for text in texts for word in words or [of_expression(part)]]
+        return [text for text in texts if has_words(text)]
 
 
 def _called(value: ast.AST) -> str:
@@ -186,16 +218,16 @@ def _is_named(target: ast.AST, name: str) -> bool:
     return isinstance(target, ast.Name) and target.id == name
 
 
-def _has_words(text: str) -> bool:
-    return re.search(r"[a-z]{2,} [a-z]{2,}", re.sub("‹[^›]*›", "", text)) is not None
+def has_words(text: str) -> bool:
+    return len(re.findall(r"\b[a-z]{2,}\b", re.sub("‹[^›]*›", "", text))) > 1
 
 
-def python_files() -> dict[str, ast.AST]:
+def python_files() -> dict[str, ast.Module]:
     files = sorted((ROOT / "minddp").rglob("*.py"))
     return {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in files}
 
 
-def raises(function: Function) -> Iterator[tuple[ast.Raise, ast.Call]]:
+def raises(function: Function) -> Iterator[tuple[ast.stmt, ast.Call]]:
     """Where ``function`` raises an exception that it has made, and how that is made."""
     made = {
         target.id: node.value
@@ -209,16 +241,27 @@ def raises(function: Function) -> Iterator[tuple[ast.Raise, ast.Call]]:
             call = made.get(node.exc.id) if isinstance(node.exc, ast.Name) else node.exc
             if isinstance(call, ast.Call) and call.args:
                 yield node, call
+        elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call) and node.value.args:
+            if _called(node.value).endswith("Error"):  # for somebody else to raise
+                yield node, node.value
 
 
-def raised_in_python() -> Iterator[Message]:
+def raised_in_python(unknown: list[str] | None = None) -> Iterator[Message]:
+    """``unknown`` is filled with what is raised in words that are not found."""
     files = python_files()
     wording = Wording(files)
     for path, tree in files.items():
         for function in functions_of(tree):
             for node, call in raises(function):
-                for text in wording.of(call.args[0], function):
-                    yield Message(ast.unparse(call.func), text, path, node.lineno, function.name)
+                texts = wording.of(call.args[0], function)
+                yield from (Message(_kind(call), text, path, node.lineno, function.name) for text in texts)
+                if not texts and unknown is not None:
+                    unknown.append(f"{path}: {ast.unparse(call)}")
+
+
+def _kind(call: ast.Call) -> str:
+    name = ast.unparse(call.func)
+    return name if name[0].isupper() or "." in name else "RuntimeError"
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:

@@ -19,6 +19,8 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
 
+from docs.website.layout import sections
+
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "docs" / "html"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -69,6 +71,21 @@ class Page(HTMLParser):
 
 def pages(site: Path) -> list[Path]:
     return sorted(path for path in site.rglob("*.html") if "_static" not in path.parts)
+
+
+def test_every_page_has_the_sidebar_of_today(site: Path) -> None:
+    """Sphinx leaves a page alone that has not changed, and with it what it says of the others."""
+    listed = {(site / f"{name}.html").resolve() for names in sections().values() for name in names}
+    for path in pages(site):
+        linked = {(path.parent / link.partition("#")[0]).resolve() for link in Page(path).links}
+        assert listed <= linked | {path.resolve()}, path
+
+
+def test_the_api_has_the_methods_of_the_wrappers_parts(site: Path) -> None:
+    text = (site / "api.html").read_text()
+    for name in ("check_replicas", "repair_replicas", "register_comm_hook", "finalize_backward", "no_sync"):
+        assert f'id="minddp.DistributedDataParallel.{name}"' in text
+    assert 'id="minddp.LostPeer"' in text
 
 
 def test_no_link_is_broken(site: Path) -> None:

@@ -1,0 +1,26 @@
+// What is to happen when the backward that runs now is over, one way or the other.
+//
+// Autograd calls back at the end of a graph task, and nobody where an exception has ended it; but the callback is
+// destroyed then. Pure but for the callback: any thread that runs a graph task.
+#pragma once
+
+#include <torch/csrc/autograd/engine.h>
+
+#include <memory>
+
+namespace minddp {
+
+// `ended` is called at the end of the graph task that runs now, with its number. `gone` is called once that task is
+// no more: after `ended` or, where an exception has ended it, without. Neither where there is no owner any more: a
+// graph may outlive it.
+template <class Owner>
+void at_end_of_backward(
+    std::weak_ptr<Owner> weak, int graph_task, void (Owner::*ended)(int), void (Owner::*gone)(int)) {
+  auto tell = [weak, graph_task](void (Owner::*what)(int)) {
+    if (auto owner = weak.lock()) ((*owner).*what)(graph_task);
+  };
+  std::shared_ptr<void> task(nullptr, [tell, gone](void*) { tell(gone); });
+  torch::autograd::Engine::get_default_engine().queue_callback([tell, ended, task] { tell(ended); });
+}
+
+}  // namespace minddp

@@ -1,0 +1,93 @@
+"""A program that runs backward() in threads of its own: one iteration, ended by the last of them."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import minddp
+from minddp.testing import RankError, run_ranks
+
+STEPS = 40
+
+
+class TwoHeads(nn.Module):
+    """Two losses that share no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 2)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        return [head(x) for head in self.heads]
+
+
+def _train(rank, world_size, wrap, arguments, local=False):
+    ddp = wrap(TwoHeads(), **arguments)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+        if local:
+            with ddp.no_sync():
+                _side_by_side([output.square().mean() for output in ddp(x)])
+        _side_by_side([output.square().mean() for output in ddp(x)])
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
+def _side_by_side(losses):
+    errors = []
+
+    def backward(loss):
+        try:
+            loss.backward()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=backward, args=[loss]) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}])
+def test_backwards_side_by_side_train_as_with_torch(world_size, arguments):
+    theirs = run_ranks(_train, world_size, TorchDDP, arguments, timeout=50)
+    ours = run_ranks(_train, world_size, minddp.DistributedDataParallel, arguments, timeout=50)
+    for weights in ours:
+        for mine, first, other in zip(weights, ours[0], theirs[0]):
+            assert torch.equal(mine, first)
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.timeout(120)
+def test_local_backwards_side_by_side_are_accumulated():
+    theirs, ours = (
+        run_ranks(_train, 2, wrap, {}, True, timeout=50) for wrap in (TorchDDP, minddp.DistributedDataParallel)
+    )
+    for mine, first, other in zip(ours[1], ours[0], theirs[0]):
+        assert torch.equal(mine, first)
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.timeout(120)
+def test_with_unused_parameters_a_side_by_side_backward_is_right_or_told():
+    """The first of them says what is unused. Torch's class raises, too."""
+    told = []
+    try:
+        weights = run_ranks(_train, 2, minddp.DistributedDataParallel, {"find_unused_parameters": True}, timeout=50)
+    except RankError as error:
+        weights, told = [[], []], list(error.failures.values())
+    assert all(map(torch.equal, *weights))
+    assert all("RuntimeError" in text or "LostPeer" in text for text in told), told
