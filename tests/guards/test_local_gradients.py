@@ -1,10 +1,10 @@
-"""Who asks the other ranks about gradients made past a wrapper waits for them, and for nothing else."""
+"""Who asks the other ranks, about gradients made past a wrapper or steps that have not ended, and when."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from minddp.guards import local_gradients
+from minddp.guards import local_gradients, optimizer_guard
 from minddp.guards.local_gradients import LocalGradients
 
 
@@ -57,3 +57,36 @@ def test_a_rank_that_is_not_there_is_named(monkeypatch):
         _guard(there=False).meet(1)
     with pytest.raises(RuntimeError, match="rank 1 has shown none"):
         _guard(there=False).check([("weight", torch.ones(2))], backward=3, iteration=1)
+
+
+class _Cares:
+    """All that optimizer_guard asks who cares for parameters, where no step is refused."""
+
+    def __init__(self, parameters):
+        self._ids = {id(parameter) for parameter in parameters}
+
+    def may_refuse_step(self):
+        return False
+
+    def parameter_ids(self):
+        return self._ids
+
+
+class _Raising(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        raise ValueError("after the parameters have changed")
+
+
+def test_a_step_is_interrupted_until_it_has_ended():
+    layer = torch.nn.Linear(2, 2)
+    layer(torch.ones(1, 2)).sum().backward()
+    cares = _Cares(layer.parameters())
+    optimizer_guard.watch(cares)
+    well, raising = torch.optim.SGD(layer.parameters(), 0.1), _Raising(layer.parameters(), 0.1)
+    well.step()
+    assert not optimizer_guard.interrupted(cares)
+    with pytest.raises(ValueError):
+        raising.step()
+    assert optimizer_guard.interrupted(cares)
+    assert not optimizer_guard.interrupted(cares), "each is told of once"

@@ -765,7 +765,7 @@ def _slow_between(rank, world_size):
     for i in range(4):
         ddp(_x(rank)).sum().backward()
         if rank == 1 and i == 3:
-            time.sleep(4)
+            time.sleep(9)  # longer than a rank that stands still is waited for
         ddp.finalize_backward()
     ddp(_x(rank)).sum().backward()
     ddp.finalize_backward()
