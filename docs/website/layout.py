@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECTIONS: dict[str, dict[str, str]] = {
     "Use it": {
         "install": "docs/install.md",
+        "first": "docs/first.md",
         "migrating": "docs/migrating.md",
         "differences": "docs/differences.md",
         "launching": "docs/launching.md",

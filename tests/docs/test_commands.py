@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,9 @@ def test_ci_run(clone):
 def test_pip():
     known = {"pip", "install", "wheel", ".", "--no-build-isolation", "--force-reinstall", "--no-deps"}
     known |= {"torch", "setuptools>=77", "wheel", "ninja"}
+    known |= set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["tutorials"]
+    )
     for command, parts in of("pip"):
         assert set(parts) <= known, command
 
