@@ -10,7 +10,8 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def cut(nbytes: list[int], cap: int) -> list[list[int]]:
-    """2. Indices by bucket, from the last one to the first; a bucket closes when it holds ``cap`` bytes."""
+    """2. Indices by bucket, from the last one to the first; a bucket closes once it holds ``cap`` bytes or more, as the
+    reducer's do (tutorial 02's close before they would hold more). No parameters: no bucket."""
     raise NotImplementedError("exercise 2")
 
 

@@ -255,7 +255,7 @@ class Bucketed(PerParameter):
 
 
 def assign(model: nn.Module, cap_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters from last to first, a new bucket whenever the cap is reached."""
+    """Parameters from last to first, a new bucket wherever the cap would be exceeded."""
     buckets: list[list[nn.Parameter]] = [[]]
     size = 0
     for parameter in reversed(list(model.parameters())):
