@@ -8,11 +8,13 @@ from __future__ import annotations
 import ast
 import os
 import re
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .layout import ROOT, Layout
 
+MUTANTS = ROOT / "tests" / "mutants" / "mutants.toml"
 CPP_COMMENT = re.compile(r"\s*//( ?)(.*)$")
 # A function that is defined at the left margin, such as `void Reducer::launch(size_t index) {`.
 CPP_FUNCTION = re.compile(r"^(?:[\w:<>,&*~\[\] ]+[ &*])?((?:\w+::)*~?\w+)\((?!.*;\s*$)")
@@ -195,7 +197,23 @@ def render(path: str, page: str, layout: Layout, source: Path) -> str:
         )
         beside = f"::::{{container}} note\n\n{note}\n::::\n" if note else ""
         body.append(f":::::{{container}} beside\n{beside}::::{{container}} code\n{code}\n::::\n:::::\n")
-    return "\n".join(body)
+    return "\n".join([*body, held_by(path, text)])
+
+
+def held_by(path: str, text: str) -> str:
+    """The faults that have been planted in the file, each with the tests that notice it."""
+    planted = [mutant for mutant in tomllib.loads(MUTANTS.read_text())["mutant"] if mutant["file"] == path]
+    lines = []
+    for mutant in sorted(planted, key=lambda mutant: text.index(mutant["text"])):
+        line = text.count("\n", 0, text.index(mutant["text"])) + 1
+        tests = ", ".join(
+            f"`{name}` in `{file}`" for file, _, name in (test.partition("::") for test in mutant["tests"])
+        )
+        lines.append(f"* line {line}. {_escape(mutant['fault'])} Noticed by {tests}.\n")
+    if not lines:
+        return ""
+    head = "Each of these faults has been planted here (`make mutants`), and a test has noticed it.\n\n"
+    return f"## Tests that hold it\n\n{head}{''.join(lines)}"
 
 
 def _neighbours(order: list[str], path: str, page: str, layout: Layout) -> str:
