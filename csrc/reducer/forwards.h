@@ -51,7 +51,7 @@ class Forwards {
     bool taken = false;  // it does not, but such a forward waits for a backward
   };
   // Of the graph task that runs now. Walks its nodes once, until one of a synchronized forward is found. `takes`: a
-  // forward that waits may take a backward that holds no sign of it.
+  // forward that waits takes also a backward that went through no forward of the wrapper.
   Answer origin(bool takes) const {
     if (armed_ || hidden_) return {Origin::kSynchronized};
     bool local = hidden_local_;
@@ -62,7 +62,7 @@ class Forwards {
     }
     // As in torch, a synchronized forward whose backward has not come takes what comes. It may well be its own: a
     // reentrant checkpoint's graph is made during backward.
-    if (awaits_backward_ && takes) return {Origin::kSynchronized, false, true};
+    if (awaits_backward_ && (takes || local)) return {Origin::kSynchronized, false, true};
     return {local ? Origin::kLocal : Origin::kBypassed};
   }
 

@@ -184,7 +184,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   if (synchronized) backward_.taken = false;
   if (synchronized && known && !backward_.has(graph_task)) await_end_of(graph_task);
   if (known && !(synchronized && backward_.has(graph_task) && backward_.origin != Origin::kSynchronized)) return;
-  const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();  // what it is, its own outputs tell
+  const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();  // what it is, outputs tell
   Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards_.origin(takes);
   if (answer.taken && goes_through_a_sharer()) answer = {Origin::kBypassed};
   backward_.origin = answer.origin;

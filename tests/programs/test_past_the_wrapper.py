@@ -61,6 +61,16 @@ def a_static_graph_is_that_of_its_own_outputs(wrap, rank):
     return [p.grad.clone() for p in net.parameters()]
 
 
+def a_static_graph_that_begins_under_no_sync(wrap, rank):
+    """A synchronized forward waits, and takes the backward of one under no_sync."""
+    model = wrap(_net(), static_graph=True)
+    model(_batch(rank, 1))
+    with model.no_sync():
+        out = model(_batch(rank))
+    out.pow(2).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
 def penalty_then_probe(wrap, rank):
     model = wrap(_net())
     for i in range(3):
@@ -419,7 +429,7 @@ RIGHT = [
     interrupted_before_another_wrappers_backward,
     old_wrapper_and_a_reentrant_checkpoint, forward_on_one_rank_after_a_step, a_hook_after_the_first_steps,
     a_builtin_hook_after_the_first_steps,
-    a_static_graph_is_that_of_its_own_outputs,
+    a_static_graph_is_that_of_its_own_outputs, a_static_graph_that_begins_under_no_sync,
     logged_forward_then_no_sync, penalty_then_probe, penalty_then_weight_penalty, probe_in_another_thread,
     forward_returns_a_parameter, hidden_output_of_a_checkpoint, hidden_output_and_many_forwards,
     penalty_with_a_forward_between, penalty_on_weights_with_zero, copied_on_one_rank, probe_then_own_gradients,
