@@ -10,8 +10,10 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def cut(nbytes: list[int], cap: int) -> list[list[int]]:
-    """2. Indices by bucket, from the last one to the first; a bucket closes once it holds ``cap`` bytes or more, as the
-    reducer's do (tutorial 02's close before they would hold more). No parameters: no bucket."""
+    """2. Indices by bucket, from the last one to the first; a bucket closes once it holds ``cap`` bytes or more.
+
+    So do the reducer's (tutorial 02's close before they would hold more). No parameters: no bucket.
+    """
     raise NotImplementedError("exercise 2")
 
 
