@@ -6,11 +6,13 @@ The page holds no copy of the code: rows of ``literalinclude`` name the lines of
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .layout import ROOT, Layout
 
@@ -200,9 +202,14 @@ def render(path: str, page: str, layout: Layout, source: Path) -> str:
     return "\n".join([*body, held_by(path, text)])
 
 
+@functools.cache
+def _mutants() -> list[dict[str, Any]]:
+    return list(tomllib.loads(MUTANTS.read_text())["mutant"])
+
+
 def held_by(path: str, text: str) -> str:
     """The faults that have been planted in the file, each with the tests that notice it."""
-    planted = [mutant for mutant in tomllib.loads(MUTANTS.read_text())["mutant"] if mutant["file"] == path]
+    planted = [mutant for mutant in _mutants() if mutant["file"] == path]
     lines = []
     for mutant in sorted(planted, key=lambda mutant: text.index(mutant["text"])):
         line = text.count("\n", 0, text.index(mutant["text"])) + 1
@@ -212,7 +219,7 @@ def held_by(path: str, text: str) -> str:
         lines.append(f"* line {line}. {_escape(mutant['fault'])} Noticed by {tests}.\n")
     if not lines:
         return ""
-    head = "Each of these faults has been planted here (`make mutants`), and a test has noticed it.\n\n"
+    head = "`make mutants` plants each of these faults here, and fails unless a test notices it.\n\n"
     return f"## Tests that hold it\n\n{head}{''.join(lines)}"
 
 

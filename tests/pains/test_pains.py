@@ -15,7 +15,8 @@ ROWS = [pytest.param(index, id=pain.program.__name__) for index, pain in enumera
 @pytest.mark.parametrize("index", ROWS)
 def test_with_minddp(index):
     ours, pain = outcome.run(index, "minddp"), PAINS[index]
-    assert (ours.kind, pain.ours) in {(kind, kind) for kind in ("right", "warns", "raises")}, ours
+    assert ours.kind == pain.ours, ours
+    assert ours.kind in ("right", "warns", "raises")
     assert re.search(pain.says, ours.text), ours
 
 
