@@ -135,9 +135,12 @@ def _show(value: Any) -> str:
 
 
 def _is_mean_of_local(
-    label: str, step: int, theirs: list[Any], ours: list[Any], rounding: tuple[float, float]
+    label: str, step: int, theirs: list[Any], ours: list[Any], rounding: tuple[float, float], sparse: bool
 ) -> bool:
-    """Torch's ranks disagree on a gradient without a word, and ours agree on the mean of theirs."""
+    """Torch's ranks disagree on a gradient without a word, and ours agree on the mean of theirs.
+
+    ``sparse``: torch's class may have divided them already, as it does with sparse ones when they arrive.
+    """
     if not label.endswith(".grad"):
         return False
     found = []
@@ -150,7 +153,8 @@ def _is_mean_of_local(
     local, mean = found
     disagree = any(not np.array_equal(local[0], other) for other in local[1:])
     agree = all(np.array_equal(mean[0], other) for other in mean[1:])
-    return disagree and agree and np.allclose(sum(local) / len(local), mean[0], *rounding)
+    divisors = (len(local), 1) if sparse else (len(local),)
+    return disagree and agree and any(np.allclose(sum(local) / by, mean[0], *rounding) for by in divisors)
 
 
 def _is_local_divided(
@@ -168,20 +172,28 @@ def _is_local_divided(
     return any((first is None) != (other is None) or not np.array_equal(first, other) for other in others)
 
 
-def _asks_for_local(program: dict[str, Any], step: int) -> bool:
-    """Whether gradients are meant to be local, of a forward under no_sync or past the wrapper: since zero_grad, and
-    since a backward that averages what there is."""
+def _net_of(program: dict[str, Any], w: int) -> int:
+    return int(program["wrappers"][w]["net"])
+
+
+def _asks_for_local(program: dict[str, Any], step: int, label: str) -> bool:
+    """Whether a net's gradients are meant to be local, of forwards under no_sync or past the wrapper: since zero_grad
+    and the last backward that averages what there is. A loss of such a forward and of another one is averaged."""
     local = False
+    found = re.match(r"net(\d+)\.", label)
+    net = int(found[1]) if found else None
     for verb, a, ways in _backwards(program, step):
         if verb == "zero":
             local = False
         elif verb == "backward" and a.get("inputs") != "x":  # which comes to no parameter
-            local = any(sync is False or via != "ddp" for _, via, sync in ways)
+            own = [way for way in ways if _net_of(program, way[0]) == net]
+            stay = [sync is False or via != "ddp" for _, via, sync in own or ways]
+            local = all(stay) if own else any(stay)
     return local
 
 
 def _an_old_forward_waits(program: dict[str, Any], step: int) -> bool:
-    """Whether a backward under no_sync since zero_grad found a forward of the wrapper before, still alive."""
+    """Whether a backward under no_sync since zero_grad found a forward of the wrapper before, which may be alive."""
     waiting: set[int] = set()
     old: set[int] = set()
     found = False
@@ -189,7 +201,7 @@ def _an_old_forward_waits(program: dict[str, Any], step: int) -> bool:
         if verb == "jacobian" or (verb == "forward" and ways[0][1:] == ("ddp", True)):
             waiting.add(a.get("w", 0))
         elif verb == "rewrap":
-            old |= waiting & {a.get("w", 0)} if a.get("keep") else set()
+            old |= waiting & {a.get("w", 0)}  # kept on purpose, or by a hook, an output, a cycle
         elif verb == "backward":
             found = found or any(w in old and not sync for w, _, sync in ways)
             if a.get("inputs") != "x":  # which comes to no parameter
@@ -300,12 +312,15 @@ def _judge(program: dict[str, Any], theirs: Results, ours: Results) -> Differenc
 
 def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, bad: int) -> Difference | None:
     hooks = "gradient_as_bucket_view" not in to_json(program)  # there .grad may be half reduced, in torch too
-    tolerance = _tolerance(program)
+    tolerance, sparse = _tolerance(program), '"sparse":true' in to_json(program)
     torch_steps = [_by_step(result, hooks) for result in theirs]
     our_steps = [_by_step(result, hooks) for result in ours]
-    corrected = False  # torch left a gradient local without a word, and ours did not: until it is zeroed they differ
+    # Nets of which torch left a gradient local without a word, and ours did not: until it is None again they differ.
+    corrected: set[str] = set()
     for step in range(-1, min(bad, *(result["at"] for result in ours))):
-        corrected = corrected and program["steps"][step][0] != "zero"
+        verb, a = program["steps"][step] if step >= 0 else ("", {})
+        if verb == "zero" and a.get("to_none") is not False:
+            corrected.discard(f"net{_net_of(program, a.get('w', 0))}")
         if corrected:
             continue
         for rank in range(len(ours)):
@@ -316,17 +331,19 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
             for (label, a), (other, b) in zip(expected, got):
                 if label == other and _same(a, b, _amplified(program, label, tolerance)):
                     continue
-                if label == other and not _asks_for_local(program, step):
-                    if _is_mean_of_local(label, step, torch_steps, our_steps, _rounding(program)):
-                        corrected = True
+                if label == other and not _asks_for_local(program, step, label):
+                    if _is_mean_of_local(label, step, torch_steps, our_steps, _rounding(program), sparse):
+                        corrected.add(label.partition(".")[0])
                         continue
+                if label.partition(".")[0] in corrected and a is None and b is not None and not np.any(b):
+                    continue  # used under no_sync before, by none in this backward: its mean is zero
                 if not hooks and bad < len(program["steps"]) and not _updates(program, step, bad):
                     continue  # about to go wrong in torch: views of a reduction that nobody waits for
                 detail = f"step {step}, rank {rank}, {label}: torch {_show(a)}, ours {other} {_show(b)}"
                 what = _kind_of(label)
                 if what == "a gradient" and _an_old_forward_waits(program, step):
                     what = "a gradient under no_sync, while an old wrapper's forward waits"
-                elif what == "a gradient" and (not hooks or '"sparse":true' in to_json(program)):
+                elif what == "a gradient" and (not hooks or sparse):
                     if _is_local_divided(label, step, torch_steps, our_steps, _rounding(program)):
                         what = "a gradient that was divided and never sent"
                 return Difference("numbers", step, what, detail)

@@ -22,8 +22,13 @@ raises on every rank that would use them; and where torch raises, minddp may wor
 def page() -> str:
     """The page's text."""
     entries = tomllib.loads(LIST.read_text())["difference"]
-    sections = [f"\n## {entry['id'].replace('-', ' ')}\n\n{entry['reason'].strip()}\n" for entry in entries]
-    return _HEAD + "".join(sections)
+    text, part = _HEAD, ""
+    for entry in entries:
+        if entry["part"] != part:
+            part = entry["part"]
+            text += f"\n## {part}\n"
+        text += f"\n### {entry['title']}\n\n{entry['reason'].strip()}\n"
+    return text
 
 
 if __name__ == "__main__":
