@@ -115,6 +115,7 @@ def _transformers() -> Any:
 MODELS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Any]]]] = {
     "many-small": ("400 small parameters (200 Linear 16x16)", _dense([16] * 201, 8)),
     "mlp38": ("MLP, 9 x 1024 wide, 38 MB", _dense([1024] * 10, 256)),
+    "mlp46": ("MLP, 11 x 1024 wide, 46 MB", _dense([1024] * 12, 256)),
     "mlp67": ("MLP, 4 x 2048 wide, 67 MB", _dense([2048] * 5, 64)),
     "mlp67-light": ("the same with a batch of 8: mostly communication", _dense([2048] * 5, 8)),
     "mlp67-small": ("MLP, 4 x 1024 wide, 17 MB", _dense([1024] * 5, 64)),

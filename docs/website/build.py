@@ -119,6 +119,22 @@ def order_page(title: str, text: str, paths: list[str], layout: Layout) -> str:
     return f"# {title}\n\n{text}\n\n" + "\n".join(rows) + "\n\n" + toctree
 
 
+# Files that are shown as they are: title, and what stands above.
+LISTINGS = {
+    "exercises/exercises.py": (
+        "The functions to write",
+        "Each says what it is given and what it is to return; [Exercises](exercises.md) says how to test it.",
+    ),
+    "exercises/solutions/solutions.py": ("Solutions", "One way to write [the exercises](exercises.md)."),
+}
+
+
+def listing(title: str, text: str, path: str, page: str) -> str:
+    """A page that shows a Python file as it is."""
+    file = os.path.relpath(ROOT / path, (BUILD / "source" / page).parent)
+    return f"# {title}\n\n{text}\n\n```{{literalinclude}} {file}\n:language: python\n```\n"
+
+
 def toctrees() -> str:
     blocks = []
     for caption, pages in sections().items():
@@ -144,6 +160,8 @@ def assemble(with_tutorials: bool) -> Layout:
         translate = functools.partial(writer.translate, page=page, path=path)
         writer.write(page, tutorials.render(path, page, pages, with_tutorials, translate))
     writer.write("tutorials", tutorials.index(layout))
+    for path, (title, text) in LISTINGS.items():
+        writer.write(layout.pages[path], listing(title, text, path, layout.pages[path]))
     intro = "Each file is shown as it is, its comments beside the code that they stand above."
     writer.write("source/cpp", order_page("The reducer, annotated: C++", intro, layout.cpp, layout))
     writer.write("source/python", order_page("The module, annotated: Python", intro, layout.python, layout))

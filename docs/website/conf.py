@@ -1,7 +1,9 @@
 """Sphinx's settings; it runs on what build.py has put together."""
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -34,3 +36,19 @@ html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_show_copyright = False
 html_copy_source = False
+
+
+PLACES = re.compile(r"::|[/_](?=\w)|(?<=[a-z])(?=[A-Z])")
+
+
+def break_long_names(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """A path in a heading may break behind a slash, a name between its words, and neither anywhere else."""
+
+    def with_breaks(heading: re.Match[str]) -> str:
+        return re.sub(r"(?<=>)[^<]+", lambda text: PLACES.sub(r"\g<0><wbr>", text[0]), heading[0])
+
+    context["body"] = re.sub(r"<h[123]>.*?</h[123]>", with_breaks, context.get("body", ""), flags=re.DOTALL)
+
+
+def setup(app: Any) -> None:
+    app.connect("html-page-context", break_long_names)

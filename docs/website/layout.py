@@ -25,6 +25,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "pictures": "docs/pictures.md",
         "tutorials": "",
         "exercises": "exercises/README.md",
+        "functions": "exercises/exercises.py",
+        "solutions": "exercises/solutions/solutions.py",
         "cpp": "docs/cpp.md",
         "glossary": "docs/glossary.md",
     },

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ class RankStep:
         origin: when its backward began, in seconds of rank 0's clock.
         ready: when each parameter's gradient arrived, seconds since backward began.
         names: the parameters' names.
+        late: by bucket, how many seconds of its collective were over before the last rank had launched it;
+            None where the ranks' clocks could not be aligned.
     """
 
     def __init__(self, part: dict[str, Any], module: dict[str, Any], step: dict[str, Any]):
@@ -44,6 +47,16 @@ class RankStep:
         begin = step["backward_begin_ns"]
         self.origin = (begin - (part["offset_ns"] or 0)) * 1e-9
         self.ready = [(moment - begin) * 1e-9 for moment in step["ready_ns"] if moment >= 0]
+        self.late: dict[int, float] | None = None
+
+    def late_seconds(self, bucket: BucketTimes) -> float:
+        """The part of a bucket's collective that only waited for another rank to launch it; 0 where unknown."""
+        return (self.late or {}).get(bucket.index, 0.0)
+
+    def exposed_late_seconds(self, bucket: BucketTimes) -> float:
+        """The part of a bucket's exposed time that is in its ``late_seconds``."""
+        end = min(bucket.done, bucket.launched + self.late_seconds(bucket))
+        return max(0.0, end - max(bucket.launched, bucket.done - bucket.exposed_seconds))
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -72,9 +85,23 @@ def rank_steps(trace: dict[str, Any], iteration: int | None = None, module: int 
     if iteration not in common:
         what = f"iterations {min(common)} to {max(common)}" if common else "no iteration of it"
         raise TraceFileError(f"module {module}, iteration {iteration} is not there: all ranks have {what}")
-    return [
-        RankStep(part, part["modules"][module], by_rank[part["rank"]][iteration]) for part in trace["ranks"]
-    ]
+    steps = [RankStep(part, part["modules"][module], by_rank[part["rank"]][iteration]) for part in trace["ranks"]]
+    if all(part["offset_ns"] is not None for part in trace["ranks"]):
+        _find_late(steps)
+    return steps
+
+
+def _find_late(steps: Sequence[RankStep]) -> None:
+    """A collective transfers nothing before all ranks have launched it: what comes before is a wait for the last."""
+    last: dict[int, float] = {}
+    for step in steps:
+        for bucket in step.times.buckets:
+            last[bucket.index] = max(last.get(bucket.index, -math.inf), step.origin + bucket.launched)
+    for step in steps:
+        step.late = {
+            bucket.index: min(bucket.communication_seconds, last[bucket.index] - (step.origin + bucket.launched))
+            for bucket in step.times.buckets
+        }
 
 
 def _steps(part: dict[str, Any], module: int) -> dict[int, dict[str, Any]]:
@@ -89,9 +116,11 @@ def _steps(part: dict[str, Any], module: int) -> dict[int, dict[str, Any]]:
 def table(steps: Sequence[RankStep]) -> str:
     """The step's parts and exposed communication of each bucket, for every rank; milliseconds."""
     lines = [f"iteration {steps[0].times.iteration}: milliseconds, moments counted from backward's begin"]
-    lines += _aligned([("rank", "step", "forward", "backward", "communication", "exposed"), *_totals(steps)])
+    heading: tuple[str, ...] = ("rank", "step", "forward", "backward", "communication", "exposed", "of it late")
+    lines += _aligned([heading, *_totals(steps)])
     lines += ["", "exposed: the step stood still for it, backward having ended"]
-    heading = ("rank", "bucket", "MiB", "parameters", "ready", "launched", "done", "took", "exposed")
+    lines += ["late: until the last rank had launched it; transfer: from then on, queued behind other buckets or not"]
+    heading = ("rank", "bucket", "MiB", "parameters", "ready", "launched", "done", "late", "transfer", "exposed")
     lines += _aligned([heading, *_bucket_rows(steps)])
     return "\n".join(lines)
 
@@ -101,17 +130,19 @@ def _totals(steps: Sequence[RankStep]) -> Iterator[tuple[str, ...]]:
         times = step.times
         parts = [times.step_seconds, times.forward_seconds, times.backward_seconds]
         parts += [times.communication_seconds, times.exposed_seconds]
-        yield (str(step.rank), *(_ms(part) for part in parts))
+        late = sum(step.exposed_late_seconds(bucket) for bucket in times.buckets)
+        yield (str(step.rank), *(_ms(part) for part in parts), "-" if step.late is None else _ms(late))
 
 
 def _bucket_rows(steps: Sequence[RankStep]) -> Iterator[tuple[str, ...]]:
     for step in steps:
         for bucket in step.times.buckets:
-            seconds = [bucket.ready, bucket.launched, bucket.done]
-            seconds += [bucket.communication_seconds, bucket.exposed_seconds]
+            late = step.late_seconds(bucket)
             size = f"{bucket.nbytes / _MEBIBYTE:.2f}"
             facts = (str(step.rank), str(bucket.index), size, str(len(bucket.parameters)))
-            yield (*facts, *(_ms(value) for value in seconds))
+            moments = (_ms(bucket.ready), _ms(bucket.launched), _ms(bucket.done))
+            parts = ("-" if step.late is None else _ms(late), _ms(bucket.communication_seconds - late))
+            yield (*facts, *moments, *parts, _ms(bucket.exposed_seconds))
 
 
 def _ms(seconds: float) -> str:
@@ -139,8 +170,8 @@ def clocks(trace: dict[str, Any]) -> str:
 # ---- picture
 
 _COLORS = {
-    "forward": "#c9ced6", "backward": "#8fa3bf", "wait": "#d1495b", "gradient": "#30475e",
-    "copy": "#edae49", "collective": "#2a9d8f",
+    "forward": "#c9ced6", "backward": "#8fa3bf", "wait": "#d1495b", "late": "#f0b6bd", "gradient": "#30475e",
+    "copy": "#edae49", "collective": "#2a9d8f", "early": "#b5ddd8",
 }  # fmt: skip
 _ROWS = ("step", "gradients", "pack, unpack", "collectives")
 
@@ -165,16 +196,23 @@ def draw(steps: Sequence[RankStep], paths: Sequence[str | Path]) -> None:
     for axes, step in zip(all_axes[:, 0], steps, strict=True):
         _draw_rank(axes, step, (step.origin - start) * 1e3)
     all_axes[-1, 0].set_xlabel("milliseconds since the first rank's forward began")
-    worst = max(step.times.exposed_seconds for step in steps) * 1e3
-    figure.suptitle(
-        f"Iteration {steps[0].times.iteration}: {len(steps[0].times.buckets)} buckets, "
-        f"{worst:.1f} ms of communication exposed",
-        fontsize=12,
-    )
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    figure.suptitle(_title(steps), fontsize=12)
+    figure.legend(handles=_legend(steps), loc="outside lower center", ncols=8, frameon=False, fontsize=8)
     for path in paths:
         figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _title(steps: Sequence[RankStep]) -> str:
+    """What the slowest rank's step had to do with communication."""
+    worst = max(steps, key=lambda step: step.times.exposed_seconds)
+    communication, exposed = worst.times.communication_seconds * 1e3, worst.times.exposed_seconds * 1e3
+    late = sum(worst.exposed_late_seconds(bucket) for bucket in worst.times.buckets) * 1e3
+    of_it = f", {late:.1f} ms of it for a late rank" if late >= 0.05 else ""
+    return (
+        f"Iteration {worst.times.iteration}: {len(worst.times.buckets)} buckets, {communication:.1f} ms of "
+        f"communication, {exposed:.1f} ms exposed{of_it}"
+    )
 
 
 def _draw_rank(axes: Any, step: RankStep, origin_ms: float) -> None:
@@ -193,15 +231,20 @@ def _draw_rank(axes: Any, step: RankStep, origin_ms: float) -> None:
         colors=_COLORS["gradient"],
     )  # fmt: skip
     for bucket, lane, lanes in _lanes(times.buckets):
-        if bucket.exposed_seconds:
-            bar(0, bucket.done - bucket.exposed_seconds, bucket.exposed_seconds, "wait")
+        late = step.exposed_late_seconds(bucket)
+        if late:
+            bar(0, bucket.done - bucket.exposed_seconds, late, "late")
+        if bucket.exposed_seconds > late:
+            bar(0, bucket.done - bucket.exposed_seconds + late, bucket.exposed_seconds - late, "wait")
         bar(2, bucket.launched - bucket.pack_seconds, bucket.pack_seconds, "copy")
         bar(2, bucket.unpacked - bucket.unpack_seconds, bucket.unpack_seconds, "copy")
         row = 2.65 + 0.7 * (lane + 0.5) / lanes
-        bar(row, bucket.launched, bucket.communication_seconds, "collective", 0.7 / lanes)
+        begin = bucket.launched + step.late_seconds(bucket)  # of the transfer
+        bar(row, bucket.launched, begin - bucket.launched, "early", 0.7 / lanes)
+        bar(row, begin, bucket.done - begin, "collective", 0.7 / lanes)
         if lanes <= 8 and len(times.buckets) <= 40:
             style = {"ha": "center", "va": "center", "fontsize": 7 if lanes <= 3 else 4, "color": "white"}
-            axes.text(origin_ms + (bucket.launched + bucket.done) / 2 * 1e3, row, str(bucket.index), **style)
+            axes.text(origin_ms + (begin + bucket.done) / 2 * 1e3, row, str(bucket.index), **style)
     axes.set_yticks(range(4), _ROWS, fontsize=8)
     axes.set_ylim(3.5, -0.5)
     axes.set_title(f"rank {step.rank}", loc="left", fontsize=9)
@@ -220,13 +263,21 @@ def _lanes(buckets: Sequence[BucketTimes]) -> list[tuple[BucketTimes, int, int]]
     return [(bucket, lane, len(busy_until)) for bucket, lane in placed]
 
 
-def _legend() -> list[Any]:
+def _legend(steps: Sequence[RankStep]) -> list[Any]:
+    """Of what a step consists of; waits for a late rank only where there is one to be seen."""
     from matplotlib.patches import Patch
 
     labels = {
-        "forward": "forward", "backward": "backward", "wait": "waiting (exposed)",
-        "gradient": "gradient arrives", "copy": "pack, unpack", "collective": "collective (bucket)",
+        "forward": "forward", "backward": "backward", "late": "exposed: late rank", "wait": "exposed: transfer",
+        "gradient": "gradient arrives", "copy": "pack, unpack", "early": "collective awaits a rank",
+        "collective": "transfer (bucket)",
     }  # fmt: skip
+    shortest = max(step.times.step_seconds for step in steps) / 500  # in a picture of some thousand pixels
+    pairs = [(step, bucket) for step in steps for bucket in step.times.buckets]
+    if not any(step.exposed_late_seconds(bucket) > shortest for step, bucket in pairs):
+        del labels["late"]
+    if not any(step.late_seconds(bucket) > shortest for step, bucket in pairs):
+        del labels["early"]
     return [Patch(color=_COLORS[key], label=label) for key, label in labels.items()]
 
 

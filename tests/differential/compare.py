@@ -135,11 +135,11 @@ def _show(value: Any) -> str:
 
 
 def _is_mean_of_local(
-    label: str, step: int, theirs: list[Any], ours: list[Any], rounding: tuple[float, float], sparse: bool
+    label: str, step: int, theirs: list[Any], ours: list[Any], rounding: tuple[float, float], divided: bool
 ) -> bool:
     """Torch's ranks disagree on a gradient without a word, and ours agree on the mean of theirs.
 
-    ``sparse``: torch's class may have divided them already, as it does with sparse ones when they arrive.
+    ``divided``: torch's class may have divided them already, as it does with views and sparse ones when they arrive.
     """
     if not label.endswith(".grad"):
         return False
@@ -153,7 +153,7 @@ def _is_mean_of_local(
     local, mean = found
     disagree = any(not np.array_equal(local[0], other) for other in local[1:])
     agree = all(np.array_equal(mean[0], other) for other in mean[1:])
-    divisors = (len(local), 1) if sparse else (len(local),)
+    divisors = (len(local), 1) if divided else (len(local),)
     return disagree and agree and any(np.allclose(sum(local) / by, mean[0], *rounding) for by in divisors)
 
 
@@ -312,7 +312,7 @@ def _judge(program: dict[str, Any], theirs: Results, ours: Results) -> Differenc
 
 def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, bad: int) -> Difference | None:
     hooks = "gradient_as_bucket_view" not in to_json(program)  # there .grad may be half reduced, in torch too
-    tolerance, sparse = _tolerance(program), '"sparse":true' in to_json(program)
+    tolerance, divided = _tolerance(program), not hooks or '"sparse":true' in to_json(program)
     torch_steps = [_by_step(result, hooks) for result in theirs]
     our_steps = [_by_step(result, hooks) for result in ours]
     # Nets of which torch left a gradient local without a word, and ours did not: until it is None again they differ.
@@ -332,7 +332,7 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
                 if label == other and _same(a, b, _amplified(program, label, tolerance)):
                     continue
                 if label == other and not _asks_for_local(program, step, label):
-                    if _is_mean_of_local(label, step, torch_steps, our_steps, _rounding(program), sparse):
+                    if _is_mean_of_local(label, step, torch_steps, our_steps, _rounding(program), divided):
                         corrected.add(label.partition(".")[0])
                         continue
                 if label.partition(".")[0] in corrected and a is None and b is not None and not np.any(b):
@@ -343,7 +343,7 @@ def _compare_numbers(program: dict[str, Any], theirs: Results, ours: Results, ba
                 what = _kind_of(label)
                 if what == "a gradient" and _an_old_forward_waits(program, step):
                     what = "a gradient under no_sync, while an old wrapper's forward waits"
-                elif what == "a gradient" and (not hooks or sparse):
+                elif what == "a gradient" and divided:
                     if _is_local_divided(label, step, torch_steps, our_steps, _rounding(program)):
                         what = "a gradient that was divided and never sent"
                 return Difference("numbers", step, what, detail)

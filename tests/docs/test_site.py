@@ -131,7 +131,10 @@ def test_every_page_in_a_browser(site: Path, address: str) -> None:
                 tab.set_viewport_size({"width": width, "height": height})
                 for scheme in ("light", "dark"):
                     tab.emulate_media(color_scheme=scheme)
-                    wide, window, background = tab.evaluate(MEASURE)
+                    wide, window, background, broken, glaring = tab.evaluate(MEASURE)
+                    wrong += [f"{tab.url}: {word!r} of a heading is broken at {width} pixels" for word in broken]
+                    if scheme == "dark":
+                        wrong += [f"{tab.url}: {picture} is as bright as by day" for picture in glaring]
                     if wide > window:
                         wrong.append(f"{tab.url}: {wide} pixels wide, the window has {window}")
                     if (brightness(background) > 128) != (scheme == "light"):
@@ -140,8 +143,26 @@ def test_every_page_in_a_browser(site: Path, address: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-MEASURE = """[document.documentElement.scrollWidth, document.documentElement.clientWidth,
-              getComputedStyle(document.body).backgroundColor]"""
+# The page's width and the window's, its background, words of headings that stand on two lines, pictures as drawn.
+MEASURE = """(() => {
+    const broken = [];
+    for (const heading of document.querySelectorAll("article h1, article h2, article h3")) {
+        const texts = document.createTreeWalker(heading, NodeFilter.SHOW_TEXT);
+        while (texts.nextNode()) {
+            for (const word of texts.currentNode.data.matchAll(/[^\\s\\-/_]+/g)) {
+                const range = document.createRange();
+                range.setStart(texts.currentNode, word.index);
+                range.setEnd(texts.currentNode, word.index + word[0].length);
+                if (new Set([...range.getClientRects()].map(line => Math.round(line.top))).size > 1)
+                    broken.push(word[0]);
+            }
+        }
+    }
+    const glaring = [...document.querySelectorAll("article img")].filter(
+        picture => getComputedStyle(picture).filter == "none").map(picture => picture.getAttribute("src"));
+    return [document.documentElement.scrollWidth, document.documentElement.clientWidth,
+            getComputedStyle(document.body).backgroundColor, broken, glaring];
+})()"""
 
 
 def failed(wrong: list[str], page: str, request: object) -> None:

@@ -15,6 +15,7 @@ import torch
 from minddp import timeline
 from minddp.timeline import Trace, recording, step_times
 from minddp.timeline.recording import after_step
+from minddp.timeline.report import draw, rank_steps
 
 MS = 1_000_000
 
@@ -266,10 +267,51 @@ def test_the_command_prints_exposed_time_per_bucket_and_draws(tmp_path, capsys):
     assert timeline.main([str(path), "--iteration", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("iteration 2")
-    assert lines[2].split() == ["0", "46.00", "10.00", "20.00", "29.00", "10.00"]
-    assert [line.split()[-1] for line in lines[6:9]] == ["0.00", "4.00", "6.00"]
+    assert lines[2].split() == ["0", "46.00", "10.00", "20.00", "29.00", "10.00", "0.00"]
+    assert [line.split()[-1] for line in lines[7:10]] == ["0.00", "4.00", "6.00"]
     assert (tmp_path / "t.png").stat().st_size > 5000
     assert "<svg" in (tmp_path / "t.svg").read_text()
+
+
+def two_ranks(offset: int | None = 0) -> dict[str, Any]:
+    """Rank 1 does all that rank 0 does, 12 ms later; ``offset``: what its clock is ahead of rank 0's."""
+    module = {"parameter_names": ["a.weight", "b.weight", "c.weight"]}
+    ranks = [
+        {"rank": 0, "offset_ns": 0, "error_ns": 0, "modules": [{**module, "steps": [step()]}]},
+        {"rank": 1, "offset_ns": offset, "error_ns": 0, "modules": [{**module, "steps": [step(start=12 * MS)]}]},
+    ]
+    return {"world_size": 2, "missing_ranks": [], "ranks": ranks}
+
+
+def test_waiting_for_a_late_rank_is_no_transfer():
+    lines = timeline.table(rank_steps(two_ranks())).splitlines()
+    # The step stands still for 4 + 6 ms; the last 3 of them, from 41 to 44, rank 1 takes part in bucket 2.
+    assert [line.split()[-2:] for line in lines[2:4]] == [["10.00", "5.00"], ["10.00", "0.00"]]
+    assert [line.split()[-3:] for line in lines[8:11]] == [
+        ["10.00", "0.00", "0.00"], ["12.00", "2.00", "4.00"], ["12.00", "3.00", "6.00"],
+    ]  # fmt: skip
+    assert [line.split()[-3] for line in lines[11:14]] == ["0.00", "0.00", "0.00"]
+
+
+def test_a_clock_that_is_ahead_makes_no_rank_late():
+    lines = timeline.table(rank_steps(two_ranks(12 * MS))).splitlines()
+    assert [line.split()[-1] for line in lines[2:4]] == ["0.00", "0.00"]
+
+
+def test_without_aligned_clocks_nobody_is_said_to_be_late():
+    lines = timeline.table(rank_steps(two_ranks(None))).splitlines()
+    assert [line.split()[-1] for line in lines[2:4]] == ["-", "-"]
+    assert [line.split()[-3] for line in lines[8:11]] == ["-", "-", "-"]
+
+
+def test_the_picture_shows_who_waits_for_a_late_rank(tmp_path):
+    pytest.importorskip("matplotlib")
+    late, aligned = tmp_path / "late.svg", tmp_path / "aligned.svg"
+    draw(rank_steps(two_ranks()), [late])
+    draw(rank_steps(two_ranks(12 * MS)), [aligned])
+    assert "29.0 ms of communication, 10.0 ms exposed, 5.0 ms of it for a late rank" in late.read_text()
+    assert "exposed: late rank" in late.read_text()
+    assert "late rank" not in aligned.read_text()
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"minddp": 3}', '{"minddp": {"ranks": []}}'])
