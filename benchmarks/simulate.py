@@ -261,15 +261,21 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_scaling(title: str, results: list[tuple[Topology, list[ScalingPoint]]], path: Path) -> None:
-    """Above: efficiency against ranks, a column a topology. Below: step time against bucket size."""
+def draw_scaling(
+    title: str, results: list[tuple[Topology, list[ScalingPoint]]], nbytes: int, path: Path
+) -> None:
+    """Above: efficiency against ranks, a column a topology. Below: step time against bucket size.
+
+    ``nbytes``: of all gradients.
+    """
     figure, rows = pyplot().subplots(2, len(results), figsize=(4.2 * len(results), 7.2), sharey="row")
     for column, (topology, points) in enumerate(results):
         draw_efficiency(rows[0][column], topology, points)
-        draw_bucket_sizes(rows[1][column], points)
+        draw_bucket_sizes(rows[1][column], points, nbytes)
     rows[0][0].set_ylabel("weak-scaling efficiency")
     rows[1][0].set_ylabel("simulated step, ms")
     rows[0][0].legend(fontsize=8)
+    rows[1][len(results) // 2].legend(fontsize=7)
     figure.suptitle(title)
     figure.tight_layout()
     save_figure(figure, path)
@@ -288,22 +294,18 @@ def draw_efficiency(axes: Any, topology: Topology, points: list[ScalingPoint]) -
     axes.set(xlabel="ranks", ylim=(0, 1.02), title=topology.name)
 
 
-def draw_bucket_sizes(axes: Any, points: list[ScalingPoint]) -> None:
+def draw_bucket_sizes(axes: Any, points: list[ScalingPoint], nbytes: int) -> None:
+    """A line for uniform caps, and a triangle where the plan's mean bucket is."""
     shown = [p for p in points if p.ranks in (2, 16, 128, 1024, 4096)]
     for shade, point in enumerate(shown, 1):
         caps = [cap / MIB for cap in point.uniform_seconds]
         seconds = [1e3 * s for s in point.uniform_seconds.values()]
-        color = (0.1, 0.2, 0.9, shade / len(shown))
-        axes.plot(caps, seconds, color=color, label=f"{point.ranks} ranks")
-        axes.plot(
-            caps[-1],
-            1e3 * point.planned_seconds,
-            marker="<",
-            color=COLORS["planned"],
-            alpha=shade / len(shown),
-        )
-    axes.set(xscale="log", yscale="log", xlabel="uniform bucket size, MiB (planned: triangles)")
-    axes.legend(fontsize=7)
+        alpha = shade / len(shown)
+        axes.plot(caps, seconds, color=(0.1, 0.2, 0.9, alpha), label=f"{point.ranks} ranks, uniform")
+        place = (nbytes / point.planned_buckets / MIB, 1e3 * point.planned_seconds)
+        planned = "planned, at the mean of its buckets" if point is shown[-1] else None
+        axes.plot(*place, marker="^", ls="", color=COLORS["planned"], alpha=alpha, label=planned)
+    axes.set(xscale="log", yscale="log", xlabel="bucket size, MiB")
 
 
 # ---- command line
@@ -354,7 +356,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{data['model']}, compute x{options.speedup:g}, a hop of {1e6 * hop.latency_seconds:.3g} us "
         f"and {8e-9 / hop.seconds_per_byte:.3g} Gbit/s, stragglers' sigma {options.sigma:g}"
     )
-    draw_scaling(title, results, options.out / f"{name}-scaling")
+    draw_scaling(title, results, sum(data["nbytes"]), options.out / f"{name}-scaling")
     return 0
 
 
