@@ -12,13 +12,17 @@ def average_gradients(model: nn.Module) -> None:
 def cut(nbytes: list[int], cap: int) -> list[list[int]]:
     """2. Indices by bucket, from the last one to the first; a bucket closes once it holds ``cap`` bytes or more.
 
-    So do the reducer's (tutorial 02's close before they would hold more). No parameters: no bucket.
+    ``cut([4, 4, 4], 8) == [[2, 1], [0]]``. Tutorial 02's buckets close before they would hold more than the cap; the
+    reducer's close as these do, but are cut from the first parameter on. No parameters: no bucket.
     """
     raise NotImplementedError("exercise 2")
 
 
 def launch_times(ready: list[float]) -> list[float]:
-    """3. When each bucket leaves, if bucket i is complete at ``ready[i]``, and buckets leave in order."""
+    """3. When each bucket leaves, if bucket i is complete at ``ready[i]``, and buckets leave in order.
+
+    ``launch_times([3.0, 1.0]) == [3.0, 3.0]``.
+    """
     raise NotImplementedError("exercise 3")
 
 

@@ -114,7 +114,10 @@ Ranks for tests
 def order_page(title: str, text: str, paths: list[str], layout: Layout) -> str:
     """A page that lists annotated files in reading order. REQUIRES: it stands in the folder source/."""
     names = [layout.pages[path].removeprefix("source/") for path in paths]
-    rows = [f"{place}. [`{path}`]({name}.md)" for place, (path, name) in enumerate(zip(paths, names), 1)]
+    rows = [
+        f"{place}. [`{path}`]({name}.md). {source.first_sentence(path)}"
+        for place, (path, name) in enumerate(zip(paths, names), 1)
+    ]
     toctree = "```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n"
     return f"# {title}\n\n{text}\n\n" + "\n".join(rows) + "\n\n" + toctree
 

@@ -97,7 +97,8 @@ def phases() -> str:
         parts += _phase_arrow(number, begin, end, place, taken, top, width, gap)
     below = top + 44 + 34 * reach + 36
     for number, move in enumerate(moves, 1):
-        parts.append(words(20, below + 20 * number, f"{number}   {move.text}", 13))
+        drawn = "" if move.begins and move.end else " (no arrow)"
+        parts.append(words(20, below + 20 * number, f"{number}   {move.text}{drawn}", 13))
     total = max(40 + len(names) * (width + gap) - gap, 20 + 7 * max(len(move.text) for move in moves))
     says = "The phases of an iteration and what leads from one to another"
     return svg(total, below + 20 + 20 * len(moves), parts, says)

@@ -87,11 +87,13 @@ def worded_in_errors_h() -> Iterator[Message]:
         end = text.index("\n}", function.end())
         body = text[function.end() : end]
         begin = text.count("\n", 0, function.start(2)) + 1
+        part = len(re.findall(rf"\b{name}\(", text)) > 1  # another function's message contains it
         cause = " ".join(line.lstrip("/ ").strip() for line in comment.splitlines())
         for statement in re.finditer(r"(?:if \(([^)]*)\)\s+)?return\s+(?=\"|c10::str)", body):
             value = body[statement.end() : end_of_statement(body, statement.end())]
             when = statement[1] or ""
-            yield Message("RuntimeError", worded([value]), path, begin, name, cause or when.replace("cause == ", ""))
+            kind = "Part of a RuntimeError" if part else "RuntimeError"
+            yield Message(kind, worded([value]), path, begin, name, cause or when.replace("cause == ", ""))
 
 
 def raised_in_cpp() -> Iterator[Message]:

@@ -19,6 +19,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "launching": "docs/launching.md",
         "configuration": "",
         "troubleshooting": "docs/troubleshooting.md",
+        "timeline": "docs/timeline.md",
         "errors": "",
     },
     "Learn": {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 import re
 import tomllib
@@ -141,6 +142,8 @@ def prose(lines: list[str]) -> str:
         if re.fullmatch(r"\s*[-=]{3,}\s*", line):
             continue  # a rule between parts of a file
         line = re.sub(r"^-{3,} (.*?) -{3,}$", r"\1", line)
+        if re.match(r"-{3,} \w", line):
+            continue  # the name of what follows, up to the next such line
         if line.strip():
             paragraphs[-1].append(line)
         elif paragraphs[-1]:
@@ -202,6 +205,18 @@ def render(path: str, page: str, layout: Layout, source: Path) -> str:
     return "\n".join([*body, held_by(path, text)])
 
 
+def first_sentence(path: str) -> str:
+    """What a file says of itself first, as Markdown; "" where it begins with code."""
+    text = (ROOT / path).read_text()
+    if path.endswith(".py"):
+        lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
+    else:
+        begin = itertools.takewhile(lambda line: line.startswith("//"), text.splitlines())
+        lines = [line.removeprefix("//").strip() for line in begin]
+    paragraph = " ".join(itertools.takewhile(str.strip, lines))
+    return _escape(re.split(r"(?<=[.?])\s", paragraph)[0])
+
+
 @functools.cache
 def _mutants() -> list[dict[str, Any]]:
     return list(tomllib.loads(MUTANTS.read_text())["mutant"])
@@ -216,10 +231,14 @@ def held_by(path: str, text: str) -> str:
         tests = ", ".join(
             f"`{name}` in `{file}`" for file, _, name in (test.partition("::") for test in mutant["tests"])
         )
-        lines.append(f"* line {line}. {_escape(mutant['fault'])} Noticed by {tests}.\n")
+        lines.append(f"* line {line}. {_escape(mutant['fault'])} Noticed at least by {tests}.\n")
     if not lines:
         return ""
-    head = "`make mutants` plants each of these faults here, and fails unless a test notices it.\n\n"
+    file, _, name = planted[0]["tests"][0].partition("::")
+    head = (
+        "`make mutants` plants each of these faults here, and fails unless a test notices it. To run one of the "
+        f"tests: `python -m pytest {file} -k {name.partition('[')[0]}`.\n\n"
+    )
     return f"## Tests that hold it\n\n{head}{''.join(lines)}"
 
 

@@ -115,11 +115,11 @@ def _steps(part: dict[str, Any], module: int) -> dict[int, dict[str, Any]]:
 
 def table(steps: Sequence[RankStep]) -> str:
     """The step's parts and exposed communication of each bucket, for every rank; milliseconds."""
-    lines = [f"iteration {steps[0].times.iteration}: milliseconds, moments counted from backward's begin"]
+    lines = [f"iteration {steps[0].times.iteration}: milliseconds; moments since the rank's own backward began"]
     heading: tuple[str, ...] = ("rank", "step", "forward", "backward", "communication", "exposed", "of it late")
     lines += _aligned([heading, *_totals(steps)])
     lines += ["", "exposed: the step stood still for it, backward having ended"]
-    lines += ["late: until the last rank had launched it; transfer: from then on, queued behind other buckets or not"]
+    lines += ["late: until the last rank had launched it; transfer: from then on, waiting for other buckets included"]
     heading = ("rank", "bucket", "MiB", "parameters", "ready", "launched", "done", "late", "transfer", "exposed")
     lines += _aligned([heading, *_bucket_rows(steps)])
     return "\n".join(lines)
@@ -193,8 +193,9 @@ def draw(steps: Sequence[RankStep], paths: Sequence[str | Path]) -> None:
         len(steps), 1, sharex=True, squeeze=False, figsize=(11, 0.9 + 1.9 * len(steps)), layout="constrained"
     )
     start = min(step.origin - step.times.forward_seconds for step in steps)
+    lanes = _lanes(steps)
     for axes, step in zip(all_axes[:, 0], steps, strict=True):
-        _draw_rank(axes, step, (step.origin - start) * 1e3)
+        _draw_rank(axes, step, (step.origin - start) * 1e3, lanes)
     all_axes[-1, 0].set_xlabel("milliseconds since the first rank's forward began")
     figure.suptitle(_title(steps), fontsize=12)
     figure.legend(handles=_legend(steps), loc="outside lower center", ncols=8, frameon=False, fontsize=8)
@@ -204,20 +205,20 @@ def draw(steps: Sequence[RankStep], paths: Sequence[str | Path]) -> None:
 
 
 def _title(steps: Sequence[RankStep]) -> str:
-    """What the slowest rank's step had to do with communication."""
+    """Of the rank that stood still for longest."""
     worst = max(steps, key=lambda step: step.times.exposed_seconds)
     communication, exposed = worst.times.communication_seconds * 1e3, worst.times.exposed_seconds * 1e3
     late = sum(worst.exposed_late_seconds(bucket) for bucket in worst.times.buckets) * 1e3
     of_it = f", {late:.1f} ms of it for a late rank" if late >= 0.05 else ""
     return (
-        f"Iteration {worst.times.iteration}: {len(worst.times.buckets)} buckets, {communication:.1f} ms of "
-        f"communication, {exposed:.1f} ms exposed{of_it}"
+        f"Iteration {worst.times.iteration}: {len(worst.times.buckets)} buckets; rank {worst.rank}: "
+        f"{communication:.1f} ms of communication, {exposed:.1f} ms exposed{of_it}"
     )
 
 
-def _draw_rank(axes: Any, step: RankStep, origin_ms: float) -> None:
-    """Bars of one rank; ``origin_ms`` is where its backward began."""
-    times = step.times
+def _draw_rank(axes: Any, step: RankStep, origin_ms: float, lanes: dict[int, int]) -> None:
+    """Bars of one rank; ``origin_ms`` is where its backward began, ``lanes`` where each bucket's bar lies."""
+    times, count = step.times, 1 + max(lanes.values(), default=0)
 
     def bar(row: float, begin: float, length: float, color: str, height: float = 0.7) -> None:
         place = {"left": origin_ms + begin * 1e3, "width": length * 1e3, "height": height}
@@ -230,7 +231,7 @@ def _draw_rank(axes: Any, step: RankStep, origin_ms: float) -> None:
         [origin_ms + moment * 1e3 for moment in step.ready], lineoffsets=1, linelengths=0.7, linewidths=0.6,
         colors=_COLORS["gradient"],
     )  # fmt: skip
-    for bucket, lane, lanes in _lanes(times.buckets):
+    for bucket in times.buckets:
         late = step.exposed_late_seconds(bucket)
         if late:
             bar(0, bucket.done - bucket.exposed_seconds, late, "late")
@@ -238,12 +239,12 @@ def _draw_rank(axes: Any, step: RankStep, origin_ms: float) -> None:
             bar(0, bucket.done - bucket.exposed_seconds + late, bucket.exposed_seconds - late, "wait")
         bar(2, bucket.launched - bucket.pack_seconds, bucket.pack_seconds, "copy")
         bar(2, bucket.unpacked - bucket.unpack_seconds, bucket.unpack_seconds, "copy")
-        row = 2.65 + 0.7 * (lane + 0.5) / lanes
+        row = 2.65 + 0.7 * (lanes[bucket.index] + 0.5) / count
         begin = bucket.launched + step.late_seconds(bucket)  # of the transfer
-        bar(row, bucket.launched, begin - bucket.launched, "early", 0.7 / lanes)
-        bar(row, begin, bucket.done - begin, "collective", 0.7 / lanes)
-        if lanes <= 8 and len(times.buckets) <= 40:
-            style = {"ha": "center", "va": "center", "fontsize": 7 if lanes <= 3 else 4, "color": "white"}
+        bar(row, bucket.launched, begin - bucket.launched, "early", 0.7 / count)
+        bar(row, begin, bucket.done - begin, "collective", 0.7 / count)
+        if count <= 8 and len(times.buckets) <= 40:
+            style = {"ha": "center", "va": "center", "fontsize": 7 if count <= 3 else 5, "color": "white"}
             axes.text(origin_ms + (begin + bucket.done) / 2 * 1e3, row, str(bucket.index), **style)
     axes.set_yticks(range(4), _ROWS, fontsize=8)
     axes.set_ylim(3.5, -0.5)
@@ -252,15 +253,21 @@ def _draw_rank(axes: Any, step: RankStep, origin_ms: float) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _lanes(buckets: Sequence[BucketTimes]) -> list[tuple[BucketTimes, int, int]]:
-    """(bucket, its lane, number of lanes): collectives under way together get lanes of their own."""
-    busy_until: list[float] = []
-    placed = []
-    for bucket in buckets:
-        lane = next((i for i, end in enumerate(busy_until) if end <= bucket.launched), len(busy_until))
-        busy_until[lane : lane + 1] = [bucket.done]
-        placed.append((bucket, lane))
-    return [(bucket, lane, len(busy_until)) for bucket, lane in placed]
+def _lanes(steps: Sequence[RankStep]) -> dict[int, int]:
+    """Each bucket's lane, the same on all ranks: collectives under way together on some rank have different ones."""
+    flights: dict[int, list[tuple[int, float, float]]] = {}
+    for step in steps:
+        for bucket in step.times.buckets:
+            flights.setdefault(bucket.index, []).append((step.rank, bucket.launched, bucket.done))
+    lanes: dict[int, int] = {}
+    busy: list[dict[int, float]] = []  # by lane: until when each rank's is taken
+    for index, flight in sorted(flights.items()):
+        free = (i for i, ends in enumerate(busy) if all(ends.get(r, -math.inf) <= begin for r, begin, _ in flight))
+        lanes[index] = next(free, len(busy))
+        if lanes[index] == len(busy):
+            busy.append({})
+        busy[lanes[index]].update({rank: end for rank, _, end in flight})
+    return lanes
 
 
 def _legend(steps: Sequence[RankStep]) -> list[Any]:

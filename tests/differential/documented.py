@@ -15,7 +15,10 @@ These are the differences that are meant; any other fails the test. The page is 
 tests.differential.documented`, from `tests/differential/differences.toml`.
 
 Beyond them: where torch goes on with gradients that are local to a rank, without a word, minddp averages them or
-raises on every rank that would use them; and where torch raises, minddp may work.
+raises on every rank that would use them; and where torch raises, minddp may work. A few words are the
+[glossary](glossary.md)'s: local gradient, past the wrapper, gradient view. A forward *waits* until a backward comes
+through its outputs. Some of these programs make ranks call different collectives: Gloo ends a process that gets more
+of another rank's data than it expects.
 """
 
 

@@ -241,6 +241,16 @@ def reading_hooks(wrap, rank):
     return seen
 
 
+def changing_hooks(wrap, rank):
+    """What a hook of the program's changes in ``.grad`` is sent."""
+    model, seen = wrap(mlp()), []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1 + rank))
+    for i in range(3):
+        train(model, rank, i, seen)
+    return seen
+
+
 def accumulated(wrap, rank):
     model, seen = wrap(mlp()), []
     for i in range(3):
@@ -343,8 +353,8 @@ PROGRAMS = {
         gan, gan_not_frozen, attack, attack_on_one_rank, attack_by_inputs, saliency_before_step, jacobian,
         hessian_vector, gradient_penalty, gradient_penalty_alone, probed_on_one_rank,
         second_wrapper, made_again, penalty_on_weights,
-        reading_hooks, accumulated, no_sync_around_forward_alone, two_modules_one_loss, chained_modules,
-        joined_together,
+        reading_hooks, changing_hooks, accumulated, no_sync_around_forward_alone, two_modules_one_loss,
+        chained_modules, joined_together,
     )
 }  # fmt: skip
 PROGRAMS["checkpointed_reentrant"] = checkpointed(True)

@@ -15,7 +15,7 @@ import torch
 from minddp import timeline
 from minddp.timeline import Trace, recording, step_times
 from minddp.timeline.recording import after_step
-from minddp.timeline.report import draw, rank_steps
+from minddp.timeline.report import _lanes, draw, rank_steps
 
 MS = 1_000_000
 
@@ -309,9 +309,16 @@ def test_the_picture_shows_who_waits_for_a_late_rank(tmp_path):
     late, aligned = tmp_path / "late.svg", tmp_path / "aligned.svg"
     draw(rank_steps(two_ranks()), [late])
     draw(rank_steps(two_ranks(12 * MS)), [aligned])
-    assert "29.0 ms of communication, 10.0 ms exposed, 5.0 ms of it for a late rank" in late.read_text()
+    assert "rank 0: 29.0 ms of communication, 10.0 ms exposed, 5.0 ms of it for a late rank" in late.read_text()
     assert "exposed: late rank" in late.read_text()
     assert "late rank" not in aligned.read_text()
+
+
+def test_a_bucket_lies_in_the_same_lane_on_all_ranks():
+    assert _lanes(rank_steps(two_ranks())) == {0: 0, 1: 1, 2: 0}
+    slow = two_ranks()  # on rank 1 buckets 0 and 2 are under way together
+    slow["ranks"][1]["modules"][0]["steps"][0]["buckets"][0]["done_ns"] += 5 * MS
+    assert _lanes(rank_steps(slow)) == {0: 0, 1: 1, 2: 2}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"minddp": 3}', '{"minddp": {"ranks": []}}'])
