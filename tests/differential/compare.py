@@ -178,8 +178,10 @@ def _net_of(program: dict[str, Any], w: int) -> int:
 
 def _asks_for_local(program: dict[str, Any], step: int, label: str) -> bool:
     """Whether a net's gradients are meant to be local, of forwards under no_sync or past the wrapper: since zero_grad
-    and the last backward that averages what there is. A loss of such a forward and of another one is averaged."""
+    and the last backward that averages what there is. A loss of such a forward and of another one is averaged, and a
+    backward past a wrapper whose forward waits for one."""
     local = False
+    waiting: set[int] = set()
     found = re.match(r"net(\d+)\.", label)
     net = int(found[1]) if found else None
     for verb, a, ways in _backwards(program, step):
@@ -187,14 +189,19 @@ def _asks_for_local(program: dict[str, Any], step: int, label: str) -> bool:
             local = False
         elif verb == "backward" and a.get("inputs") != "x":  # which comes to no parameter
             own = [way for way in ways if _net_of(program, way[0]) == net]
-            stay = [sync is False or via != "ddp" for _, via, sync in own or ways]
+            stay = [sync is False or (via != "ddp" and w not in waiting) for w, via, sync in own or ways]
             local = all(stay) if own else any(stay)
+            waiting -= {w for w, _, _ in ways}
+        elif verb == "forward" and ways[0][1:] == ("ddp", True):
+            waiting.add(ways[0][0])
     return local
 
 
 def _an_old_forward_waits(program: dict[str, Any], step: int) -> bool:
     """Whether a backward under no_sync since zero_grad found a forward of the wrapper before, which may be alive."""
     waiting: set[int] = set()
+    # Where a hook raises backward ends early, and the forward may go on waiting.
+    raising = {a.get("w", 0) for verb, a in program["steps"] if verb == "hook" and a.get("fail")}
     old: set[int] = set()
     found = False
     for verb, a, ways in _backwards(program, step):
@@ -205,7 +212,7 @@ def _an_old_forward_waits(program: dict[str, Any], step: int) -> bool:
         elif verb == "backward":
             found = found or any(w in old and not sync for w, _, sync in ways)
             if a.get("inputs") != "x":  # which comes to no parameter
-                waiting -= {w for w, via, _ in ways if via == "ddp"}
+                waiting -= {w for w, via, _ in ways if via == "ddp" and w not in raising}
         elif verb == "zero":
             found = False
     return found

@@ -96,6 +96,7 @@ def _second_backward(rank, world_size):
         ddp.zero_grad()
         loss = ddp(_data(rank)).pow(2).sum()
         loss.backward(retain_graph=True)
+        _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r)]))
         loss.backward()
         _check(ddp, [2 * g for g in _mean_of(ddp.module, world_size, lambda r: [_data(r)])])
 
