@@ -242,7 +242,9 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   if (backward_.origin != Origin::kSynchronized) return;
   refuse_shared_view(index);
   if (phase_ != Phase::kBackward) begin_iteration();
-  if (used_map_.known_unused(index)) fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
+  if (contribution.defined() && used_map_.gets_no_gradient(index))
+    fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
+  if (used_map_.known_unused(index)) return;
   if (!backward_.has(torch::autograd::get_current_graph_task_id())) usage_.nested[index] = 1;
   trace_->ready[index] = Trace::now();
   switch (usage_.note_arrival(index)) {
@@ -384,8 +386,8 @@ void Reducer::finalize_backward_manual() {
 // In launch order: what was launched first has had the most time, and the rest goes on while it is unpacked. What
 // other ranks used is known only now, and decides which gradients are made at all.
 void Reducer::finalize_backward() {
-  std::vector<int32_t> used =
-      used_map_.globally_used(usage_.local_used_map, [&](Future& future) { wait(future, buckets_.size()); });
+  auto waiting = [&](Future& future) { wait(future, buckets_.size()); };
+  std::vector<int32_t> used = used_map_.globally_used(usage_.local_used_map, usage_.arrivals, waiting);
   const double scale = post_scale();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     Bucket& bucket = buckets_[i];

@@ -31,11 +31,11 @@ class UsedMap {
 
   GraphMode mode() const { return mode_; }
   bool decided() const { return !static_used_.empty(); }  // kStatic, after the first iteration
-  bool absence_is_fine() const {
-    return mode_ == GraphMode::kFindUnused || (mode_ == GraphMode::kStatic && !decided());
-  }
-  // kStatic, after the first iteration: this rank did not use it then.
+  bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
+  // kStatic, after the first iteration: on this rank backward did not come to it then.
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
+  // The same, or backward came to it, and no rank got a gradient: a function of autograd's gave None for it.
+  bool gets_no_gradient(size_t index) const { return known_unused(index) || (decided() && !static_used_[index]); }
 
   // Returns when the collective, if there is to be one, is on its way; nothing here waits for `device`.
   void send(c10d::ProcessGroup& group, const Map& local, at::Device device) {
@@ -55,13 +55,13 @@ class UsedMap {
     at::Tensor map = sum_.cpu();
     return {map.const_data_ptr<int32_t>(), map.const_data_ptr<int32_t>() + map.numel()};
   }
-  // Nonzero for parameters whose gradient some rank has, at the end of a synchronized backward.
-  Map globally_used(const Map& local, const Wait& wait) {
+  // Nonzero for parameters whose gradient some rank has, at the end of a synchronized backward. `arrivals`: how often
+  // backward came to each here, with a gradient or without.
+  Map globally_used(const Map& local, const Map& arrivals, const Wait& wait) {
     if (mode_ == GraphMode::kAllUsed) return Map(local.size(), 1);
     if (decided()) return static_used_;
-    bool all_here = std::find(local.begin(), local.end(), 0) == local.end();
-    if (mode_ == GraphMode::kFindUnused) return all_here ? local : sum(local, wait);
-    static_here_ = local;
+    if (mode_ == GraphMode::kFindUnused) return std::ranges::count(local, 0) ? sum(local, wait) : local;
+    for (size_t i = 0; i < local.size(); ++i) static_here_.push_back(local[i] + arrivals[i]);
     return static_used_ = sum(local, wait);
   }
   // kStatic, on a rank without a backward of its own in the first iteration: it is taken to use what others do.

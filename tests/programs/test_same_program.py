@@ -185,6 +185,47 @@ def probed_on_one_rank(wrap, rank):
     return seen
 
 
+class StraightThrough(torch.autograd.Function):
+    """The row of ``book`` that is nearest; backward passes its gradient on to ``x``, and gives None for ``book``."""
+
+    @staticmethod
+    def forward(ctx, x, book):
+        return book[torch.cdist(x, book).argmin(1)]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Quantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.book, self.head = nn.Linear(4, 4), nn.Parameter(torch.randn(6, 4)), nn.Linear(4, 2)
+
+    def forward(self, x, quantize=True):
+        h = self.encoder(x)
+        return self.head(StraightThrough.apply(h, self.book) if quantize else h * self.book.sum())
+
+
+def codebook(wrap, rank):
+    """Backward comes to a parameter in every iteration, and never brings it a gradient."""
+    model, seen = wrap(Quantized()), []
+    for i in range(4):
+        train(model, rank, i, seen)
+    return seen
+
+
+def codebook_on_one_rank(wrap, rank):
+    """On one rank or the other, in turn, the parameter gets a gradient."""
+    model, seen = wrap(Quantized()), []
+    for i in range(4):
+        model.zero_grad()
+        model(batch(rank, i), quantize=(rank + i) % 2 == 0).pow(2).sum().backward()
+        seen += grads(model)
+    return seen
+
+
 def second_wrapper(wrap, rank):
     base, seen = mlp(), []
     first, second = wrap(base), wrap(base)
@@ -244,8 +285,12 @@ def reading_hooks(wrap, rank):
 def changing_hooks(wrap, rank):
     """What a hook of the program's changes in ``.grad`` is sent."""
     model, seen = wrap(mlp()), []
+
+    def scale(p):
+        p.grad.mul_(1 + rank)
+
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1 + rank))
+        p.register_post_accumulate_grad_hook(scale)
     for i in range(3):
         train(model, rank, i, seen)
     return seen
@@ -353,8 +398,8 @@ PROGRAMS = {
         gan, gan_not_frozen, attack, attack_on_one_rank, attack_by_inputs, saliency_before_step, jacobian,
         hessian_vector, gradient_penalty, gradient_penalty_alone, probed_on_one_rank,
         second_wrapper, made_again, penalty_on_weights,
-        reading_hooks, changing_hooks, accumulated, no_sync_around_forward_alone, two_modules_one_loss,
-        chained_modules, joined_together,
+        reading_hooks, changing_hooks, codebook, codebook_on_one_rank, accumulated,
+        no_sync_around_forward_alone, two_modules_one_loss, chained_modules, joined_together,
     )
 }  # fmt: skip
 PROGRAMS["checkpointed_reentrant"] = checkpointed(True)
