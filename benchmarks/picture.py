@@ -3,8 +3,8 @@
 Trains an MLP of 11 equal layers on ranks joined by a shaped link; a barrier before each step lets the ranks begin
 together. Of the steps that were recorded, the one whose length is the median is printed as a table, and drawn.
 
-    python benchmarks/picture.py                      # two ranks, 1 Gbit/s; needs root. Draws docs/timeline.png
-    python benchmarks/picture.py --link 4gbit --output step.svg
+    python benchmarks/picture.py                      # two ranks, 2 Gbit/s; needs root. Draws docs/timeline.png
+    python benchmarks/picture.py --link 1gbit --output step.svg
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _record(rank: int, world_size: int, path: str) -> None:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--link", default="1gbit", help="bandwidth between ranks (default: 1gbit); needs root")
+    parser.add_argument("--link", default="2gbit", help="bandwidth between ranks (default: 2gbit); needs root")
     parser.add_argument("--output", type=Path, default=PICTURE, help=".png or .svg")
     options = parser.parse_args()
 

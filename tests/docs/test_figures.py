@@ -92,11 +92,12 @@ def test_bucket_sizes() -> None:
             summary.times[Point(*key)].median
             for key in (("minddp", "auto"), ("minddp", "default"), ("torch", "default"))
         )
-        best = summary.best("minddp")
+        best, torchs_best = summary.best("minddp"), summary.best("torch")
         predicted = _predicted_seconds(summary, Point("minddp", "auto"))
-        assert best is not None and predicted is not None
+        assert best is not None and torchs_best is not None and predicted is not None
         pairs = [
             (auto, best[1].median),
+            (auto, torchs_best[1].median),
             (auto, summary.times[Point("minddp", 25.0)].median),
             (auto, torchs),
             (default, torchs),
@@ -119,6 +120,15 @@ def test_the_simulator() -> None:
     assert sentence is not None and len(errors) == 7
     assert_shown(sentence[1], [100 * errors[-1]])
     assert_shown(sentence[2], [100 * statistics.median(errors)])
+
+
+def test_shared_memory() -> None:
+    measured = json.loads((RESULTS / "shm.json").read_text())["collectives"]
+    (rows,) = [found["rows"] for found in measured if found["bytes"] == 32 * 2**20 and found["ranks"] == 2]
+    said = re.search(r"an all-reduce of 32 MB: ([\d.]+) times as fast, ([\d.]+) times where the tensor", README)
+    assert said is not None
+    for figure, variant in zip(said.groups(), ("shm", "shared"), strict=True):
+        assert_shown(figure, [rows[variant]["speedup"]["median"]])
 
 
 def test_the_page_is_up_to_date() -> None:

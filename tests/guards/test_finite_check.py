@@ -117,6 +117,15 @@ def test_a_nan_of_an_earlier_micro_batch():
         run_ranks(_accumulated, 2)
 
 
+def _steps(other, optimizer):
+    """A model of its own is not skipped with another one."""
+    before = other.weight.detach().clone()
+    other(torch.ones(2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not torch.equal(before, other.weight)
+
+
 def _modes(rank, world_size):
     """One NaN on rank 1 in the third of five steps, by mode; momentum and weight decay would move parameters."""
     for mode, optimizer_type in (("skip", "sgd"), ("skip", "adam"), ("warn", "sgd")):
@@ -129,11 +138,14 @@ def _modes(rank, world_size):
         else:
             make = lambda ps: torch.optim.AdamW(ps, lr=0.1)  # noqa: E731
         optimizers = [make(front), make(back)]  # both of one wrapper
+        other = nn.Linear(2, 2)  # of none
+        of_other = torch.optim.SGD(other.parameters(), 0.1)
         for iteration in range(5):
             x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * iteration + rank))
             if iteration == 2 and rank == 1:
                 x[0, 0] = float("nan")
             ddp(x).square().sum().backward()
+            _steps(other, of_other)
             before = [p.detach().clone() for p in net.parameters()]
             steps = [float(s["step"]) for o in optimizers for s in o.state.values() if "step" in s]
             with warnings.catch_warnings(record=True) as caught:

@@ -895,9 +895,11 @@ def _replaced(rank, world_size):
     ddp.refresh()
     assert ddp.reducer is not old
     ddp.zero_grad()
+    before = [old.arrived_in(i) for i in range(len(old.names))]
     for step in range(2):
         ddp(_x(rank, step)).backward()
     assert old.iteration() == 1 and old.bypassed() == []
+    assert [old.arrived_in(i) for i in range(len(old.names))] == before
     assert ddp.reducer.iteration() == 2
 
 
