@@ -274,7 +274,7 @@ void Reducer::refuse_shared_view(size_t index) const {
 
 // Kept by parameter, for optimizer.step(), which has to tell averaged gradients from local ones.
 void Reducer::note_origin(size_t index) {
-  const bool never_sent = used_map_.known_unused(index);
+  const bool never_sent = used_map_.gets_no_gradient(index);
   const bool bypassed = backward_.origin == Origin::kBypassed || (never_sent && backward_.origin == Origin::kLocal);
   // Of the graph task that runs it, which all wrappers of this parameter see: a reentrant checkpoint's is not the
   // outermost.
@@ -386,8 +386,7 @@ void Reducer::finalize_backward_manual() {
 // In launch order: what was launched first has had the most time, and the rest goes on while it is unpacked. What
 // other ranks used is known only now, and decides which gradients are made at all.
 void Reducer::finalize_backward() {
-  auto waiting = [&](Future& future) { wait(future, buckets_.size()); };
-  std::vector<int32_t> used = used_map_.globally_used(usage_.local_used_map, usage_.arrivals, waiting);
+  auto used = used_map_.globally_used(usage_.local_used_map, usage_.arrivals, [&] { return used_map(); });
   const double scale = post_scale();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     Bucket& bucket = buckets_[i];
@@ -444,7 +443,7 @@ void Reducer::end_iteration() {
   graph_is_static_ = graph_is_static_ && (!has_recorded() || absent == last_missing_);
   last_missing_ = std::move(absent);
   ++ended_;
-  usage_.end_iteration([&](size_t i) { return used_map_.known_unused(i); });
+  usage_.end_iteration([&](size_t i) { return used_map_.gets_no_gradient(i); });
   forwards_.iteration_ends();
   deferred_ = false;
   phase_ = Phase::kIdle;

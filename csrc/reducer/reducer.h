@@ -182,7 +182,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int touched_in(size_t index) const { return std::max(usage_.arrived_in[index], interrupted_in_); }
   // An iteration has ended here in that backward or since, and nothing of it has come after that.
   bool averaged_since(size_t index, int backward) const {
-    return phase_ == Phase::kIdle && !usage_.local_used_map[index] && !used_map_.known_unused(index) &&
+    return phase_ == Phase::kIdle && !usage_.local_used_map[index] && !used_map_.gets_no_gradient(index) &&
         ended_in_ >= backward && ended_in_ > interrupted_in_;
   }
   std::vector<int32_t> used_map() {  // by parameter: ranks that used it, as of the last synchronization

@@ -26,13 +26,13 @@ enum class GraphMode {
 
 class UsedMap {
  public:
-  using Map = std::vector<int32_t>;  // by parameter: 0, or how many ranks used it
+  using Map = std::vector<int32_t>;  // by parameter: 0 where it was not used
   UsedMap(GraphMode mode, bool alone) : mode_(mode), nothing_to_agree_on_(alone || mode == GraphMode::kAllUsed) {}
 
   GraphMode mode() const { return mode_; }
   bool decided() const { return !static_used_.empty(); }  // kStatic, after the first iteration
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
-  // kStatic, after the first iteration: on this rank backward did not come to it then.
+  // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not come to it.
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
   // The same, or backward came to it, and no rank got a gradient: a function of autograd's gave None for it.
   bool gets_no_gradient(size_t index) const { return known_unused(index) || (decided() && !static_used_[index]); }
@@ -56,13 +56,14 @@ class UsedMap {
     return {map.const_data_ptr<int32_t>(), map.const_data_ptr<int32_t>() + map.numel()};
   }
   // Nonzero for parameters whose gradient some rank has, at the end of a synchronized backward. `arrivals`: how often
-  // backward came to each here, with a gradient or without.
-  Map globally_used(const Map& local, const Map& arrivals, const Wait& wait) {
+  // backward came to each here, with a gradient or without. `sum()` waits for the other ranks' maps, and may throw.
+  Map globally_used(const Map& local, const Map& arrivals, const auto& sum) {
     if (mode_ == GraphMode::kAllUsed) return Map(local.size(), 1);
     if (decided()) return static_used_;
-    if (mode_ == GraphMode::kFindUnused) return std::ranges::count(local, 0) ? sum(local, wait) : local;
+    if (mode_ == GraphMode::kFindUnused) return std::ranges::count(local, 0) ? sum() : local;
+    Map used = sum();
     for (size_t i = 0; i < local.size(); ++i) static_here_.push_back(local[i] + arrivals[i]);
-    return static_used_ = sum(local, wait);
+    return static_used_ = used;
   }
   // kStatic, on a rank without a backward of its own in the first iteration: it is taken to use what others do.
   void follow(const Wait& wait) {
@@ -72,7 +73,8 @@ class UsedMap {
  private:
   const GraphMode mode_;
   const bool nothing_to_agree_on_;
-  Map static_used_, static_here_;  // kStatic: by some rank; by this one
+  // kStatic: nonzero where some rank had a gradient; where this one had, or backward came to it.
+  Map static_used_, static_here_;
   at::Tensor sum_;
   Flight flight_;
 };

@@ -12,7 +12,7 @@
 
 namespace minddp {
 
-// All-reduces `tensor` in place: its sum over ranks. Complex numbers, which backends lack, travel as pairs; the
+// All-reduces `tensor` in place: its sum over ranks. Complex numbers, which some backends lack, travel as pairs; the
 // reduction of a sparse tensor is over before this returns, by `wait`. `alone`: there is no other rank.
 inline Flight allreduce(c10d::ProcessGroup& group, const at::Tensor& tensor, bool alone, const Wait& wait) {
   if (alone) return {completed(tensor), nullptr};  // its own sum

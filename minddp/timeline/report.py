@@ -37,7 +37,7 @@ class RankStep:
         ready: when each parameter's gradient arrived, seconds since backward began.
         names: the parameters' names.
         late: by bucket, how many seconds of its collective were over before the last rank had launched it;
-            None where the ranks' clocks could not be aligned.
+            None where the ranks' clocks could not be aligned, or a rank's part is missing.
     """
 
     def __init__(self, part: dict[str, Any], module: dict[str, Any], step: dict[str, Any]):
@@ -86,7 +86,7 @@ def rank_steps(trace: dict[str, Any], iteration: int | None = None, module: int 
         what = f"iterations {min(common)} to {max(common)}" if common else "no iteration of it"
         raise TraceFileError(f"module {module}, iteration {iteration} is not there: all ranks have {what}")
     steps = [RankStep(part, part["modules"][module], by_rank[part["rank"]][iteration]) for part in trace["ranks"]]
-    if all(part["offset_ns"] is not None for part in trace["ranks"]):
+    if not trace["missing_ranks"] and all(part["offset_ns"] is not None for part in trace["ranks"]):
         _find_late(steps)
     return steps
 
@@ -141,7 +141,8 @@ def _bucket_rows(steps: Sequence[RankStep]) -> Iterator[tuple[str, ...]]:
             size = f"{bucket.nbytes / _MEBIBYTE:.2f}"
             facts = (str(step.rank), str(bucket.index), size, str(len(bucket.parameters)))
             moments = (_ms(bucket.ready), _ms(bucket.launched), _ms(bucket.done))
-            parts = ("-" if step.late is None else _ms(late), _ms(bucket.communication_seconds - late))
+            transfer = bucket.communication_seconds - late
+            parts = ("-", "-") if step.late is None else (_ms(late), _ms(transfer))
             yield (*facts, *moments, *parts, _ms(bucket.exposed_seconds))
 
 

@@ -1,0 +1,87 @@
+"""static_graph where backward comes to a parameter, and a function of autograd's gives None for it."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+from minddp import DistributedDataParallel as DDP
+from minddp.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Skips(torch.autograd.Function):
+    """``x`` times the sum of ``book``; backward gives None for ``book`` unless told otherwise."""
+
+    @staticmethod
+    def forward(ctx, x, book, brings):
+        ctx.save_for_backward(x, book)
+        ctx.brings = brings
+        return x * book.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, book = ctx.saved_tensors
+        own = (gradient * x).sum().expand_as(book).clone() if ctx.brings else None
+        return gradient * book.sum(), own, None
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.book, self.last = nn.Linear(4, 4), nn.Parameter(torch.ones(3)), nn.Linear(4, 2)
+
+    def forward(self, x, brings=False):
+        return self.last(Skips.apply(self.first(x), self.book, brings)).pow(2).sum()
+
+
+def x_of(rank, step=0):
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def made(rank):
+    """Two steps without a gradient for ``book``: it is known to get none."""
+    ddp = DDP(Net(), static_graph=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        ddp(x_of(rank, step)).backward()
+        optimizer.step()
+    assert ddp.module.book.grad is None
+    return ddp, optimizer
+
+
+def _comes_later(rank, world_size):
+    ddp, _ = made(rank)
+    with pytest.raises(RuntimeError, match="training graph has changed.*'book' got a gradient"):
+        ddp(x_of(rank, 2), brings=True).backward()
+    ddp.abort_iteration()
+
+
+def test_a_gradient_that_comes_later_raises():
+    run_ranks(_comes_later, 2)
+
+
+def _kept_local(rank, world_size, past):
+    """A local gradient of it, and a backward that sends the others'."""
+    ddp, optimizer = made(rank)
+    if past:
+        ddp.module(x_of(rank, 2), brings=True).backward()
+        ddp.module.first.zero_grad()
+        ddp.module.last.zero_grad()
+    else:
+        with ddp.no_sync():
+            ddp(x_of(rank, 2), brings=True).backward()
+    ddp(x_of(rank, 3)).backward()
+    with pytest.raises(RuntimeError, match="never averaged, of 'book'"):
+        optimizer.step()
+    optimizer.zero_grad()
+    ddp(x_of(rank, 4)).backward()
+    optimizer.step()
+    ddp.check_replicas()
+
+
+@pytest.mark.parametrize("past", [False, True], ids=["no_sync", "past_the_wrapper"])
+def test_a_local_gradient_of_it_is_not_taken_for_an_average(past):
+    run_ranks(_kept_local, 2, past)
