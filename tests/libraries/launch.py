@@ -91,8 +91,8 @@ def run(
 ) -> Any:
     """Runs ``scripts/<script> <arguments> <out>`` with ``impl``'s class and returns the JSON in ``out``.
 
-    Torch's class, which is here to be compared with, may hang as it lets go of its group (``minddp/guards/lifetime.py``
-    says why): its run has a second try. minddp's has not.
+    Torch's class, which is here to be compared with, may hang as it lets go of its group (why:
+    ``minddp/guards/lifetime.py``), so its run has a second try. minddp's has not.
     """
     torchrun = [
         "torch.distributed.run",
