@@ -143,7 +143,7 @@ fuzz: $(BUILT) $(call needs,test)
 
 faults: $(BUILT) $(call needs,test)
 	@mkdir -p build
-	OMP_NUM_THREADS=1 $(PY) -m tests.faults.matrix --json build/faults.json --page docs/faults.md $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m tests.faults.matrix --json build/faults.json --page docs/faults.md --jobs 4 $(ARGS)
 
 kills: $(BUILT) $(call needs,test)
 	$(PY) -m tests.faults.kills $(ARGS)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .compare import Difference, has_low_precision, judge, meant
+from .compare import judge, meant
+from .numbers import Difference, has_low_precision
 from .program import listing, to_json
 from .ranks import RankProcesses
 from .shrink import shrink

@@ -10,8 +10,9 @@ import threading
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from .compare import Difference, _entries
+from .compare import _entries
 from .hunt import Hunt, Pair
+from .numbers import Difference
 from .program import VERBS, listing, to_json
 from .shrink import shrink
 from .strategies import SCENES, nth_program, programs

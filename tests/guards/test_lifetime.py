@@ -22,11 +22,13 @@ def order_of_ends(rank: int, world_size: int) -> list[str]:
     group = dist.new_group()
     ddp = minddp.DistributedDataParallel(torch.nn.Linear(3, 3), process_group=group)
     ddp(torch.ones(2, 3)).sum().backward()
-    weakref.finalize(ddp.reducer, ends.append, "reducer")
+    reducer = ddp.reducer
+    weakref.finalize(reducer, ends.append, "reducer")
     weakref.finalize(group, ends.append, "group")
     dist.destroy_process_group(group)
     del group, ddp
     gc.collect()
+    del reducer  # the last that knows the group
     return ends
 
 

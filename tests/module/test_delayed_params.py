@@ -54,7 +54,10 @@ def _train(ddp, rank, steps):
 def _as_if_not_delayed(rank, world_size):
     plain = _train(DDP(Branch()), rank, 4)
     for how in (lambda ddp: ddp, copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))):
-        torch.testing.assert_close(_train(how(_wrapped()), rank, 4), plain)
+        ddp = how(_wrapped())
+        torch.testing.assert_close(_train(ddp, rank, 4), plain)
+        in_buckets = {ddp.reducer.names[index] for bucket in ddp.reducer.buckets() for index in bucket}
+        assert in_buckets == {"first.weight", "first.bias", "side.weight", "side.bias"}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -154,6 +154,16 @@ def _bypassed_forward(rank, world_size):
         with ddp.no_sync():
             ddp(_data(rank, step)).pow(2).sum().backward()
         optimizer.step()  # local SGD, as asked for
+        # What a synchronized backward has averaged with its own is none of the wrapper's business any more, though
+        # the same tensors go on as gradients.
+        ddp.zero_grad()
+        ddp.module(_data(rank, step)).pow(2).sum().backward()
+        ddp(_data(rank, step)).pow(2).sum().backward()
+        assert ddp.reducer.bypassed() == []
+        ddp.zero_grad(set_to_none=False)
+        with ddp.no_sync():
+            ddp(_data(rank, step)).pow(2).sum().backward()
+        optimizer.step()
         ddp.zero_grad()
         sum(p.pow(2).sum() for p in ddp.parameters()).backward()  # the same on all ranks
         optimizer.step()

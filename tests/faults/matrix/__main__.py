@@ -1,6 +1,6 @@
 """``make faults``: every cell, torch's class beside minddp's; a table to docs/faults.md.
 
-    python -m tests.faults.matrix                                  # all, an hour or two on two cores
+    python -m tests.faults.matrix --jobs 4                         # all, four cells at a time: most of it is waiting
     python -m tests.faults.matrix --only killed,forward,gloo,2     # cells with all of these words
     python -m tests.faults.matrix --ci                             # those that run with the tests; exits 1 on a loss
 
@@ -279,6 +279,32 @@ def merged(before: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) 
     return list({tuple(result[name] for name in names): result for result in [*before, *results]}.values())
 
 
+def _in_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The cells' results from ``--jobs`` runs of this program, each of which takes a part of the cells."""
+    with _folder() as folder:
+        asked = ["--only", options.only, "--without", options.without, *(["--ci"] if options.ci else [])]
+        asked += ["--sample", str(options.sample)] if options.sample else []
+        parts = [folder / f"{index}.json" for index in range(options.jobs)]
+        program = [sys.executable, "-m", "tests.faults.matrix", *asked]
+        runs = [
+            subprocess.Popen([*program, "--part", f"{index}/{options.jobs}", "--json", part], cwd=ROOT)
+            for index, part in enumerate(parts)
+        ]
+        try:
+            codes = [run.wait() for run in runs]
+        finally:
+            for run in runs:
+                run.kill()
+        assert set(codes) <= {0, 1}, f"a part of the run ended with exit status {max(codes, key=abs)}"
+        return [result for part in parts if part.exists() for result in json.loads(part.read_text())]
+
+
+def _part(cells: Sequence[dict[str, Any]], part: str) -> Sequence[dict[str, Any]]:
+    """Every n-th pair of cells (each with both classes), from the one of that index: "0/4"."""
+    index, count = map(int, part.split("/"))
+    return [facts for number, facts in enumerate(cells) if number // 2 % count == index]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="words that a cell must all have, separated by commas")
@@ -287,6 +313,8 @@ def main() -> int:
     parser.add_argument("--ci", action="store_true", help="the cells that run with the tests")
     parser.add_argument("--json", type=Path, help="results, added to those of the file")
     parser.add_argument("--page", type=Path, help="write the table of --json here")
+    parser.add_argument("--jobs", type=int, default=1, help="so many cells at a time")
+    parser.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
     options = parser.parse_args()
     cells = [cell(*facts) for facts in CI_CELLS] if options.ci else list(all_cells())
     words = [word for word in options.only.split(",") if word]
@@ -301,7 +329,11 @@ def main() -> int:
         if options.json:
             options.json.write_text(json.dumps(merged(before, results), indent=1))
 
-    results = merged(before, run_cells(cells, keep))
+    if options.jobs > 1:
+        keep(fresh := _in_parts(options))
+    else:
+        fresh = run_cells(_part(cells, options.part), keep)
+    results = merged(before, fresh)
     if options.page:
         cut = bound({"fault": "cut"})
         options.page.write_text(page(results, GROUP_TIMEOUT, DESYNC_TIMEOUT, cut, GIVEN_UP))
