@@ -144,18 +144,21 @@ class Numbers:
         if self.corrected:
             if label.startswith("hook"):
                 return self._of_corrected(f"net{self._net_of_hook(label)}.")
-            if verb == "clip" and (label == "norm" or label.endswith(".grad")):
-                clipped = kin(self.program, net_of(self.program, a.get("w", 0)))
-                if any(self._of_corrected(f"net{net}.") for net in clipped):
-                    if label != "norm":
-                        self.corrected.add(label)
-                    return True
+            if verb == "clip" and self._clips(a, label):
+                self.corrected |= {label} - {"norm"}
+                return True
         if not label.endswith(".grad") or not label.startswith("net") or asks_for_local(self.program, step, label):
             return False
         if self._is_mean(label, step, self.theirs, self.ours):
             self.corrected.add(label)
             return True
         return False
+
+    def _clips(self, a: dict[str, Any], label: str) -> bool:
+        """Whether this is the norm of, or is scaled by, a gradient that is corrected."""
+        nets = kin(self.program, net_of(self.program, a.get("w", 0)))
+        clipped = label == "norm" or (label.endswith(".grad") and any(label.startswith(f"net{net}.") for net in nets))
+        return clipped and any(self._of_corrected(f"net{net}.") for net in nets)
 
     def _net_of_hook(self, label: str) -> int:
         """The net of the hook that the label's step has placed: ``hook3 reads 0``."""

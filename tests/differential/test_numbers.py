@@ -1,0 +1,119 @@
+"""What the verdict excuses, and what it does not: made-up runs of two ranks."""
+
+import numpy as np
+import pytest
+
+from .compare import judge, meant
+from .origins import asks_for_local, holders, kin, may_be_divided, old_forward_waits
+
+LOCAL, AVERAGED = (1.0, 3.0), (2.0, 2.0)
+WEIGHT, BIAS, OTHER = "net0.parts.0.weight.grad", "net0.parts.0.bias.grad", "net1.parts.0.weight.grad"
+
+
+def _program(*steps, args=None, blocks=({"kind": "linear"},), more=()):
+    nets = [{"blocks": list(blocks)}, {"blocks": [{"kind": "linear"}, *more]}]
+    wrappers = [{"net": 0, "args": args or {}}, {"net": 1, "args": {}}]
+    return {"world": 2, "seed": 0, "nets": nets, "wrappers": wrappers, "optimizers": [], "steps": list(steps)}
+
+
+def _runs(program, *by_step):
+    """One run's results: for each step {label: one value for each rank}."""
+    results = []
+    for rank in range(2):
+        observations = [
+            (step, label, values[rank] if values[rank] is None else np.array(values[rank]))
+            for step, seen in enumerate(by_step)
+            for label, values in seen.items()
+        ]
+        results.append({"observations": observations, "end": "ok", "at": len(program["steps"]), "error": ""})
+    return results
+
+
+FORWARD, LOSS = ["forward", {"out": "o"}], ["loss", {"of": ["o"], "out": "l"}]
+BACKWARD, CLIP = ["backward", {"loss": "l"}], ["clip", {"w": 0}]
+START = (FORWARD, LOSS, BACKWARD)
+
+
+def _judged(steps, theirs, ours, **program):
+    """The verdict where the runs saw this in the steps after ``START``'s first two."""
+    made = _program(*START, *steps, **program)
+    return judge(made, _runs(made, {}, {}, *theirs), _runs(made, {}, {}, *ours))
+
+
+def test_what_torch_leaves_local_may_be_the_mean():
+    assert _judged([], [{WEIGHT: LOCAL}], [{WEIGHT: AVERAGED}]) is None
+    assert _judged([], [{WEIGHT: LOCAL}], [{WEIGHT: (2.5, 2.5)}]).what == "a gradient"
+
+
+def test_beside_it_all_else_is_held_to_torch():
+    """By the gradient: not by the net, and in later steps too."""
+    seen = {WEIGHT: AVERAGED, BIAS: AVERAGED, OTHER: AVERAGED}
+    for label in (BIAS, OTHER):
+        wrong = {**seen, label: (7.0, 7.0)}
+        assert _judged([CLIP], [{**seen, WEIGHT: LOCAL}, {OTHER: AVERAGED}], [seen, {OTHER: (7.0, 7.0)}]) is not None
+        assert _judged([FORWARD], [{**seen, WEIGHT: LOCAL}] * 2, [seen, wrong]).what == "a gradient"
+        assert _judged([FORWARD], [{**seen, WEIGHT: LOCAL}] * 2, [seen, seen]) is None
+
+
+def test_what_is_made_of_it_differs_too():
+    theirs, ours = {WEIGHT: LOCAL, BIAS: AVERAGED}, {WEIGHT: AVERAGED, BIAS: AVERAGED}
+    clipped = {"norm": (3.0, 4.0), WEIGHT: (0.3, 0.8), BIAS: (0.6, 0.5)}, {"norm": (5.0, 5.0), WEIGHT: (0.4, 0.4)}
+    clipped[1][BIAS] = (0.4, 0.4)
+    assert _judged([CLIP], [theirs, clipped[0]], [ours, clipped[1]]) is None
+    assert _judged([CLIP], [theirs, {"norm": (3.0, 4.0)}], [theirs, {"norm": (5.0, 5.0)}]) is not None
+
+
+def test_once_the_same_again_it_is_compared_again():
+    none, wrong = {WEIGHT: (None, None)}, {WEIGHT: (7.0, 7.0)}
+    steps = [["zero", {"w": 0}], FORWARD]
+    found = _judged(steps, [{WEIGHT: LOCAL}, none, {WEIGHT: AVERAGED}], [{WEIGHT: AVERAGED}, none, wrong])
+    assert found.step == 4 and found.what == "a gradient"
+
+
+@pytest.mark.parametrize(
+    "args, blocks, expected",
+    [
+        ({}, [{"kind": "linear"}], False),
+        ({"gradient_as_bucket_view": True}, [{"kind": "linear"}], True),
+        ({}, [{"kind": "embedding", "sparse": True}], True),
+        ({}, [{"kind": "linear"}, {"kind": "embedding", "sparse": True}], False),
+    ],
+)
+def test_divided_is_asked_of_the_gradient(args, blocks, expected):
+    program = _program(args=args, blocks=blocks)
+    assert may_be_divided(program, "net0.parts.0.weight.grad") == expected
+    assert not may_be_divided(program, "net1.parts.0.weight.grad")
+
+
+def test_a_shared_block_has_two_holders():
+    program = _program(more=[{"kind": "same", "net": 0, "block": 0}])
+    assert holders(program, WEIGHT) == holders(program, "net1.parts.1.weight.grad") == {0, 1}
+    assert holders(program, OTHER) == {1} and kin(program, 0) == {0, 1}
+
+
+def test_another_nets_backward_and_zero_say_nothing():
+    aside = ["forward", {"out": "n", "w": 1, "sync": False}]
+    other = [aside, ["loss", {"of": ["n"], "out": "m"}], ["backward", {"loss": "m"}]]
+    program = _program(*START, *other, ["zero", {"w": 0}])
+    assert not asks_for_local(program, 5, WEIGHT) and asks_for_local(program, 5, OTHER)
+    assert asks_for_local(program, 6, OTHER)
+
+
+def test_a_penalty_comes_from_the_forward_it_is_of():
+    under = ["forward", {"out": "o", "sync": False}]
+    grad, penalty = ["grad", {"loss": "l", "out": "g"}], ["penalty", {"of": "g", "out": "p"}]
+    program = _program(under, LOSS, grad, penalty, ["backward", {"loss": "p"}])
+    assert asks_for_local(program, 4, WEIGHT)
+
+
+@pytest.mark.parametrize(
+    "torchs, what", [(AVERAGED, "while an old wrapper's forward waits"), ((9.0, 9.0), "gradient$")]
+)
+def test_an_old_wrappers_forward_excuses_its_average_alone(torchs, what):
+    steps = FORWARD, ["rewrap", {"w": 0}], ["forward", {"out": "o", "sync": False}], LOSS, BACKWARD
+    program = _program(*steps)
+    assert old_forward_waits(program, 4, WEIGHT) and not old_forward_waits(program, 4, OTHER)
+    runs = [_runs(program, {}, {}, {}, {}, {WEIGHT: values}) for values in (torchs, LOCAL)]
+    found = judge(program, *runs)
+    assert found.what.endswith(what.removesuffix("$"))
+    assert (meant(program, found) is None) == what.endswith("$")
