@@ -199,7 +199,7 @@ def meant(program: dict[str, Any], difference: Difference) -> str | None:
     """The id of the entry of ``differences.toml`` that explains it, if one does."""
     text = to_json(program)
     for entry in _entries():
-        if entry.get("kind", difference.kind) != difference.kind:
+        if not re.fullmatch(entry.get("kind", ".*"), difference.kind):
             continue
         if not all(re.search(entry.get(name, ""), getattr(difference, name)) for name in ("what", "detail")):
             continue
