@@ -604,6 +604,36 @@ def test_a_process_group_written_in_python(world_size):
     assert run_ranks(_python_group, world_size) == [True] * world_size
 
 
+class RealGroup(PythonGroup):
+    """One that knows no complex numbers."""
+
+    def allreduce(self, tensors, options=None):
+        assert not tensors[0].is_complex()
+        return super().allreduce(tensors, options)
+
+
+class Complex(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (self.weight * x).abs().pow(2).sum()
+
+
+def _complex_and_real(rank, world_size):
+    ddp = DDP(Complex(), process_group=RealGroup())
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.full((4,), 1.0 + rank)).backward()
+        squares = sum((1.0 + r) ** 2 for r in range(world_size)) / world_size
+        assert torch.equal(ddp.module.weight.grad, torch.full((4,), 2 * squares, dtype=torch.complex64))
+
+
+def test_complex_gradients_travel_as_pairs_of_real_ones():
+    run_ranks(_complex_and_real, 2)
+
+
 # ---- what is made anew has all that the first had
 
 

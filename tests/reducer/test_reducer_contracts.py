@@ -662,7 +662,7 @@ def _complex(rank, world_size):
         _check(ddp.module, expected)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])  # Gloo knows complex numbers, shared memory does not
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_complex_parameters(backend):
     run_ranks(_complex, 2, backend=backend)
 
