@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -34,10 +33,6 @@ from ..ranks.processes import Process, began
 # A request to a file that was removed looks for it so long.
 _FILE_TIMEOUT = timedelta(seconds=5)
 
-# How many default groups have been on one store, as this process has seen them: what an earlier one's ranks left
-# there says nothing about a later one's.
-_eras: Counter[str] = Counter()
-
 
 def _innermost(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
@@ -45,17 +40,10 @@ def _innermost(store: dist.Store) -> dist.Store:
     return store
 
 
-def next_era(store: dist.Store) -> int:
-    """REQUIRES: called once for each default group, on all ranks."""
-    prefix, inner = "", _innermost(store)
-    if isinstance(inner, dist.TCPStore):
-        prefix = f"{inner.host}:{inner.port}"
-    elif isinstance(inner, dist.FileStore):
-        prefix = inner.path  # type: ignore[attr-defined]
-    else:
-        prefix = str(id(inner))
-    _eras[prefix] += 1
-    return _eras[prefix]
+def port_of(store: dist.Store) -> int | None:
+    """Of the host that answers for the store; ``None`` where it lies elsewhere, or in this process."""
+    inner = _innermost(store)
+    return inner.port if isinstance(inner, dist.TCPStore) else None
 
 
 def _is_of_earlier_ranks(when: float) -> bool:
@@ -66,12 +54,18 @@ def _is_of_earlier_ranks(when: float) -> bool:
 class Board:
     """One rank's view of the keys.
 
+    What ranks have left on a store in an earlier default group says nothing about this one. So each group has keys of
+    its own, by number: how many of this process's groups there have been on the store. A process that takes another's
+    place counts as those do that have gone on, if the store is a new one.
+
     Args:
         store: used by one thread alone.
         rank: this rank, in the default group.
+        process: this one.
     """
 
-    def __init__(self, store: dist.Store, era: int, rank: int):
+    def __init__(self, store: dist.Store, rank: int, process: Process):
+        era = store.add(f"minddp/watch/groups/{rank}/{process.pid}/{process.started}", 1)
         self._store: Any = dist.PrefixStore(f"minddp/watch/{era}", store)
         self._rank = rank
         self._read = 0

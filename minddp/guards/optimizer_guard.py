@@ -10,6 +10,7 @@ reduces them asks before the next forward, by :func:`interrupted`.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import types
 import weakref
@@ -40,7 +41,9 @@ class Guarded(Protocol):
         """Another has been made around some of ``parameters``: it cares for them."""
 
 
-_watched: weakref.WeakSet[Guarded] = weakref.WeakSet()
+# In the order in which they were made, which is the same on all ranks: checks exchange words.
+_watched: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 _lock = threading.Lock()
 
 
@@ -48,13 +51,13 @@ def watch(guarded: Guarded) -> None:
     """From now on, until it is gone."""
     _look_at_steps()
     with _lock:
-        _watched.add(guarded)
+        _watched[next(_numbers)] = guarded
 
 
 def watched() -> list[Guarded]:
     """All that :func:`watch` was given and that are still there."""
     with _lock:
-        return list(_watched)
+        return list(_watched.values())
 
 
 _refused: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}

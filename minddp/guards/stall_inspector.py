@@ -28,7 +28,7 @@ import torch.distributed as dist
 from .. import _C
 from ..ranks import waiting
 from . import watchdog
-from .verdict import CANNOT_COME, Fact, Kind, Wait, judge, lost, root_causes, slow
+from .verdict import CANNOT_COME, Fact, Kind, Wait, given_all, judge, lost, root_causes, slow
 from .watchdog import Watchdog
 
 WARN_SECONDS = 10
@@ -103,6 +103,11 @@ class StallInspector:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self._dog.tell(text, because=getattr(error, "lost_ranks", ()), wait=1.0)
 
+    def note_forward(self) -> None:
+        """A forward begins, on this thread."""
+        if self._dog is not None:
+            self._dog.note_thread()
+
     def note_words(self, error: BaseException) -> None:
         """An exception has ended forward. The program may handle it: told to those who ask where this rank is."""
         self._forward_ended_ns = time.monotonic_ns()
@@ -158,7 +163,6 @@ class StallInspector:
         )
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
 
-
     def check_peers(self) -> None:
         """Before a forward on a device with streams, where no wait tells that a rank is lost.
 
@@ -198,8 +202,10 @@ def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> N
     dog = watchdog.current(group)
     if dog is None:
         return
-    timeouts = [inspector.desync_timeout for inspector in list(_inspectors) if inspector.group is group]
-    timeout = min((t for t in timeouts if t is not None), default=None) if timeouts else DEFAULT_DESYNC_TIMEOUT
+    # Whose wait it is nobody says here: the most patient of the group's wrappers decides.
+    given = [inspector.desync_timeout for inspector in list(_inspectors) if inspector.group is group]
+    timeouts = [timeout for timeout in given if timeout is not None]
+    timeout = None if len(timeouts) < len(given) else max(timeouts, default=DEFAULT_DESYNC_TIMEOUT)
     ranks = tuple(dist.get_process_group_ranks(group))
     wait = Wait(f"{group.group_name}|{what}", what, group.rank(), ranks)
     look_into(dog, group, wait, seconds, error, timeout)
@@ -219,6 +225,9 @@ def look_into(
     silent = dog.has_asked_for(dog.patience)
     stands_still = dog.patience if timeout is None else min(dog.patience, timeout / 2)
     judged: Judged = [(fact, judge(fact, wait, silent, stands_still)) for fact in dog.facts(wait.others())]
+    if any(kind is Kind.ELSEWHERE for _, kind in judged):
+        everyone = [judge(fact, wait, silent, stands_still) for fact in dog.facts(dog.others())]
+        judged = [(fact, given_all(kind, everyone)) for fact, kind in judged]
     at_once: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
     ended = [(fact, kind) for fact, kind in judged if kind in (Kind.GONE, Kind.LEFT)]
     if ended and dog.first_seen_gone(ended) >= _SETTLED_SECONDS:
@@ -233,14 +242,17 @@ def look_into(
 def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, error: str) -> None:
     """A collective has failed. Where that looks like a lost peer, finds out which, and raises instead of it."""
     suspicious = _LOST_PEER.search(error) is not None
+    begin = time.monotonic()
     dog.waits(wait, urgent=True)
-    deadline = time.monotonic() + (_NAMING_SECONDS if suspicious else 0.0)
+    deadline = begin + (_NAMING_SECONDS if suspicious else 0.0)
     while True:
         judged: Judged = [(fact, judge(fact, wait, False, 0.0)) for fact in dog.facts(wait.others())]
         causes: Judged = [(fact, kind) for fact, kind in judged if kind in _PLAINLY_LOST]
         strangers = all(fact.process is None for fact, kind in judged if kind is not Kind.COMES)
+        # A rank that nobody has waited for until now may have left words, which are still to be read.
+        wordless = any(kind is Kind.GONE for _, kind in causes) and not (dog.lost or dog.has_heard_since(begin))
         over = time.monotonic() >= deadline or (not causes and (dog.lost or (strangers and dog.has_asked_for(1.0))))
-        if causes or over:
+        if over or (causes and not wordless):
             break
         time.sleep(0.05)
     if not causes and suspicious:
@@ -282,8 +294,17 @@ def _abandon(group: dist.ProcessGroup) -> None:
     if id(group) in _abandoned:
         return
     _abandoned.add(id(group))
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    if _waits_in_its_end(group):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    else:  # another may get its number
+        weakref.finalize(group, _abandoned.discard, id(group)).atexit = False
     threading.Thread(target=_abort, args=(group,), name="minddp: abort", daemon=True).start()
+
+
+def _waits_in_its_end(group: dist.ProcessGroup) -> bool:
+    with suppress(Exception):
+        return any(group._get_backend(device).name() != "shm" for device in group._device_types)
+    return True
 
 
 def _abort(group: dist.ProcessGroup) -> None:

@@ -1,9 +1,10 @@
 """Who keeps the others waiting: facts about each rank in, names and words out. Pure.
 
-Two kinds of absence are told apart. A rank that cannot come (it failed, left, died, is stopped, does not answer,
-waits for something else, or stands still inside of forward or backward) is waited for no longer than
-``desync_timeout``. One that answers, and runs the program's own code between iterations (an evaluation, a checkpoint,
-data), is waited for as long as the group's timeout says: training goes on when it comes.
+Two kinds of absence are told apart. A rank that cannot come is waited for no longer than ``desync_timeout``: it has
+failed, left or died, is stopped, does not answer, stands still inside of forward or backward, or waits for something
+else while no rank is on its way. One that answers, and runs the program's own code between iterations (an evaluation,
+a checkpoint, data), is waited for as long as the group's timeout says, and so is who may be waiting for it: training
+goes on when it comes.
 """
 
 from __future__ import annotations
@@ -88,6 +89,15 @@ def judge(fact: Fact, wait: Wait, may_be_silent: bool, patience: float) -> Kind:
         if here is not None and here["iteration"] > 1 and here["phase"] in ("forward", "backward"):
             return Kind.STUCK
     return Kind.BUSY
+
+
+def given_all(kind: Kind, everyone: Sequence[Kind]) -> Kind:
+    """A verdict, beside those on all ranks of the default group.
+
+    Who waits elsewhere may be waiting for a rank that is on its way, and comes after it.
+    """
+    on_their_way = (Kind.BUSY, Kind.UNKNOWN)
+    return Kind.BUSY if kind is Kind.ELSEWHERE and any(other in on_their_way for other in everyone) else kind
 
 
 def root_causes(judged: Sequence[tuple[Fact, Kind]]) -> list[tuple[Fact, Kind]]:

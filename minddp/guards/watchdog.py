@@ -17,10 +17,13 @@ A process that ends tells so (``atexit``), with the exception that ended it if o
 from __future__ import annotations
 
 import atexit
+import os
+import socket
 import sys
 import threading
 import time
 import traceback
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +33,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..ranks.processes import Process, here, look
-from .board import Board, next_era
+from .board import Board, port_of
 from .verdict import Fact, Wait
 
 REQUESTS_A_SECOND = 100  # of all ranks together, while nobody waits
@@ -71,18 +74,22 @@ class Watchdog:
         self._gone: dict[int, float] = {}
         self._words = ""
         self._told = False
-        self._stack: tuple[float, Any] = (0.0, None)  # the main thread's, and since when it is the same
+        self._trains: dict[int, float] = {}  # threads that have run forwards, and when the last of each began
+        self._stack: tuple[float, Any] = (0.0, None)  # those threads', and since when it is the same
         self._turn_began = time.monotonic()
         self._stopping = self.lost = False
-        self._thread = threading.Thread(
-            target=self._run, args=(store, next_era(store)), name="minddp: watchdog", daemon=True
-        )
+        self._heard = float("-inf")  # when the last turn began that has read what was told
+        self._port = port_of(store)
+        self._thread = threading.Thread(target=self._run, args=(store,), name="minddp: watchdog", daemon=True)
         self._thread.start()
 
     @property
     def patience(self) -> float:
         """Seconds in which a rank that can answer does."""
         return 2 * self.interval + 2
+
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     def same_group(self, store: dist.Store) -> bool:
         return self._store() is store
@@ -104,6 +111,11 @@ class Watchdog:
         if not self._listens:
             self._listens = True
             self.interval = max(1.0, 2 * self.size / REQUESTS_A_SECOND)
+
+    def note_thread(self) -> None:
+        """A forward begins on the thread that runs now: where that thread is will be where this rank is."""
+        self._trains[threading.get_ident()] = time.monotonic()
+        self._wait = None
 
     def note_words(self, words: str) -> None:
         """Of an exception that the program may handle: told only to those who ask where this rank is."""
@@ -158,16 +170,20 @@ class Watchdog:
         since = self._asked_since
         return not self.store_is_silent() and since is not None and time.monotonic() - since > seconds
 
+    def has_heard_since(self, when: float) -> bool:
+        """Whether what ranks have told was read in a turn that began later."""
+        return self._heard > when
+
     def store_is_silent(self) -> bool:
         return self.lost or time.monotonic() - self._turn_began > self.patience + self.interval
 
     # --- the thread ---
 
-    def _run(self, store: dist.Store | None, era: int) -> None:
+    def _run(self, store: dist.Store | None) -> None:
         try:
             assert store is not None
             mine, store = store.clone(), None  # type: ignore[attr-defined]  # torch's stub forgets it
-            board = Board(mine, era, self.rank)
+            board = Board(mine, self.rank, self.processes[self.rank])
             board.introduce(self.processes[self.rank])
             while not self._stopping and self._group_is_there() and board.has_store():
                 self._turn(board)
@@ -220,6 +236,7 @@ class Watchdog:
                 self.failures[entry["rank"]] = entry
                 if entry["over"]:
                     del self.failures[entry["rank"]]
+        self._heard = self._turn_began
         if self._listens:
             with self._lock:
                 others = [(rank, process) for rank, process in self.processes.items() if rank != self.rank]
@@ -232,7 +249,7 @@ class Watchdog:
 
     def _ask(self, board: Board) -> None:
         now, wait = time.monotonic(), self._wait
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = self.others()
         if self._asked_since is None or (wait is not None and wait[1].key != self._asked_for):
             self._asked_since, self._asked_for = now, wait[1].key if wait is not None else ""
             self._asked = float("-inf")
@@ -254,7 +271,7 @@ class Watchdog:
     def _place(self) -> dict[str, Any]:
         wait = self._wait
         found = [place() for place in list(self._places.values())]
-        line, collective, stack = _main_thread()
+        line, collective, stack = _threads(self._trains)
         now = time.monotonic()
         if stack != self._stack[1]:
             self._stack = now, stack
@@ -268,9 +285,20 @@ class Watchdog:
         }
 
     def end(self) -> None:
-        """The interpreter ends: says so, and lets the thread end before it does."""
-        if self.lost or self.store_is_silent():
-            return
+        """The interpreter ends: says so, and lets the thread end before it does.
+
+        A thread that comes back from a request to a stopped host while Python shuts down would abort the process.
+        """
+        if not self.lost and not self.store_is_silent():
+            self._say_goodbye()
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(0.0 if self.store_is_silent() else _EXIT_SECONDS)
+        if self._thread.is_alive() and self._port is not None:
+            _cut_connections(self._port)
+            self._thread.join(_EXIT_SECONDS)
+
+    def _say_goodbye(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._told:
             pass
@@ -279,9 +307,6 @@ class Watchdog:
         else:
             first = "" if self._group_is_there() else "it has destroyed its process group, and "
             self._outbox.append(_message(f"{first}its program has ended", left=True))
-        self._stopping = True
-        self._wake.set()
-        self._thread.join(_EXIT_SECONDS)
 
 
 def _message(words: str, because: Sequence[int] = (), over: bool = False, left: bool = False) -> dict[str, Any]:
@@ -299,9 +324,30 @@ def _short(filename: str) -> str:
     return "/".join(filename.split("/")[-2:])
 
 
-def _main_thread() -> tuple[str, str, Any]:
-    """The program's innermost line, the collective of torch's that it is in, and what shows that it stands still."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def _cut_connections(port: int) -> None:
+    """Ends this process's connections to a store, and with them the requests that wait there for a stopped host."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as mine:
+            if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.getpeername()[1] == port:
+                mine.shutdown(socket.SHUT_RDWR)
+
+
+def _threads(trains: dict[int, float]) -> tuple[str, str, Any]:
+    """Where the thread that ran the last forward is, and what shows that all that have run one stand still.
+
+    That is its innermost line of the program, and the collective of torch's that it is in. Before any forward, and
+    where these threads are gone, the main thread stands for them.
+    """
+    frames = sys._current_frames()
+    for ident in trains.keys() - frames.keys():
+        trains.pop(ident, None)
+    main = threading.main_thread().ident or 0
+    idents = sorted(trains, key=lambda ident: trains[ident], reverse=True) or [main]
+    found = [_position(frames.get(ident)) for ident in idents]
+    return *found[0][:2], ([stack for _, _, stack in found], max(trains.values(), default=0.0), _collectives_so_far())
+
+
+def _position(frame: types.FrameType | None) -> tuple[str, str, list[tuple[str, int]]]:
     line, collective, stack = "", "", []
     while frame is not None:
         name = frame.f_code.co_filename
@@ -311,7 +357,7 @@ def _main_thread() -> tuple[str, str, Any]:
         if not line and _is_users(name):
             line = f"{_short(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
-    return line, collective, (stack, _collectives_so_far())
+    return line, collective, stack
 
 
 def _collectives_so_far() -> int:

@@ -262,6 +262,7 @@ class Engine:
         if self.mixed is None:  # which casts parameters itself
             self._check_module()
         if self.inspector is not None:
+            self.inspector.note_forward()
             self.inspector.take_back()
         self.logger.before_forward(self.reducer)
         if recording.active:

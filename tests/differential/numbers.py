@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .origins import asks_for_local, kin, may_be_divided, net_of, old_forward_waits
+from .origins import asks_for_local, kin, left_by_join, may_be_divided, net_of, old_forward_waits
 from .program import to_json
 
 __all__ = ["Difference", "Numbers", "Results", "has_low_precision", "same", "show", "tolerance_of"]
@@ -175,8 +175,9 @@ class Numbers:
     def _same_again(self, step: int) -> None:
         for label in list(self.corrected):
             pairs = zip(self._values(self.theirs, step, label), self._values(self.ours, step, label))
-            if all(found and same(their, our, self.tolerance) for (found, their), (_, our) in pairs):
+            if all(found and same(their, our, self.rounding) for (found, their), (_, our) in pairs):
                 self.corrected.discard(label)
+                self.tolerance = self.rounding  # its terms were added in another order
 
     @staticmethod
     def _values(results: list[dict[int, list[tuple[str, Any]]]], step: int, label: str) -> list[tuple[bool, Any]]:
@@ -220,4 +221,8 @@ class Numbers:
             return "a gradient under no_sync, while an old wrapper's forward waits"
         if may_be_divided(self.program, label) and self._is_local_divided(label, step):
             return "a gradient that was divided and never sent"
+        if left_by_join(self.program, step) and self._is_mean(label, step, self.ours, self.theirs):
+            before = [self._values(self.ours, at, label) for at in (step - 1, step)]
+            if all(same(old, new, (0.0, 0.0)) for (_, old), (_, new) in zip(*before)):
+                return "a gradient that join left and nobody uses, averaged"
         return what

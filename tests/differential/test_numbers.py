@@ -70,6 +70,17 @@ def test_once_the_same_again_it_is_compared_again():
     assert found.step == 4 and found.what == "a gradient"
 
 
+def test_terms_in_another_order_differ_by_rounding():
+    """Also in what comes of them; a gradient that was the same all along differs by nothing."""
+    stepped, near = {"net0.parts.0.weight": (0.5, 0.5)}, {"net0.parts.0.weight": (0.5 + 1e-7, 0.5 + 1e-7)}
+    theirs, steps = [{WEIGHT: LOCAL}, {WEIGHT: AVERAGED}, stepped], [BACKWARD, FORWARD]
+    for second, verdict in ((2.0 + 1e-6, True), (2.01, False)):
+        ours = [{WEIGHT: AVERAGED}, {WEIGHT: (second, second)}, near]
+        assert (_judged(steps, theirs, ours) is None) == verdict
+    same = [{WEIGHT: AVERAGED}, {WEIGHT: AVERAGED}]
+    assert _judged(steps, [*same, stepped], [*same, near]).what == "a parameter"
+
+
 @pytest.mark.parametrize(
     "args, blocks, expected",
     [
