@@ -13,7 +13,7 @@ from torch import nn
 import minddp
 from minddp.guards import board
 from minddp.guards.board import Board
-from minddp.guards.verdict import CANNOT_COME, Fact, Kind, Wait, describe, judge, lost, root_causes, slow
+from minddp.guards.verdict import CANNOT_COME, Fact, Kind, Wait, describe, given_all, judge, lost, root_causes, slow
 from minddp.ranks.processes import Process, Sight, began, here, look
 from minddp.testing import run_ranks
 
@@ -59,6 +59,21 @@ FAILED = {"words": "KeyError: x", "because": [], "left": False}
 )
 def test_kinds(known, kind):
     assert judge(known, WAIT, may_be_silent=True, patience=4.0) is kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "everyone", "becomes"),
+    [
+        (Kind.ELSEWHERE, [Kind.ELSEWHERE, Kind.COMES], Kind.ELSEWHERE),
+        (Kind.ELSEWHERE, [Kind.ELSEWHERE, Kind.BUSY], Kind.BUSY),
+        (Kind.ELSEWHERE, [Kind.ELSEWHERE, Kind.UNKNOWN], Kind.BUSY),
+        (Kind.ELSEWHERE, [Kind.ELSEWHERE, Kind.STUCK], Kind.ELSEWHERE),
+        (Kind.STUCK, [Kind.STUCK, Kind.BUSY], Kind.STUCK),
+        (Kind.FAILED, [Kind.FAILED, Kind.BUSY], Kind.FAILED),
+    ],
+)
+def test_who_waits_elsewhere_may_wait_for_one_who_is_on_its_way(kind, everyone, becomes):
+    assert given_all(kind, everyone) is becomes
 
 
 def test_a_rank_is_silent_only_once_it_could_have_answered():
@@ -141,17 +156,30 @@ def test_what_becomes_of_a_process():
 def test_what_earlier_ranks_left_on_the_store_is_passed_over(monkeypatch):
     """torchrun may give restarted ranks the store of those that failed."""
     store = dist.HashStore()
-    earlier = Board(store, 1, 1)
+    earlier = Board(store, 1, PROCESS)
     earlier.introduce(PROCESS)
     earlier.tell({"words": "its program ended with KeyError", "because": [], "over": False})
-    assert Board(store, 1, 0).process(1) == PROCESS
-    assert [entry["words"] for entry in Board(store, 1, 0).news()] == ["its program ended with KeyError"]
+    first = Board(store, 0, here())
+    assert first.process(1) == PROCESS
+    assert [entry["words"] for entry in first.news()] == ["its program ended with KeyError"]
     monkeypatch.setattr(board, "began", lambda: time.time() + 10)
-    later = Board(store, 1, 0)
+    later = Board(store, 0, here()._replace(pid=1))
     assert later.process(1) is None and later.news() == []
     monkeypatch.setattr(board, "began", lambda: time.time() - 1)
     earlier.tell({"words": "again", "because": [], "over": False})
     assert [entry["words"] for entry in later.news()] == ["again"]
+
+
+def test_each_group_on_a_store_has_words_of_its_own():
+    """A rank that goes on, and one whose process is another than before, meet on a new store."""
+    told = {"words": "KeyError", "because": [], "over": False}
+    survivor, newcomer = PROCESS, here()
+    store = dist.HashStore()
+    Board(store, 0, survivor).tell(told)
+    assert Board(store, 0, survivor).news() == []  # its next group
+    another = dist.HashStore()
+    Board(another, 0, survivor).tell(told)
+    assert [entry["words"] for entry in Board(another, 1, newcomer).news()] == ["KeyError"]
 
 
 def test_when_this_process_began():

@@ -1,0 +1,231 @@
+"""Ranks that are slow, not lost, and ranks whose words come late."""
+
+import gc
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import minddp
+import minddp.shm
+import minddp.testing
+from tests.faults.test_watchdog import _group, _net, _run, _store_host, _train
+
+
+def _a_checkpoint_and_who_waits_for_it(rank, world_size, port):
+    """Rank 0 writes a checkpoint, rank 1 waits for that in a barrier of theirs, rank 2 goes on to its backward."""
+    with _group(rank, world_size, port, "chain"):
+        pair = dist.new_group([0, 1])
+        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=2)
+        _train(ddp, 2)
+        if rank == 0:
+            time.sleep(8)
+        if rank < 2:
+            dist.barrier(pair)
+        _train(ddp, 1)
+
+
+def test_who_waits_for_a_slow_rank_is_waited_for():
+    with _store_host() as (_, port):
+        _run(_a_checkpoint_and_who_waits_for_it, port, world_size=3)
+
+
+class Deep(nn.Module):
+    """Runs many lines of Python for so long as it is told, at some depth of calls or another."""
+
+    seconds = 0.0
+
+    def forward(self, x):
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end:
+            self._descend(random.randrange(60))
+        return x * 1.0
+
+    def _descend(self, depth):
+        return self._descend(depth - 1) if depth else time.sleep(0.05)
+
+
+def _in_a_thread(rank, world_size, port, stands_still):
+    with _group(rank, world_size, port, f"thread{stands_still}"):
+        ddp = minddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), Deep()), desync_timeout=3)
+        errors = []
+
+        def train():
+            try:
+                _train(ddp, 2)
+                if rank == 1 and stands_still:
+                    ddp.module[1].forward = lambda x: (time.sleep(9), x * 1.0)[1]
+                elif rank == 1:
+                    ddp.module[1].seconds = 9.0
+                _train(ddp, 1)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    if not stands_still:
+        assert not errors
+    elif rank == 0:
+        where = r"Rank 1 \(.*\) is in forward of iteration 3, at faults/test_watchdog_patience.py:\d+ in <lambda>"
+        assert re.search(where, errors[0]), errors
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_the_thread_that_trains_is_looked_at(stands_still):
+    with _store_host() as (_, port):
+        _run(_in_a_thread, port, stands_still)
+
+
+def _one_warns_only(rank, world_size, port):
+    with _group(rank, world_size, port, "patient"):
+        patient = minddp.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(4), _net()), desync_timeout=None)
+        other = minddp.DistributedDataParallel(_net(), desync_timeout=2)
+        for step in range(4):
+            if step == 2 and rank == 0:
+                subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            patient(torch.randn(2, 4)).sum().backward()
+        _train(other, 1)
+
+
+def test_a_wrapper_that_only_warns_goes_on_waiting_beside_one_that_does_not():
+    with _store_host() as (_, port):
+        _run(_one_warns_only, port)
+
+
+_ENDS_EARLY = """
+import sys, time, torch, torch.distributed as dist, minddp, minddp.shm
+rank, port, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
+dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=2)
+ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4))
+for step in range(5):
+    if step == 3 and rank == 1:
+        raise ValueError("the label file of shard 1 is truncated")
+    if step == 3:
+        time.sleep(5)  # until rank 1 has been gone for long
+    ddp(torch.ones(1, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_words_are_read_long_after_they_were_left(backend):
+    with _store_host() as (_, port):
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", _ENDS_EARLY, str(rank), str(port), backend],
+                             stderr=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            told = [rank.communicate(timeout=90)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    assert "Rank 1 (" in told[0]
+    assert "says: its program ended with ValueError: the label file of shard 1 is truncated" in told[0], told[0]
+
+
+_STORE_STOPS = """
+import os, signal, sys, time, torch, torch.distributed as dist, minddp, minddp.shm
+rank, port, backend, host = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
+dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+
+class Slow:
+    sleep = staticmethod(time.sleep)
+    def __del__(self):  # while Python shuts down
+        self.sleep(4)
+
+ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4))
+ddp(torch.ones(1, 4)).sum().backward()
+dist.barrier()
+if rank == 0:
+    kept = Slow()
+    os.kill(host, signal.SIGSTOP)
+    time.sleep(float(sys.argv[5]))
+    print("ends", flush=True)
+else:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.2, 12.0])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_process_ends_though_its_store_is_stopped_and_comes_back(backend, seconds):
+    """A thread that is in a request to it then would abort the process."""
+    with _store_host() as (host, port):
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", _STORE_STOPS, str(rank), str(port), backend, str(host.pid), str(seconds)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            assert ranks[0].stdout.readline() == "ends\n"
+            time.sleep(4)  # at exit it waits for its thread, then Python shuts down
+            os.kill(host.pid, signal.SIGCONT)
+            told = ranks[0].communicate(timeout=60)[1]
+        finally:
+            os.kill(host.pid, signal.SIGCONT)
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    assert ranks[0].returncode == 0, told
+
+
+def _gives_up_and_lets_go(rank, world_size, port):
+    with _group(rank, world_size, port, "given up", "shm", timeout=20):
+        group = weakref.ref(dist.group.WORLD)
+        ddp = minddp.DistributedDataParallel(nn.Linear(4, 4))
+        if rank == 1:
+            ddp.module.forward = lambda x: 1 // 0
+        with pytest.raises(ZeroDivisionError if rank == 1 else RuntimeError):
+            _train(ddp, 1)
+            if rank == 0:
+                raise RuntimeError("unharmed")
+        del ddp
+    end = time.monotonic() + 10
+    while group() is not None and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.1)
+    return group() is None
+
+
+def test_a_group_of_shared_memory_that_was_given_up_goes():
+    with _store_host() as (_, port):
+        assert _run(_gives_up_and_lets_go, port)[0]
+
+
+def _two_with_nan(rank, world_size):
+    """One has NaN on rank 0 only, the other on rank 1 only; what ranks tell of one is not taken for the other's."""
+    trials = []
+    for _ in range(8):
+        kept = [object() for _ in range(random.Random(rank).randrange(50))]  # other addresses on each rank
+        nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        wrapped = [minddp.DistributedDataParallel(net, check_finite="warn") for net in nets]
+        optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], 0.1)
+        for index, ddp in enumerate(wrapped):
+            ddp(torch.full((1, 2), float("nan") if index == rank else 1.0)).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        trials.append([re.findall(r"on rank \d", str(one.message)) for one in caught])
+        del kept
+    return trials
+
+
+def test_two_wrappers_checks_under_one_optimizer():
+    assert minddp.testing.run_ranks(_two_with_nan, 2) == [[[["on rank 0"], ["on rank 1"]]] * 8] * 2
