@@ -252,6 +252,44 @@ def test_a_penalty_on_an_expert_that_rests(world_size):
     assert all(all(same) for same in run_ranks(_penalized_experts, world_size))
 
 
+class LossInside(nn.Module):
+    """Keeps its loss to itself, and returns features; a collective of its own comes before the experts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4, bias=False)
+        self.experts = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+
+    def forward(self, x, which):
+        features = self.body(x)
+        self.loss = self.experts[which](other_collective(features)).pow(2).sum()
+        return features
+
+
+def _loss_inside(rank, world_size):
+    """Backward begins at no output, with an expert's gradient: then which experts rest must be known already."""
+    module, alone = LossInside(), LossInside()
+    model = minddp.DistributedDataParallel(module, find_unused_parameters=True, bucket_cap_mb=1e-5)
+    same = []
+    for i in range(4):
+        model.zero_grad()
+        alone.zero_grad()
+        model(batch(rank, i), 2 if rank == 1 else 0)
+        module.loss.backward()
+        total = sum(alone.body(batch(other, i)) for other in range(world_size))
+        everyone = sum(alone.experts[2 if other == 1 else 0](total).pow(2).sum() for other in range(world_size))
+        (everyone / world_size).backward()
+        pairs = zip(gradients(module), gradients(alone))
+        same += [(a is None and b is None) or torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs]
+    return same
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_loss_inside_of_the_model(world_size):
+    assert all(all(same) for same in run_ranks(_loss_inside, world_size))
+
+
 def _local_steps(rank, world_size):
     class Box:
         def __init__(self, value):

@@ -213,8 +213,37 @@ def _absent_then_nested(rank, world_size):
         _grow(ddp, rank, world_size, step, 1, True)
 
 
+class Moving(nn.Module):
+    """``shared`` is in the outer graph, or in a reentrant checkpoint's alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.other, self.shared = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, nested):
+        x = self.other(x)
+        x = checkpoint(self.shared, x, use_reentrant=True) if nested else self.shared(x)
+        return x.pow(2).sum()
+
+
+def _outer_then_nested(rank, world_size):
+    ddp = DDP(Moving(), find_unused_parameters=True)
+    for step in range(5):
+        ddp.zero_grad()
+        expected = _mean(ddp.module, world_size, lambda r: ddp.module(_x(r, step), False))
+        ddp(_x(rank, step), step > 2).backward()
+        _check(ddp.module, expected)
+    ddp = DDP(Moving(), find_unused_parameters=True, **ALONE)
+    for step in range(3):
+        ddp(_x(rank, step), False).backward()
+    with pytest.raises(RuntimeError, match="shared.weight has been marked as ready twice"):  # zeros are on their way
+        ddp(_x(rank), True).backward()
+
+
 def test_an_absent_parameter_that_comes_after_all():
     run_ranks(_absent_then_nested, 2)
+    run_ranks(_outer_then_nested, 2)
 
 
 # ---- which parameters took part
