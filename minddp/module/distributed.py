@@ -102,9 +102,10 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             the gradients; goes with a ``GradScaler``. Reads each bucket once more, and the host waits for the answer.
         check_replicas_every: compare the ranks' parameters (:meth:`check_replicas`) before each n-th forward.
         desync_timeout: seconds after which ranks that wait raise, with the culprit's name, when another cannot come:
-            it is gone, stopped, cut off, waits for something else, or stands still inside of forward or backward. A
-            rank that answers from between two iterations (an evaluation, a checkpoint) is waited for as long as the
-            group's timeout says, with a warning. ``None``: warn only.
+            it is gone, stopped, cut off, stands still inside of forward or backward, or waits for something else
+            while no rank is on its way. A rank that answers from between two iterations (an evaluation, a
+            checkpoint) is waited for as long as the group's timeout says, with a warning, and so is a rank that may
+            be waiting for it. ``None``: warn only. Outside of backward the largest of a group's wrappers counts.
 
     Raises:
         RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models

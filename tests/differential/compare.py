@@ -109,6 +109,8 @@ def _judge(program: dict[str, Any], theirs: Results, ours: Results) -> Differenc
     for rank, result in enumerate(ours):
         if result["end"] == "died" and any(other["end"] == "died" for other in theirs):
             return None  # the transport ended both
+        if result["end"] == "died" and all(other["end"] == "raised" for other in theirs) and _uses_differ(program):
+            return None  # beyond where torch stopped, some ranks' collectives have no peer
         if result["end"] in ("died", "hung") and not _parts_ways(program, bad):
             kind = "dies" if result["end"] == "died" else "hangs"
             detail = f"rank {rank}: {result['error']}; with torch: {_ends(theirs)}"
@@ -172,7 +174,7 @@ def _judge_agreement(program: dict[str, Any], theirs: Results, ours: Results) ->
     theirs_diverged = _first_divergence(program, theirs)
     alike = alike or (theirs_diverged is not None and theirs_diverged[0] < step)  # there is nothing to be like
     what = "a parameter"
-    if under_no_sync(program, step):
+    if under_no_sync(program, step, name):
         what = "local gradients under no_sync"
     elif alike and left_by_join(program, step):
         what = "gradients that join left"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .origins import asks_for_local, kin, left_by_join, may_be_divided, net_of, old_forward_waits
+from .origins import asks_for_local, holders, kin, left_by_join, may_be_divided, net_of, old_forward_waits
 from .program import to_json
 
 __all__ = ["Difference", "Numbers", "Results", "has_low_precision", "same", "show", "tolerance_of"]
@@ -121,6 +121,9 @@ class Numbers:
             if label == other:
                 if same(their, our, _amplified(self.program, label, self.tolerance)) or self._excused(step, label):
                     continue
+                if self._is_compressed_and_not(label) and same(their, our, self.rounding):
+                    self.tolerance = self.rounding
+                    continue
                 if their is None and self._of_corrected(label) and our is not None and not np.any(our):
                     # Used under no_sync before, and by none in this backward: its mean is zero.
                     self.corrected.add(label)
@@ -153,6 +156,12 @@ class Numbers:
             self.corrected.add(label)
             return True
         return False
+
+    def _is_compressed_and_not(self, label: str) -> bool:
+        """Whether two wrappers share the parameter, and one of them has a hook that sends fewer bits: who is last?"""
+        if not label.startswith("net") or len(holders(self.program, label)) == 1:
+            return False
+        return any(verb == "comm_hook" and a["hook"] in ("fp16", "bf16") for verb, a in self.program["steps"])
 
     def _clips(self, a: dict[str, Any], label: str) -> bool:
         """Whether this is the norm of, or is scaled by, a gradient that is corrected."""
@@ -219,6 +228,9 @@ class Numbers:
             return what
         if old_forward_waits(self.program, step, label) and self._is_mean(label, step, self.ours, self.theirs):
             return "a gradient under no_sync, while an old wrapper's forward waits"
+        if len(holders(self.program, label)) > 1 and asks_for_local(self.program, step, label):
+            if self._is_mean(label, step, self.theirs, self.ours):
+                return "a gradient under no_sync, averaged, of two wrappers"
         if may_be_divided(self.program, label) and self._is_local_divided(label, step):
             return "a gradient that was divided and never sent"
         if left_by_join(self.program, step) and self._is_mean(label, step, self.ours, self.theirs):

@@ -9,7 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["asks_for_local", "kin", "left_by_join", "may_be_divided", "net_of", "old_forward_waits", "under_no_sync"]
+__all__ = [
+    "asks_for_local", "holders", "kin", "left_by_join", "may_be_divided", "net_of", "old_forward_waits",
+    "under_no_sync",
+]  # fmt: skip
 
 Ways = list[tuple[int, str, bool]]
 
@@ -68,6 +71,8 @@ def _backwards(program: dict[str, Any], step: int) -> Iterator[tuple[str, dict[s
     outputs: dict[str, Ways] = {}
     for verb, a in program["steps"][: step + 1]:
         ways: Ways = []
+        if a.get("w", 0) >= len(program["wrappers"]):
+            continue  # as the interpreter does
         if verb == "forward" and a.get("grad") is not False:
             ways = [(a.get("w", 0), a.get("via", "ddp"), a.get("sync") is not False)]
             ways += outputs.get(a.get("input", "x"), [])
@@ -125,10 +130,14 @@ def old_forward_waits(program: dict[str, Any], step: int, label: str) -> bool:
     return found
 
 
-def under_no_sync(program: dict[str, Any], step: int) -> bool:
-    """Whether the last backward to parameters before a step was of a forward under no_sync."""
-    last = [ways for verb, a, ways in _backwards(program, step) if verb == "backward" and a.get("inputs") != "x"]
-    return bool(last) and any(not sync for _, _, sync in last[-1])
+def under_no_sync(program: dict[str, Any], step: int, label: str) -> bool:
+    """Whether the last backward to a parameter before a step was of a forward under no_sync."""
+    nets = holders(program, label)
+    last: Ways = []
+    for verb, a, ways in _backwards(program, step):
+        if verb == "backward" and a.get("inputs") != "x":
+            last = [way for way in ways if net_of(program, way[0]) in nets] or last
+    return any(not sync for _, _, sync in last)
 
 
 def left_by_join(program: dict[str, Any], step: int) -> bool:
