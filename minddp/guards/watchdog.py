@@ -344,6 +344,7 @@ def _threads(trains: dict[int, float]) -> tuple[str, str, Any]:
     main = threading.main_thread().ident or 0
     idents = sorted(trains, key=lambda ident: trains[ident], reverse=True) or [main]
     found = [_position(frames.get(ident)) for ident in idents]
+    frames.clear()  # this one's is among them, and holds them: in a circle, which keeps what the program's hold
     return *found[0][:2], ([stack for _, _, stack in found], max(trains.values(), default=0.0), _collectives_so_far())
 
 

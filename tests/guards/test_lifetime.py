@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import minddp
+from minddp.guards import watchdog
 from minddp.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,6 +37,21 @@ def order_of_ends(rank: int, world_size: int) -> list[str]:
 def test_the_group_goes_after_the_reducer() -> None:
     """A reducer that dropped a Gloo group's last reference under the GIL could hang."""
     assert run_ranks(order_of_ends, 2) == [["reducer", "group"]] * 2
+
+
+def _looked_at() -> weakref.ref[torch.nn.Module]:
+    module = torch.nn.Linear(1, 1)
+    watchdog._threads({threading.get_ident(): 1.0})
+    return weakref.ref(module)
+
+
+def test_who_looks_at_threads_keeps_nothing_of_theirs() -> None:
+    """A frame that is kept keeps a wrapper that the program has dropped, and whose backward would be averaged."""
+    gc.disable()
+    try:
+        assert _looked_at()() is None
+    finally:
+        gc.enable()
 
 
 def _power_sgd(rank: int, world_size: int) -> None:
