@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from .program import FAULTS, PLACES
+
 Results = Sequence[dict[str, Any]]
 WELL = ("told", "unharmed")
 WORDS = (*WELL, "not named", "late", "not told", "replicas differ", "wrong weights", "stuck", "no fault")
@@ -54,7 +56,8 @@ def _table(results: Results, backend: str) -> str:
         if result["backend"] == backend:
             groups[result["fault"], result["place"]][result["class"]].append(result)
     lines = [f"## {backend}", "", "| fault | place | minddp | torch |", "|---|---|---|---|"]
-    for (fault, place), by_class in groups.items():
+    for fault, place in sorted(groups, key=lambda cell: (FAULTS.index(cell[0]), PLACES.index(cell[1]))):
+        by_class = groups[fault, place]
         lines.append(f"| {fault} | {place} | {_entry(by_class['minddp'])} | {_entry(by_class['torch'])} |")
     return "\n".join(lines)
 
