@@ -8,6 +8,7 @@ key                holds
 ``place/<rank>``   its answer to the last such question
 ``told``           how many failures have been told, by all ranks together: one request says that there is none new
 ``told/<n>``       the n-th of them
+``groups/...``     how many default groups a process has had on this store: keys are apart by that number
 =================  ==================================================================================================
 
 A launcher that starts ranks anew may give them the store of those before (torchrun does): what was written before

@@ -113,7 +113,7 @@ class Watchdog:
             self.interval = max(1.0, 2 * self.size / REQUESTS_A_SECOND)
 
     def note_thread(self) -> None:
-        """A forward begins on the thread that runs now: where that thread is will be where this rank is."""
+        """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
         self._trains[threading.get_ident()] = time.monotonic()
         self._wait = None
 

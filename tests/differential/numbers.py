@@ -183,10 +183,11 @@ class Numbers:
 
     def _same_again(self, step: int) -> None:
         for label in list(self.corrected):
-            pairs = zip(self._values(self.theirs, step, label), self._values(self.ours, step, label))
+            pairs = list(zip(self._values(self.theirs, step, label), self._values(self.ours, step, label)))
             if all(found and same(their, our, self.rounding) for (found, their), (_, our) in pairs):
                 self.corrected.discard(label)
-                self.tolerance = self.rounding  # its terms were added in another order
+                if not all(same(their, our, self.tolerance) for (_, their), (_, our) in pairs):
+                    self.tolerance = self.rounding  # its terms were added in another order
 
     @staticmethod
     def _values(results: list[dict[int, list[tuple[str, Any]]]], step: int, label: str) -> list[tuple[bool, Any]]:

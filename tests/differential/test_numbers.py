@@ -79,6 +79,7 @@ def test_terms_in_another_order_differ_by_rounding():
         assert (_judged(steps, theirs, ours) is None) == verdict
     same = [{WEIGHT: AVERAGED}, {WEIGHT: AVERAGED}]
     assert _judged(steps, [*same, stepped], [*same, near]).what == "a parameter"
+    assert _judged(steps, theirs, [*same, near]).what == "a parameter"  # nor one that is the same again to the bit
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import minddp
 from minddp.testing import run_ranks
+from tests.reducer.test_reducer_contracts import Complex
 
 DDP = minddp.DistributedDataParallel
 
@@ -610,15 +611,6 @@ class RealGroup(PythonGroup):
     def allreduce(self, tensors, options=None):
         assert not tensors[0].is_complex()
         return super().allreduce(tensors, options)
-
-
-class Complex(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
-
-    def forward(self, x):
-        return (self.weight * x).abs().pow(2).sum()
 
 
 def _complex_and_real(rank, world_size):

@@ -252,14 +252,8 @@ def test_a_penalty_on_an_expert_that_rests(world_size):
     assert all(all(same) for same in run_ranks(_penalized_experts, world_size))
 
 
-class LossInside(nn.Module):
-    """Keeps its loss to itself, and returns features; a collective of its own comes before the experts."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(4, 4, bias=False)
-        self.experts = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+class LossInside(StatisticThenExperts):
+    """Keeps its loss to itself, and returns features."""
 
     def forward(self, x, which):
         features = self.body(x)
