@@ -33,6 +33,7 @@ if int(setuptools.__version__.partition(".")[0]) < OLDEST_SETUPTOOLS:
     sys.exit(f"minddp needs setuptools {OLDEST_SETUPTOOLS} or newer, here is {setuptools.__version__}: {BUILD_TOOLS}")
 try:
     import torch
+    import torch.distributed.rpc
     from torch.utils import cpp_extension
 except ImportError:
     sys.exit(
@@ -103,7 +104,10 @@ def extension(cuda: bool) -> Extension:
     files = [file for file in sources("csrc/**/*.cpp") if not file.startswith(left_out)]
     arguments: dict[str, Any] = {
         "include_dirs": [str(ROOT / "csrc")],
-        "define_macros": [("MINDDP_WITH_SHM", "1")] if use_shm() else [],
+        "define_macros": [
+            *([("MINDDP_WITH_SHM", "1")] if use_shm() else []),
+            *([("MINDDP_WITH_RPC", "1")] if torch.distributed.rpc.is_available() else []),
+        ],
         "extra_compile_args": {"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
         "depends": sources("csrc/**/*.h", "csrc/**/*.cuh"),
     }

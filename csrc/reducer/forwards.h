@@ -6,14 +6,13 @@
 // are an interval, and autograd's engine has collected a backward's nodes before the first hook runs.
 #pragma once
 
+#include "support/graph_task.h"
 #include "support/node_spans.h"
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
 #include <cstdint>
 
 namespace minddp {
@@ -43,6 +42,7 @@ class Forwards {
   // The next backward is synchronized wherever forward ran: what callers of `reducer.prepare_for_backward` expect.
   void arm() { armed_ = true; }
   bool awaits_backward() const { return awaits_backward_; }
+  void stop_waiting() { awaits_backward_ = false; }
   void iteration_ends() { armed_ = awaits_backward_ = hidden_ = hidden_local_ = false; }
 
   struct Answer {
@@ -55,11 +55,12 @@ class Forwards {
   Answer origin(bool takes) const {
     if (armed_ || hidden_) return {Origin::kSynchronized};
     bool local = hidden_local_;
-    for (const torch::autograd::Node* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
+    const bool synchronized = GraphTaskNodes().any([&](const torch::autograd::Node* node) {
       const NodeSpan* span = spans_.find(*node);
-      if (span && span->synchronized) return {Origin::kSynchronized, true};
       local |= span != nullptr;
-    }
+      return span && span->synchronized;
+    });
+    if (synchronized) return {Origin::kSynchronized, true};
     // As in torch, a synchronized forward whose backward has not come takes what comes. It may well be its own: a
     // reentrant checkpoint's graph is made during backward.
     if (awaits_backward_ && (takes || local)) return {Origin::kSynchronized, false, true};
@@ -68,8 +69,7 @@ class Forwards {
 
   // Whether the graph task that runs now holds nodes of any forward of the wrapper.
   bool has_nodes_in_graph() const {
-    const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
-    return std::any_of(nodes.begin(), nodes.end(), [&](const auto* node) { return spans_.find(*node); });
+    return GraphTaskNodes().any([&](const torch::autograd::Node* node) { return spans_.find(*node) != nullptr; });
   }
 
  private:

@@ -7,9 +7,10 @@
 // one thread a device for the others.
 #pragma once
 
+#include "support/graph_task.h"
+
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <functional>
@@ -91,16 +92,9 @@ class GradHooks {
   // Autograd's engine has walked the graph before the first hook runs; a reentrant checkpoint's graph does not exist
   // yet.
   std::vector<char> taking_part() const {
-    const auto& nodes = *torch::autograd::get_current_graph_task_nodes_in_graph();
-    const auto& exec_info = *torch::autograd::get_current_graph_task_exec_info();
+    const GraphTaskNodes nodes;
     std::vector<char> takes_part(hooked_.size());
-    for (size_t i = 0; i < hooked_.size(); ++i) {
-      torch::autograd::Node* node = hooked_[i].first.get();
-      takes_part[i] = nodes.count(node) != 0;
-      if (exec_info.empty() || !takes_part[i]) continue;
-      auto info = exec_info.find(node);  // backward(inputs=...): only what is needed runs
-      takes_part[i] = info != exec_info.end() && info->second.needed_;
-    }
+    for (size_t i = 0; i < hooked_.size(); ++i) takes_part[i] = nodes.accumulates(hooked_[i].first.get());
     return takes_part;
   }
 

@@ -14,10 +14,9 @@ namespace minddp {
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> expect_sparse,
     c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options, const Buckets& buckets)
     : parameters_(std::move(parameters)), names_(std::move(names)), expect_sparse_(std::move(expect_sparse)),
-      group_(std::move(group)),
-      any_sparse_(std::find(expect_sparse_.begin(), expect_sparse_.end(), true) != expect_sparse_.end()),
+      group_(std::move(group)), any_sparse_(std::ranges::count(expect_sparse_, true) > 0),
       options_(std::move(options)), place_(parameters_.size()), usage_(parameters_.size()),
-      used_map_(options_.graph_mode, alone()), trace_(std::make_shared<Trace>()) {
+      used_map_(options_.graph_mode, alone()), context_gradients_(parameters_), trace_(std::make_shared<Trace>()) {
   set_buckets(buckets);
 }
 
@@ -30,7 +29,7 @@ void Reducer::install_hooks() {
   };
   BeforeGrowth before_growth = [weak = weak_from_this()](size_t index) {
     auto self = weak.lock();
-    if (!self) return;
+    if (!self || ContextGradients::has_current()) return;
     auto lock = self->guard();
     self->slot_of(index).known.before_growth(
         self->parameters_[index].grad(), self->group_->getRank(), self->names_[index]);
@@ -172,6 +171,7 @@ void Reducer::abort_iteration() {
   for (Bucket& bucket : buckets_) bucket.abandon();
   extra_futures_.clear();
   used_map_.forget();
+  context_gradients_.leave();
   last_error_.clear();
 }
 
@@ -186,7 +186,11 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   if (known && !(synchronized && backward_.has(graph_task) && backward_.origin != Origin::kSynchronized)) return;
   const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();  // what it is, outputs tell
   Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards_.origin(takes);
-  if (answer.taken && goes_through_a_sharer()) answer = {Origin::kBypassed};
+  // Where torch takes another wrapper's, and waits no longer.
+  if (answer.taken && sharers_.any([](const Reducer& other) { return other.forwards_.has_nodes_in_graph(); })) {
+    answer = {Origin::kBypassed};
+    forwards_.stop_waiting();
+  }
   backward_.origin = answer.origin;
   backward_.taken = answer.taken;
   deferred_ |= answer.taken;
@@ -229,8 +233,9 @@ void Reducer::begin_iteration() {
 // hook on the tensor would run before it is there. Errors leave through autograd, which ends backward with them.
 void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   auto lock = guard();
-  const bool defined = parameters_[index].mutable_grad().defined();
-  if (options_.keep_base && defined) slot_of(index).known.after_growth(parameters_[index].grad());
+  const bool in_context = ContextGradients::has_current();
+  const bool defined = in_context ? contribution.defined() : parameters_[index].mutable_grad().defined();
+  if (options_.keep_base && defined && !in_context) slot_of(index).known.after_growth(parameters_[index].grad());
   enter_backward(std::nullopt);
   if (phase_ == Phase::kLaunched) {
     phase_ = Phase::kBackward;  // it would be lost, or change what is being sent: only abort_iteration() leads on
@@ -238,38 +243,36 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
     fail(errors::ready_twice(group_->getRank(), {index, names_[index]}, usage_.arrivals[index] + 1));
   }
   if (defined) usage_.local_used_map[index] = 1;
-  if (defined) note_origin(index);
+  if (defined && (!in_context || backward_.origin == Origin::kSynchronized)) note_origin(index);
   if (backward_.origin != Origin::kSynchronized) return;
   refuse_shared_view(index);
+  if (in_context || context_gradients_.in_use()) show_context_gradient(index);
   if (phase_ != Phase::kBackward) begin_iteration();
   if (contribution.defined() && used_map_.gets_no_gradient(index))
     fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
   if (used_map_.known_unused(index)) return;
   if (!backward_.has(torch::autograd::get_current_graph_task_id())) usage_.nested[index] = 1;
   trace_->ready[index] = Trace::now();
-  switch (usage_.note_arrival(index)) {
-    case ParamUsage::Arrival::kEarly: break;
-    case ParamUsage::Arrival::kLast: mark_variable_ready(index, contribution); break;
-    case ParamUsage::Arrival::kExtra: gradient_grew(index); break;
-  }
-}
-
-// Whether the graph task that runs now is of another wrapper's forward.
-bool Reducer::goes_through_a_sharer() const {
-  return std::any_of(sharers_.begin(), sharers_.end(), [](const Sharer& sharer) {
-    auto other = sharer.reducer.lock();
-    return other && other->forwards_.has_nodes_in_graph();
-  });
+  const auto arrival = usage_.note_arrival(index);
+  if (arrival == ParamUsage::Arrival::kLast) mark_variable_ready(index, contribution);
+  if (arrival == ParamUsage::Arrival::kExtra) gradient_grew(index);
 }
 
 // Two windows cannot be one `.grad`: the second wrapper would send what the first is writing to.
 void Reducer::refuse_shared_view(size_t index) const {
-  for (const Sharer& sharer : sharers_) {
-    auto other = sharer.theirs[index] < 0 || !sharer.views ? nullptr : sharer.reducer.lock();
-    if (other && other->backward_.origin == Origin::kSynchronized &&
-        other->usage_.arrived_in[sharer.theirs[index]] == torch::autograd::get_current_graph_task_id())
-      fail(errors::shared_view(group_->getRank(), {index, names_[index]}));
-  }
+  const bool shared = sharers_.any_with_view(index, [](const Reducer& other, size_t there) {
+    return other.backward_.origin == Origin::kSynchronized &&
+        other.usage_.arrived_in[there] == torch::autograd::get_current_graph_task_id();
+  });
+  if (shared) fail(errors::shared_view(group_->getRank(), {index, names_[index]}));
+}
+
+// From here on the iteration is like any other. Windows that are `.grad` now keep their memory to themselves.
+void Reducer::show_context_gradient(size_t index) {
+  if (phase_ == Phase::kIdle) drop_windows();
+  const bool shared = sharers_.any([](const Reducer& other) { return other.context_gradients_.in_use(); });
+  const char* why = context_gradients_.show(index, options_.keep_base, shared, phase_ != Phase::kIdle);
+  if (why) fail(errors::context_gradient(group_->getRank(), {index, names_[index]}, why));
 }
 
 // Kept by parameter, for optimizer.step(), which has to tell averaged gradients from local ones.
@@ -355,12 +358,13 @@ void Reducer::finish_backward(int graph_task) {
   trace_->note(StepEvent::kBackwardEnd);
   if (!used_map_.absence_is_fine() && !missing().empty()) {
     phase_ = Phase::kIncomplete;
-    return;
+    return context_gradients_.hide();
   }
   if (taken && callbacks_.on_taken) callbacks_.on_taken();
   launch_rest(graph_task);
   if (!options_.manual_finalization) return finalize_backward();
   phase_ = Phase::kLaunched;
+  context_gradients_.hide();
 }
 
 // The used map goes last: it must hold what all of backward used, and its collective has the same place on all ranks.
@@ -380,6 +384,7 @@ void Reducer::finalize_backward_manual() {
     backward_.origin = Origin::kBypassed;  // what it still brings is this rank's alone
   }
   interrupted_in_ = ParamUsage::kNone;
+  if (context_gradients_.in_use()) context_gradients_.show_all();
   finalize_backward();
 }
 
@@ -416,6 +421,7 @@ void Reducer::backward_is_gone(int graph_task) {
   if (!backward_.has(graph_task)) return;
   interrupted_in_ = backward_.origin == Origin::kSynchronized ? graph_task : ParamUsage::kNone;
   backward_ = {};
+  context_gradients_.hide();
   if ((phase_ != Phase::kBackward && !interrupted()) || !callbacks_.on_interrupted) return;
   try {
     callbacks_.on_interrupted(last_error_);
@@ -446,6 +452,7 @@ void Reducer::end_iteration() {
   usage_.end_iteration([&](size_t i) { return used_map_.gets_no_gradient(i); });
   forwards_.iteration_ends();
   deferred_ = false;
+  if (context_gradients_.leave()) drop_windows();
   phase_ = Phase::kIdle;
   trace_->note(StepEvent::kFinalizeEnd);
 }

@@ -32,6 +32,7 @@
 //    which buckets are cut anew (trace.h), and the number of arrivals per parameter (param_usage.h).
 //  * What a rank sends is a parameter's whole `.grad`: averages of earlier backwards in it are the same on all ranks.
 //    (Where the reduction is no mean, what all ranks have already is left out: known_part.h.)
+//  * `.grad` is where a gradient is. A backward of distributed autograd's puts it elsewhere: context_gradients.h.
 //  * A mean is a sum and a division. `pre_scale` divides while packing, which costs no pass over memory and
 //    keeps half precision in range; `post_scale` while unpacking, for what is known only then.
 //
@@ -48,7 +49,9 @@
 #include "forwards.h"
 #include "grad_hooks.h"
 #include "param_usage.h"
+#include "support/context_gradients.h"
 #include "support/same_tensor.h"
+#include "support/sharers.h"
 #include "support/trace.h"
 #include "transport/allreduce.h"
 #include "used_map.h"
@@ -151,8 +154,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // `other` reduces some of these parameters too. Where one of the two makes gradients `views`, a backward through
   // both is refused.
   void share(const std::shared_ptr<Reducer>& other, bool views) {
-    std::erase_if(sharers_, [&](const Sharer& s) { return s.reducer.expired() || s.reducer.lock() == other; });
-    sharers_.push_back({other, indices_in(other->parameters_, parameters_), views});
+    sharers_.add(other, other->parameters_, parameters_, views);
   }
 
   ReducerOptions& options() { return options_; }
@@ -194,9 +196,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void enter_backward(std::optional<bool> through_synchronized_forward);
   void begin_iteration();
   void refuse_shared_view(size_t index) const;
-  bool goes_through_a_sharer() const;
   void mark_variable_ready(size_t index, const at::Tensor& contribution);
   void note_origin(size_t index);
+  void show_context_gradient(size_t index);
+  void drop_windows() {
+    for (Bucket& bucket : buckets_)
+      if (bucket.options().gradient_as_view) bucket.release();
+  }
   void gradient_grew(size_t index);
   void pack(size_t index, const at::Tensor& contribution);
   void launch(size_t index);
@@ -259,12 +265,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   } backward_;
   ParamUsage usage_;
   UsedMap used_map_;
-  struct Sharer {
-    std::weak_ptr<Reducer> reducer;
-    std::vector<int64_t> theirs;  // each parameter's index there, or -1
-    bool views;
-  };
-  std::vector<Sharer> sharers_;
+  ContextGradients context_gradients_;
+  Sharers<Reducer> sharers_;
   std::vector<c10::intrusive_ptr<Future>> extra_futures_;
   std::shared_ptr<Trace> trace_;  // shared with the collectives' completion callbacks
 };

@@ -97,6 +97,13 @@ inline std::string graph_changed(int rank, const Parameter& p) {
       rank, "]");
 }
 
+// A backward of distributed autograd's, in which a gradient cannot be reduced.
+inline std::string context_gradient(int rank, const Parameter& p, const char* why) {
+  return c10::str("The gradient of parameter '", p.name,
+      "' cannot be reduced in torch.distributed.autograd.backward(): ", why,
+      ", or use torch.nn.parallel.DistributedDataParallel for it. [rank ", rank, "]");
+}
+
 inline std::string kind(bool sparse, at::ScalarType dtype, at::Device device) {
   return c10::str(sparse ? "sparse " : "dense ", dtype, " on ", device);
 }

@@ -20,7 +20,6 @@ from ..guards import optimizer_guard
 from ..guards.finite_check import FiniteCheck
 from ..guards.local_gradients import LocalGradients, has_values
 from ..guards.module_changes import ModuleChanges
-from ..guards.rpc_context import refuse_rpc_context
 from ..guards.stall_inspector import StallInspector
 from ..planner import BucketPlan
 from ..planner.autotune import AutoTuner
@@ -258,7 +257,6 @@ class Engine:
 
         ``joining``: ranks may have run out of data.
         """
-        refuse_rpc_context()
         if self.mixed is None:  # which casts parameters itself
             self._check_module()
         if self.inspector is not None:
@@ -334,17 +332,19 @@ class Engine:
 
     def may_refuse_step(self) -> bool:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
+        return self._is_unfinished() or self.finite is not None or bool(self.reducer.bypassed())
+
+    def _is_unfinished(self) -> bool:
         reducer = self.reducer
-        unfinished = reducer.phase() != _C.Phase.IDLE or reducer.interrupted() or reducer.in_backward()
-        return unfinished or self.finite is not None or bool(reducer.bypassed())
+        return reducer.phase() != _C.Phase.IDLE or reducer.interrupted() or reducer.in_backward()
 
     def parameter_ids(self) -> set[int]:
         return {id(parameter) for parameter in self.parameters.reduced}
 
     def step_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another wrapper has been made around some of ``parameters``: an iteration left unfinished here is over. One
-        that waits for finalize_backward() is not."""
-        if self.reducer.phase() == _C.Phase.LAUNCHED or not self.may_refuse_step():
+        that waits for finalize_backward() is not, nor is a forward that waits for its backward."""
+        if self.reducer.phase() == _C.Phase.LAUNCHED or not self._is_unfinished():
             return
         if not self.parameter_ids().isdisjoint(map(id, parameters)):
             self.abort_iteration()

@@ -7,16 +7,24 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.distributed import rpc
 
 
 def find_tensors(value: Any, _above: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, sets, mappings and dataclasses; what contains itself is entered once."""
+    """Every tensor in nested lists, tuples, sets, mappings, dataclasses and RRefs of this process.
+
+    What contains itself is entered once.
+    """
     if isinstance(value, torch.Tensor):
         yield value
         return
     if isinstance(value, (str, bytes, int, float)) or value is None or id(value) in _above:
         return
     above = (*_above, id(value))
+    if rpc.is_available() and isinstance(value, rpc.RRef):
+        if value.is_owner():
+            yield from find_tensors(value.local_value(), above)
+        return
     if isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
             yield from find_tensors(item, above)

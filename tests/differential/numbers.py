@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from .origins import asks_for_local, holders, kin, left_by_join, may_be_divided, net_of, old_forward_waits
+from .origins import (
+    asks_for_local,
+    ended_by_a_hook,
+    holders,
+    kin,
+    left_by_join,
+    may_be_divided,
+    net_of,
+    old_forward_waits,
+)
 from .program import to_json
 
 __all__ = ["Difference", "Numbers", "Results", "has_low_precision", "same", "show", "tolerance_of"]
@@ -229,9 +238,8 @@ class Numbers:
             return what
         if old_forward_waits(self.program, step, label) and self._is_mean(label, step, self.ours, self.theirs):
             return "a gradient under no_sync, while an old wrapper's forward waits"
-        if len(holders(self.program, label)) > 1 and asks_for_local(self.program, step, label):
-            if self._is_mean(label, step, self.theirs, self.ours):
-                return "a gradient under no_sync, averaged, of two wrappers"
+        if ended_by_a_hook(self.program, step, label) and self._is_mean(label, step, self.ours, self.theirs):
+            return "a gradient of a backward that a hook ended, averaged"
         if may_be_divided(self.program, label) and self._is_local_divided(label, step):
             return "a gradient that was divided and never sent"
         if left_by_join(self.program, step) and self._is_mean(label, step, self.ours, self.theirs):

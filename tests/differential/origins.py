@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 __all__ = [
-    "asks_for_local", "holders", "kin", "left_by_join", "may_be_divided", "net_of", "old_forward_waits",
-    "under_no_sync",
+    "asks_for_local", "ended_by_a_hook", "holders", "kin", "left_by_join", "may_be_divided", "net_of",
+    "old_forward_waits", "under_no_sync",
 ]  # fmt: skip
 
 Ways = list[tuple[int, str, bool]]
@@ -128,6 +128,20 @@ def old_forward_waits(program: dict[str, Any], step: int, label: str) -> bool:
         elif verb == "zero" and net_of(program, a.get("w", 0)) in nets:
             found = False
     return found
+
+
+def ended_by_a_hook(program: dict[str, Any], step: int, label: str) -> bool:
+    """Whether a hook that raises may have ended a backward since zero_grad, and another wrapper of one of its
+    parameters, of another net, may have brought what it left out."""
+    nets = holders(program, label)
+    failing = {a.get("w", 0) for verb, a in program["steps"] if verb == "hook" and a.get("fail")}
+    ended = False
+    for verb, a, ways in _backwards(program, step):
+        if verb == "zero" and net_of(program, a.get("w", 0)) in nets:
+            ended = False
+        elif verb == "backward" and a.get("inputs") != "x":
+            ended = ended or any(w in failing and sync and net_of(program, w) in nets for w, _, sync in ways)
+    return ended and any(len(kin(program, net)) > 1 for net in nets)
 
 
 def under_no_sync(program: dict[str, Any], step: int, label: str) -> bool:

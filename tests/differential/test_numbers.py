@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from .compare import judge, meant
-from .origins import asks_for_local, holders, kin, may_be_divided, old_forward_waits
+from .origins import asks_for_local, ended_by_a_hook, holders, kin, may_be_divided, old_forward_waits
 
 LOCAL, AVERAGED = (1.0, 3.0), (2.0, 2.0)
 WEIGHT, BIAS, OTHER = "net0.parts.0.weight.grad", "net0.parts.0.bias.grad", "net1.parts.0.weight.grad"
@@ -129,3 +129,19 @@ def test_an_old_wrappers_forward_excuses_its_average_alone(torchs, what):
     found = judge(program, *runs)
     assert found.what.endswith(what.removesuffix("$"))
     assert (meant(program, found) is None) == what.endswith("$")
+
+
+def test_a_backward_that_a_hook_ended_is_told_by_the_gradient():
+    """Of the net whose hook raises, where another net shares a block with it, until zero_grad."""
+    hook = ["hook", {"w": 0, "kind": "tensor", "p": 0, "fail": 1}]
+    steps = [FORWARD, LOSS, BACKWARD]
+    shared = {"more": ({"kind": "same", "net": 0, "block": 0},)}
+    program = _program(hook, *steps, **shared)
+    assert ended_by_a_hook(program, 3, WEIGHT) and not ended_by_a_hook(program, 3, OTHER)
+    assert not ended_by_a_hook(_program(hook, *steps), 3, WEIGHT)
+    assert not ended_by_a_hook(_program(*steps, **shared), 2, WEIGHT)
+    assert not ended_by_a_hook(_program(hook, *steps, ["zero", {"w": 0}], **shared), 4, WEIGHT)
+    made = _program(*steps, hook, **shared)
+    runs = [_runs(made, {}, {}, {WEIGHT: values}) for values in (AVERAGED, LOCAL)]
+    assert judge(made, *runs).what == "a gradient of a backward that a hook ended, averaged"
+    assert judge(made, *runs[::-1]) is None

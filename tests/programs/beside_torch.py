@@ -27,11 +27,15 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+def differ(theirs: Sequence[torch.Tensor | None], ours: Sequence[torch.Tensor | None]) -> bool:
+    return len(theirs) != len(ours) or not all(map(_same, theirs, ours))
+
+
 def those_that_differ(programs: Sequence[Program], world_size: int, timeout: float) -> list[str]:
     """The names of the programs whose answers are not the same with both, on some rank."""
     return [
         f"{name}, rank {rank}"
         for rank, seen in enumerate(run_ranks(_both, world_size, programs, timeout=timeout))
         for name, (theirs, ours) in seen.items()
-        if not all(map(_same, theirs, ours)) or len(theirs) != len(ours)
+        if differ(theirs, ours)
     ]

@@ -198,6 +198,25 @@ def a_reversible_block(wrap, rank):
     return weights(model)
 
 
+def a_forward_that_waits(wrap, rank):
+    """A backward goes past it; its parameters are another wrapper's, too, which may be made again. What comes next is
+    under no_sync: with a static graph torch's class goes on waiting, and takes it."""
+    seen = []
+    for static, again in ((False, False), (False, True), (True, False), (True, True)):
+        shared = mlp()
+        inner = nn.Sequential(shared)
+        first, second = wrap(shared, static_graph=static), wrap(inner)
+        first(batch(rank))
+        second(batch(rank)).sum().backward()
+        if again:
+            second = wrap(inner)
+        with first.no_sync():
+            out = first(batch(rank, 1))
+        out.sum().backward()
+        seen += gradients(shared)
+    return seen
+
+
 def a_penalty_past_a_forward_that_waits(wrap, rank):
     """All of the module's gradients past the wrapper, while a forward waits: torch averages them, too."""
     model = wrap(mlp())
@@ -212,6 +231,7 @@ def a_penalty_past_a_forward_that_waits(wrap, rank):
 PROGRAMS = [
     experts_changed_in_place, a_collective_of_the_model, a_checkpoints_view_in_place, features_and_a_step_by_hand,
     an_auxiliary_loss, a_reversible_block, a_penalty_past_a_forward_that_waits,
+    a_forward_that_waits,
 ]  # fmt: skip
 
 

@@ -1,0 +1,363 @@
+"""Backwards of distributed autograd (RPC): gradients go to a context and not to `.grad`. Beside torch's class."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch import nn
+from torch.distributed.optim import DistributedOptimizer
+from torch.utils.checkpoint import checkpoint
+
+import minddp
+from minddp.testing import free_port, run_ranks
+from tests.programs.beside_torch import differ
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(not rpc.is_available(), reason="torch was built without RPC"),
+]
+
+
+def batch(rank, i=0):
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+class Branches(nn.Module):
+    """A head for even ranks, one for odd ones, one for nobody."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.heads = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 2) for _ in range(3)])
+
+    def forward(self, x, which):
+        return self.heads[which](self.body(x))
+
+
+def of_context(context, *modules):
+    """The context's gradients, None where it has none, and what lies in `.grad`."""
+    gradients = dist_autograd.get_gradients(context)
+    found = []
+    for p in (p for module in modules for p in module.parameters()):
+        found.append(gradients[p].clone() if p in gradients else None)
+        found.append(None if p.grad is None else p.grad.clone())
+    return found
+
+
+MODES = {
+    "default": {},
+    "small": {"bucket_cap_mb": 1e-5},
+    "find_unused": {"find_unused_parameters": True, "bucket_cap_mb": 1e-5},
+    "static": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-5},
+}
+
+
+def several_steps(wrap, rank):
+    """Each in a context of its own; what plain backwards have left in `.grad` stays as it is."""
+    model, seen = wrap(mlp()), []
+    model(batch(rank, 9)).sum().backward()
+    for i in range(3):
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [model(batch(rank, i)).pow(2).sum()])
+            seen += of_context(context, model)
+    model(batch(rank, 10)).sum().backward()
+    return seen + [p.grad.clone() for p in model.parameters()]
+
+
+def plain_backward_in_a_context(wrap, rank):
+    """Where a context is merely open gradients go to `.grad`, as ever."""
+    model = wrap(mlp())
+    for i in range(2):
+        with dist_autograd.context() as context:
+            model(batch(rank, i)).sum().backward()
+            seen = of_context(context, model)
+    return seen
+
+
+def accumulated_in_one_context(wrap, rank):
+    model, seen = wrap(mlp()), []
+    for i in range(2):
+        with dist_autograd.context() as context:
+            with model.no_sync():
+                out = model(batch(rank, i))
+            dist_autograd.backward(context, [out.sum()])
+            dist_autograd.backward(context, [model(batch(rank, i + 5)).sum()])
+            seen += of_context(context, model)
+    return seen
+
+
+def with_a_remote_part(wrap, rank):
+    """The graph goes through the next rank's process, as in a pipeline or behind a parameter server."""
+    model, seen = wrap(mlp()), []
+    peer = f"rank{(rank + 1) % dist.get_world_size()}"
+    for i in range(3):
+        with dist_autograd.context() as context:
+            far = rpc.rpc_sync(peer, torch.mul, args=(model(batch(rank, i)), 3.0))
+            dist_autograd.backward(context, [far.pow(2).sum()])
+            seen += of_context(context, model)
+            dist.barrier()
+    return seen
+
+
+def checkpointed(wrap, rank):
+    model, seen = mlp(), []
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    ddp = wrap(Outer())
+    for i in range(3):
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [ddp(batch(rank, i)).sum()])
+            seen += of_context(context, model)
+    return seen
+
+
+def stepped_by_a_distributed_optimizer(wrap, rank):
+    model = wrap(mlp())
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(p) for p in model.parameters()], lr=0.1)
+    for i in range(3):
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [model(batch(rank, i)).pow(2).sum()])
+            optimizer.step(context)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def attacked_between(wrap, rank):
+    """The gradient of the input, in a context, is no iteration."""
+    model = wrap(mlp())
+    for i in range(2):
+        x = batch(rank, i).requires_grad_()
+        (towards,) = torch.autograd.grad(model.module(x).sum(), x)
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [model(x.detach() + towards).sum()])
+            seen = of_context(context, model)
+    return seen
+
+
+class Referring(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x):
+        return rpc.RRef(self.inner(x))
+
+
+def outputs_behind_a_reference(wrap, rank):
+    model = wrap(Referring())
+    for i in range(3):
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [model(batch(rank, i)).local_value().sum()])
+            seen = of_context(context, model)
+    return seen
+
+
+PROGRAMS = [
+    several_steps, plain_backward_in_a_context, accumulated_in_one_context, with_a_remote_part, checkpointed,
+    stepped_by_a_distributed_optimizer, attacked_between, outputs_behind_a_reference,
+]  # fmt: skip
+# Torch's class raises; or the context's averages go to the bucket whose windows are the `.grad` of before.
+NOT_COMPARED = {(accumulated_in_one_context, "static"), (several_steps, "views")}
+
+
+def with_agent(rank, world_size, port):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=60)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+def _beside_torch(rank, world_size, port):
+    with_agent(rank, world_size, port)
+    different = []
+    for program in PROGRAMS:
+        for mode, arguments in MODES.items():
+            if (program, mode) in NOT_COMPARED:
+                continue
+            theirs, ours = (
+                program(lambda module, cls=cls, a=arguments: cls(module, **a), rank)
+                for cls in (nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel)
+            )
+            if differ(theirs, ours):
+                different.append(f"{program.__name__} {mode}")
+    rpc.shutdown()
+    return different
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_same_as_with_torch(world_size):
+    assert run_ranks(_beside_torch, world_size, free_port(), timeout=150, env=LOOPBACK) == [[]] * world_size
+
+
+# ---- where torch has no answer: beside the mean of all ranks' own gradients
+
+
+def mean_of_own(module, losses):
+    """What the context should hold: each rank's gradients by plain autograd, averaged."""
+    alone = torch.autograd.grad(losses, list(module.parameters()), allow_unused=True)
+    means = []
+    for p, own in zip(module.parameters(), alone, strict=True):
+        used, mean = torch.tensor(float(own is not None)), torch.zeros_like(p) if own is None else own.clone()
+        for tensor in (used, mean):
+            dist.all_reduce(tensor)
+        means.append(mean / dist.get_world_size() if used else None)
+    return means
+
+
+def _unused_by_some(rank, world_size, port, views):
+    with_agent(rank, world_size, port)
+    ddp = minddp.DistributedDataParallel(
+        Branches(), find_unused_parameters=True, gradient_as_bucket_view=views, bucket_cap_mb=1e-5
+    )
+    for i in range(4):
+        which = (rank + i) % 2
+        expected = mean_of_own(ddp.module, ddp.module(batch(rank, i), which).pow(2).sum())
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [ddp(batch(rank, i), which).pow(2).sum()])
+            assert not differ(expected, of_context(context, ddp)[::2])
+        assert all(p.grad is None for p in ddp.parameters())
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_that_other_ranks_used_get_their_gradient_in_the_context(world_size, views):
+    """Torch's class ends with "The grad for variable should exist in dist_autograd context"."""
+    run_ranks(_unused_by_some, world_size, free_port(), views, timeout=90, env=LOOPBACK)
+
+
+def _windows_of_their_own(rank, world_size, port):
+    """Those of `.grad` and those of a context stay what they were."""
+    with_agent(rank, world_size, port)
+
+    def wrap(module, **arguments):
+        return minddp.DistributedDataParallel(module, **arguments)
+
+    expected = several_steps(wrap, rank)
+    assert not differ(expected, several_steps(lambda m: wrap(m, **MODES["views"]), rank))
+    ddp = wrap(mlp(), **MODES["views"])
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [ddp(batch(rank)).sum()])
+        before = of_context(context, ddp)
+        ddp(batch(rank, 1)).sum().backward()
+        assert not differ(before[::2], of_context(context, ddp)[::2])
+    rpc.shutdown()
+
+
+def test_views_of_contexts_are_windows_of_their_own():
+    run_ranks(_windows_of_their_own, 2, free_port(), timeout=90, env=LOOPBACK)
+
+
+def _finalized_by_hand(rank, world_size, port):
+    with_agent(rank, world_size, port)
+    ddp = minddp.DistributedDataParallel(mlp(), bucket_cap_mb=1e-5)
+    ddp.require_manual_backward_finalization = True
+    for i in range(3):
+        expected = mean_of_own(ddp.module, ddp.module(batch(rank, i)).sum())
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [ddp(batch(rank, i)).sum()])
+            assert all(p.grad is None for p in ddp.parameters())
+            ddp.finalize_backward()
+            assert not differ(expected, of_context(context, ddp)[::2])
+        assert all(p.grad is None for p in ddp.parameters())
+    rpc.shutdown()
+
+
+def test_finalized_by_hand():
+    run_ranks(_finalized_by_hand, 2, free_port(), timeout=90, env=LOOPBACK)
+
+
+def _left_and_right(rank, world_size, port):
+    """One iteration in two backwards: the first leaves a half of the parameters out."""
+    with_agent(rank, world_size, port)
+    torch.manual_seed(0)
+    ddp = minddp.DistributedDataParallel(nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)]))
+    ddp.module.forward = lambda x: (ddp.module[0](x).sum(), ddp.module[1](x).sum())
+    expected = mean_of_own(ddp.module, sum(ddp.module(batch(rank))))
+    for _ in range(2):
+        with dist_autograd.context() as context:
+            left, right = ddp(batch(rank))
+            dist_autograd.backward(context, [left], retain_graph=True)
+            dist_autograd.backward(context, [right])
+            assert not differ(expected, of_context(context, ddp)[::2])
+    left, right = ddp(batch(rank))
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [left], retain_graph=True)
+        with pytest.raises(RuntimeError, match="run all of its backwards in one context"):
+            right.backward()
+    assert ddp.module[0].weight.grad is None
+    ddp.abort_iteration()
+    left, right = ddp(batch(rank))
+    left.backward(retain_graph=True)
+    mine = ddp.module[0].weight.grad.clone()
+    with dist_autograd.context() as context, pytest.raises(RuntimeError, match="run all of its backwards in one"):
+        dist_autograd.backward(context, [right])
+    assert not differ([mine], [ddp.module[0].weight.grad])
+    ddp.abort_iteration()
+    ddp.zero_grad()
+    sum(ddp(batch(rank))).backward()
+    assert not differ(expected, [p.grad for p in ddp.parameters()])
+    rpc.shutdown()
+
+
+def test_an_iteration_of_two_backwards_in_one_context():
+    run_ranks(_left_and_right, 2, free_port(), timeout=90, env=LOOPBACK)
+
+
+# ---- what is refused, by name, and leaves `.grad` and the wrapper as they were
+
+
+def _refused(rank, world_size, port):
+    with_agent(rank, world_size, port)
+    texts = []
+
+    def attempt(ddp):
+        with dist_autograd.context() as context, pytest.raises(RuntimeError) as raised:
+            dist_autograd.backward(context, [ddp(batch(rank)).sum()])
+        texts.append(str(raised.value))
+
+    summed = minddp.DistributedDataParallel(mlp(), reduction="sum")
+    attempt(summed)
+    model = mlp()
+    nested = minddp.DistributedDataParallel(Nested(model))
+    attempt(nested)
+    nested.abort_iteration()
+    assert all(p.grad is None for p in summed.parameters())
+    with dist_autograd.context() as context:
+        expected = mean_of_own(model, nested(batch(rank), False).sum())
+        nested.abort_iteration()
+        dist_autograd.backward(context, [nested(batch(rank), False).sum()])
+        assert not differ(expected, of_context(context, model)[::2])
+    rpc.shutdown()
+    return texts
+
+
+class Nested(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, nested=True):
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=True) if nested else self.inner(x)
+
+
+def test_what_cannot_be_reduced_is_said():
+    for texts in run_ranks(_refused, 2, free_port(), timeout=90, env=LOOPBACK):
+        assert 'pass reduction="mean"' in texts[0] and "parameter '" in texts[0]
+        assert "use_reentrant=False" in texts[1]
+
+
+LOOPBACK = {"TP_SOCKET_IFNAME": "lo"}
