@@ -67,7 +67,7 @@ void Bucket::pack_early(size_t i, double scale) {
 // Where the scale has been applied to the memory that grew, the two contributions cannot be told apart.
 bool Bucket::repack(size_t i, double scale) {
   Slot& slot = (*slots_)[i];
-  const at::Tensor& grad = slot.parameter.grad();
+  const at::Tensor& grad = slot.grad();
   bool scaled_in_place = slot.packed && scale != 1.0 && (borrowed_ || (grad.defined() && grad.is_same(slot.view)));
   if (state_ == State::kLaunched || scaled_in_place) return false;
   slot.packed = false;
@@ -90,7 +90,7 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
   for (size_t i = begin; i < end; ++i) {
     Slot& slot = (*slots_)[i];
     if (std::exchange(slot.packed, true)) continue;
-    const at::Tensor& grad = slot.parameter.mutable_grad();
+    const at::Tensor& grad = slot.grad();
     void* dst = base + slot.offset * buffer_.element_size();
     if (grad.defined()) check(slot, grad);
     const bool nothing_new = options_.keep_base && slot.known.is_all_of(grad);
@@ -118,8 +118,7 @@ void Bucket::abandon() {
     if (flight_.work && !device_.is_cpu()) flight_.work->synchronize();
   } else if (flight_.future && options_.gradient_as_view && !options_.sparse) {
     for (Slot& slot : *slots_)
-      if (at::Tensor& grad = slot.parameter.mutable_grad(); grad.defined() && grad.is_alias_of(buffer_))
-        grad = grad.clone();
+      if (at::Tensor& grad = slot.grad(); grad.defined() && grad.is_alias_of(buffer_)) grad = grad.clone();
   }
   flight_ = {};
   release();
@@ -128,7 +127,7 @@ void Bucket::abandon() {
 
 // A gradient with a graph of its own (create_graph=True) stays; unpack writes its values.
 void Bucket::adopt_view(Slot& slot) {
-  at::Tensor& grad = slot.parameter.mutable_grad();
+  at::Tensor& grad = slot.grad();
   if (!grad.defined() || grad.requires_grad() || grad.is_same(slot.view)) return;
   producers_.keep(grad);
   grad = slot.view;
@@ -137,7 +136,7 @@ void Bucket::adopt_view(Slot& slot) {
 // What is unused on all ranks must stay as it was, and what others hold must not change under their hands.
 bool Bucket::can_borrow(const std::vector<int32_t>& used, const at::Tensor& contribution) const {
   const Slot& slot = slots_->front();
-  const at::Tensor& grad = slot.parameter.grad();
+  const at::Tensor& grad = slot.grad();
   bool has_place = options_.allocate || options_.buffer_dtype != grad_dtype_ || slot.known.tensor().defined();
   return options_.gradient_as_view && slots_->size() == 1 && !has_place && used[slot.index] && grad.defined() &&
       !grad.requires_grad() && !grad.is_sparse() && grad.scalar_type() == grad_dtype_ && is_one_piece(slot, grad) &&
@@ -147,7 +146,7 @@ bool Bucket::can_borrow(const std::vector<int32_t>& used, const at::Tensor& cont
 // Makes the only gradient itself the buffer: flat, in the order of its memory.
 void Bucket::borrow(double scale) {
   Slot& slot = slots_->front();
-  const at::Tensor& grad = slot.parameter.grad();
+  const at::Tensor& grad = slot.grad();
   buffer_ = at::empty({0}, grad.options()).set_(grad.storage(), grad.storage_offset(), {numel_}, {1});
   if (scale != 1.0) buffer_.mul_(scale);
   borrowed_ = slot.packed = true;
@@ -156,7 +155,7 @@ void Bucket::borrow(double scale) {
 // A tensor of its own, with the only gradient's entries.
 void Bucket::pack_sparse(double scale) {
   Slot& slot = slots_->front();
-  const at::Tensor& grad = slot.parameter.grad();
+  const at::Tensor& grad = slot.grad();
   if (grad.defined()) check(slot, grad);
   const bool nothing_new = options_.keep_base && slot.known.is_all_of(grad);
   const at::Tensor& known = slot.known.tensor();
@@ -179,14 +178,14 @@ at::Tensor Bucket::zeros() const {
 // The reduced tensor becomes the gradient: ranks have different rows, so the old one has no place for them.
 void Bucket::unpack_sparse(const at::Tensor& result, double scale) {
   Slot& slot = slots_->front();
-  at::Tensor& grad = slot.parameter.mutable_grad() = scale == 1.0 ? result : result.mul(scale);
+  at::Tensor& grad = slot.grad() = scale == 1.0 ? result : result.mul(scale);
   if (options_.keep_base) slot.known.complete(grad);
 }
 
 // On the CPU, where allocations are not ordered by streams. What was the gradient's memory is the next buffer.
 bool Bucket::exchange(const at::Tensor& result, double scale) {
   Slot& slot = slots_->front();
-  at::Tensor& grad = slot.parameter.mutable_grad();
+  at::Tensor& grad = slot.grad();
   if (slots_->size() != 1 || !device_.is_cpu() || borrowed_ || options_.allocate || options_.gradient_as_view ||
       slot.known.tensor().defined() || !grad.defined() || grad.requires_grad() ||
       result.scalar_type() != grad_dtype_ || grad.scalar_type() != grad_dtype_ || !result.is_same(buffer_) ||
@@ -212,7 +211,7 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
     return release();
   }
   if (ours && used[slots_->front().index] && exchange(result, scale)) {
-    if (options_.keep_base) slots_->front().known.note_result(slots_->front().parameter.grad());
+    if (options_.keep_base) slots_->front().known.note_result(slots_->front().grad());
     return;
   }
   at::Tensor flat = result.reshape({-1}).contiguous();
@@ -220,7 +219,7 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
   segments_.clear();
   for (Slot& slot : *slots_) {
     const at::Tensor& p = slot.parameter;
-    at::Tensor& grad = p.mutable_grad();
+    at::Tensor& grad = slot.grad();
     if (!used[slot.index]) {  // nowhere: what all ranks have stays
       const at::Tensor& known = slot.known.tensor();
       if (known.defined() && options_.gradient_as_view) slot.known.note_result(grad.copy_(known));
@@ -240,7 +239,7 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
   }
   scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
   for (size_t i = 0; options_.keep_base && i < slots_->size(); ++i)
-    if (Slot& slot = (*slots_)[i]; used[slot.index]) slot.known.complete(slot.parameter.mutable_grad());
+    if (Slot& slot = (*slots_)[i]; used[slot.index]) slot.known.complete(slot.grad());
   if (borrowed_) release();
 }
 

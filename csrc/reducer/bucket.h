@@ -11,6 +11,7 @@
 // reducer's; a bucket has no lock.
 #pragma once
 
+#include "support/context_gradients.h"
 #include "support/exchange_memory.h"
 #include "support/known_part.h"
 #include "support/one_piece.h"
@@ -41,6 +42,9 @@ class Bucket {
     at::Tensor view;       // parameter-shaped window on the buffer (not a view to autograd)
     bool packed = false;   // in this backward
     KnownPart known = {};  // with keep_base
+    at::Tensor* place = nullptr;
+    // Where its gradient is, and its average goes: `.grad`, but in a backward of distributed autograd's.
+    at::Tensor& grad() const { return place ? *place : parameter.mutable_grad(); }
   };
   struct Options {
     at::ScalarType buffer_dtype;    // what travels; gradients are cast to it and back
@@ -91,6 +95,12 @@ class Bucket {
     buffer_ = at::Tensor();
     borrowed_ = false;
     for (Slot& slot : *slots_) slot.view = at::Tensor();
+  }
+
+  // Gradients are in other places from now on. Windows that were made so far keep their memory to themselves.
+  void move_to(ContextGradients& gradients) {
+    if (options_.gradient_as_view) release();
+    for (Slot& slot : *slots_) slot.place = gradients.in_use() ? &gradients.place(slot.index) : nullptr;
   }
 
   State state() const { return state_; }

@@ -16,7 +16,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     : parameters_(std::move(parameters)), names_(std::move(names)), expect_sparse_(std::move(expect_sparse)),
       group_(std::move(group)), any_sparse_(std::ranges::count(expect_sparse_, true) > 0),
       options_(std::move(options)), place_(parameters_.size()), usage_(parameters_.size()),
-      used_map_(options_.graph_mode, alone()), context_gradients_(parameters_), trace_(std::make_shared<Trace>()) {
+      used_map_(options_.graph_mode, alone()), context_(parameters_), trace_(std::make_shared<Trace>()) {
   set_buckets(buckets);
 }
 
@@ -171,7 +171,7 @@ void Reducer::abort_iteration() {
   for (Bucket& bucket : buckets_) bucket.abandon();
   extra_futures_.clear();
   used_map_.forget();
-  context_gradients_.leave();
+  context_.leave(/*done=*/false, usage_, buckets_);
   last_error_.clear();
 }
 
@@ -237,16 +237,17 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   const bool defined = in_context ? contribution.defined() : parameters_[index].mutable_grad().defined();
   if (options_.keep_base && defined && !in_context) slot_of(index).known.after_growth(parameters_[index].grad());
   enter_backward(std::nullopt);
+  const bool synchronized = backward_.origin == Origin::kSynchronized;
   if (phase_ == Phase::kLaunched) {
     phase_ = Phase::kBackward;  // it would be lost, or change what is being sent: only abort_iteration() leads on
     next_bucket_ = 0;
     fail(errors::ready_twice(group_->getRank(), {index, names_[index]}, usage_.arrivals[index] + 1));
   }
-  if (defined) usage_.local_used_map[index] = 1;
-  if (defined && (!in_context || backward_.origin == Origin::kSynchronized)) note_origin(index);
-  if (backward_.origin != Origin::kSynchronized) return;
+  if (synchronized && (in_context || context_.in_use())) enter_context(index);
+  if (defined && (synchronized || !in_context)) usage_.local_used_map[index] = 1;
+  if (defined && !in_context) note_origin(index);
+  if (!synchronized) return;
   refuse_shared_view(index);
-  if (in_context || context_gradients_.in_use()) show_context_gradient(index);
   if (phase_ != Phase::kBackward) begin_iteration();
   if (contribution.defined() && used_map_.gets_no_gradient(index))
     fail(errors::graph_changed(group_->getRank(), {index, names_[index]}));
@@ -267,11 +268,10 @@ void Reducer::refuse_shared_view(size_t index) const {
   if (shared) fail(errors::shared_view(group_->getRank(), {index, names_[index]}));
 }
 
-// From here on the iteration is like any other. Windows that are `.grad` now keep their memory to themselves.
-void Reducer::show_context_gradient(size_t index) {
-  if (phase_ == Phase::kIdle) drop_windows();
-  const bool shared = sharers_.any([](const Reducer& other) { return other.context_gradients_.in_use(); });
-  const char* why = context_gradients_.show(index, options_.keep_base, shared, phase_ != Phase::kIdle);
+// From here on the iteration is like any other.
+void Reducer::enter_context(size_t index) {
+  const char* why = options_.keep_base ? "its reduction is no mean: pass reduction=\"mean\""
+                                       : context_.enter(index, phase_ != Phase::kIdle, usage_, buckets_);
   if (why) fail(errors::context_gradient(group_->getRank(), {index, names_[index]}, why));
 }
 
@@ -358,18 +358,17 @@ void Reducer::finish_backward(int graph_task) {
   trace_->note(StepEvent::kBackwardEnd);
   if (!used_map_.absence_is_fine() && !missing().empty()) {
     phase_ = Phase::kIncomplete;
-    return context_gradients_.hide();
+    return;
   }
   if (taken && callbacks_.on_taken) callbacks_.on_taken();
   launch_rest(graph_task);
   if (!options_.manual_finalization) return finalize_backward();
   phase_ = Phase::kLaunched;
-  context_gradients_.hide();
 }
 
 // The used map goes last: it must hold what all of backward used, and its collective has the same place on all ranks.
 void Reducer::launch_rest(int graph_task) {
-  ended_in_ = graph_task;
+  if (!context_.in_use()) ended_in_ = graph_task;
   while (next_bucket_ < buckets_.size()) launch_or_skip(next_bucket_);
   send_used_map();
   if (callbacks_.after_last_launch) callbacks_.after_last_launch();
@@ -384,7 +383,6 @@ void Reducer::finalize_backward_manual() {
     backward_.origin = Origin::kBypassed;  // what it still brings is this rank's alone
   }
   interrupted_in_ = ParamUsage::kNone;
-  if (context_gradients_.in_use()) context_gradients_.show_all();
   finalize_backward();
 }
 
@@ -421,7 +419,6 @@ void Reducer::backward_is_gone(int graph_task) {
   if (!backward_.has(graph_task)) return;
   interrupted_in_ = backward_.origin == Origin::kSynchronized ? graph_task : ParamUsage::kNone;
   backward_ = {};
-  context_gradients_.hide();
   if ((phase_ != Phase::kBackward && !interrupted()) || !callbacks_.on_interrupted) return;
   try {
     callbacks_.on_interrupted(last_error_);
@@ -452,7 +449,7 @@ void Reducer::end_iteration() {
   usage_.end_iteration([&](size_t i) { return used_map_.gets_no_gradient(i); });
   forwards_.iteration_ends();
   deferred_ = false;
-  if (context_gradients_.leave()) drop_windows();
+  context_.leave(/*done=*/true, usage_, buckets_);
   phase_ = Phase::kIdle;
   trace_->note(StepEvent::kFinalizeEnd);
 }

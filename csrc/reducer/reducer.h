@@ -49,7 +49,6 @@
 #include "forwards.h"
 #include "grad_hooks.h"
 #include "param_usage.h"
-#include "support/context_gradients.h"
 #include "support/same_tensor.h"
 #include "support/sharers.h"
 #include "support/trace.h"
@@ -198,11 +197,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void refuse_shared_view(size_t index) const;
   void mark_variable_ready(size_t index, const at::Tensor& contribution);
   void note_origin(size_t index);
-  void show_context_gradient(size_t index);
-  void drop_windows() {
-    for (Bucket& bucket : buckets_)
-      if (bucket.options().gradient_as_view) bucket.release();
-  }
+  void enter_context(size_t index);
   void gradient_grew(size_t index);
   void pack(size_t index, const at::Tensor& contribution);
   void launch(size_t index);
@@ -265,7 +260,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   } backward_;
   ParamUsage usage_;
   UsedMap used_map_;
-  ContextGradients context_gradients_;
+  ContextIterations<ParamUsage> context_;
   Sharers<Reducer> sharers_;
   std::vector<c10::intrusive_ptr<Future>> extra_futures_;
   std::shared_ptr<Trace> trace_;  // shared with the collectives' completion callbacks

@@ -1,15 +1,16 @@
 // Gradients that do not go to `.grad`: a backward of distributed autograd (torch.distributed.autograd.backward, RPC)
 // puts them into its context, a map from parameter to gradient that each worker keeps for it.
 //
-// The reducer knows `.grad` alone. So while such a backward runs, the context's gradients stand there, and what stood
-// there waits here; at its end both go back to where they belong. Threads: the reducer's; no lock of its own.
+// The reducer works with a place for each gradient, which is `.grad` as a rule. For such a backward it is one here,
+// filled from the context as gradients come, and brought back to it at the end of the iteration: `.grad` is not
+// touched. Threads: the reducer's; no lock of its own. A context may destroy a graph with its own lock held, and call
+// back from there: nothing that happens then may ask the context.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #ifdef MINDDP_WITH_RPC
@@ -20,47 +21,63 @@ class DistAutogradContext;
 
 namespace minddp {
 
-#ifdef MINDDP_WITH_RPC
-
 class ContextGradients {
  public:
   explicit ContextGradients(const std::vector<at::Tensor>& parameters) : parameters_(parameters) {}
 
   // Whether the backward that runs on this thread is one of distributed autograd's.
   static bool has_current();
-  // Whether the gradients that have come since leave() are a context's.
+  // Whether the gradients that have come since forget() are a context's.
   bool in_use() const { return context_ != nullptr; }
   // The gradient of parameter `index` has come, in this thread's backward, of an iteration that has `begun` or not.
-  // Null where it stands in `.grad` now; else why not, and the way out.
-  const char* show(size_t index, bool no_mean, bool shared, bool begun);
-  void show_all();  // REQUIRES: in_use()
-  // `.grad` is what it was before; what was made of the context's gradients meanwhile is the context's.
-  void hide();
-  // The same, and no context is in use any more; false where none was.
-  bool leave() {
-    hide();
-    return std::exchange(context_, nullptr) != nullptr;
+  // Null where it lies in its place now; else why not, and the way out.
+  const char* fetch(size_t index, bool begun);
+  at::Tensor& place(size_t index) { return places_[index]; }  // REQUIRES: in_use()
+  // What has been made of the gradients is the context's. REQUIRES: in_use()
+  void bring_back();
+  void forget() {
+    context_.reset();
+    places_.clear();
   }
 
  private:
   const std::vector<at::Tensor>& parameters_;
+#ifdef MINDDP_WITH_RPC
   std::shared_ptr<torch::distributed::autograd::DistAutogradContext> context_;
-  std::optional<std::vector<at::Tensor>> own_;  // while the context's are shown: what `.grad` was
-};
-
-#else  // this torch has no RPC
-
-class ContextGradients {
- public:
-  explicit ContextGradients(const std::vector<at::Tensor>&) {}
-  static bool has_current() { return false; }
-  bool in_use() const { return false; }
-  const char* show(size_t, bool, bool, bool) { return nullptr; }
-  void show_all() {}
-  void hide() {}
-  bool leave() { return false; }
-};
-
+#else
+  std::shared_ptr<void> context_;
 #endif
+  std::vector<at::Tensor> places_;
+};
+
+// Iterations with such gradients, of a reducer that knows by `Usage` what `.grad` holds: that waits for their end.
+template <class Usage>
+class ContextIterations : public ContextGradients {
+ public:
+  using ContextGradients::ContextGradients;
+
+  // fetch(); at the first of an iteration, `usage` and `buckets` are the context's gradients' from then on.
+  template <class Buckets>
+  const char* enter(size_t index, bool begun, Usage& usage, Buckets& buckets) {
+    const char* why = fetch(index, begun);
+    if (why || begun) return why;
+    of_grad_ = usage;
+    for (size_t i = 0; i < usage.local_used_map.size(); ++i) usage.local_used_map[i] = place(i).defined();
+    for (auto& bucket : buckets) bucket.move_to(*this);
+    return nullptr;
+  }
+  // `.grad`'s again, where they are not. `done`: the context gets the results, and else keeps this rank's own.
+  template <class Buckets>
+  void leave(bool done, Usage& usage, Buckets& buckets) {
+    if (!in_use()) return;
+    if (done) bring_back();
+    for (size_t i = 0; i < usage.local_used_map.size(); ++i) usage.take_over(i, *of_grad_, i);
+    forget();
+    for (auto& bucket : buckets) bucket.move_to(*this);
+  }
+
+ private:
+  std::optional<Usage> of_grad_;
+};
 
 }  // namespace minddp

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from .. import _C
 
 # In seconds, without the GIL: for a thread to destroy a group's last collective, and what came with it.
 _MOMENT = 0.02
+_PATIENCE = 1.0  # with threads that do not get the processor in a moment
 _MOMENT_FOR_CALLBACKS = 0.1
 
 _leaving: set[threading.Thread] = set()
@@ -67,13 +69,33 @@ def _let_go_later(group: dist.ProcessGroup) -> None:
         _leaving.add(thread)
 
 
+def _rest() -> None:
+    """Until this process's other threads have had nothing to do for a moment: on a busy machine one that wants to run
+    waits for the processor."""
+    deadline = time.monotonic() + _PATIENCE
+    quiet = 0
+    while quiet < 4 and time.monotonic() < deadline:
+        time.sleep(_MOMENT / 4)
+        quiet = 0 if _others_run() else quiet + 1
+
+
+def _others_run() -> bool:
+    """Whether Linux says so of a thread; elsewhere nobody is asked."""
+    own = str(threading.get_native_id())
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            if stat.parent.name != own and stat.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
+
+
 @atexit.register
 def _settle_groups() -> None:
     """Before the interpreter goes: groups that were destroyed end, threads of the others come to rest."""
     modules = list(_wrappers)  # kept by global variables or reference cycles
     destroyed = [ddp for ddp in modules if ddp.process_group not in dist.distributed_c10d._world.pg_map]
     if len(destroyed) < len(modules):
-        time.sleep(_MOMENT)
+        _rest()
     if any(ddp.has_comm_hook for ddp in destroyed):
         time.sleep(_MOMENT_FOR_CALLBACKS)
     for ddp in destroyed:

@@ -16,7 +16,7 @@ from .origins import (
     left_by_join,
     may_be_divided,
     net_of,
-    old_forward_waits,
+    other_forward_waits,
 )
 from .program import to_json
 
@@ -236,8 +236,8 @@ class Numbers:
         what = _kind_of(label)
         if what != "a gradient":
             return what
-        if old_forward_waits(self.program, step, label) and self._is_mean(label, step, self.ours, self.theirs):
-            return "a gradient under no_sync, while an old wrapper's forward waits"
+        if other_forward_waits(self.program, step, label) and self._is_mean(label, step, self.ours, self.theirs):
+            return "a gradient under no_sync, while another wrapper's forward waits"
         if ended_by_a_hook(self.program, step, label) and self._is_mean(label, step, self.ours, self.theirs):
             return "a gradient of a backward that a hook ended, averaged"
         if may_be_divided(self.program, label) and self._is_local_divided(label, step):

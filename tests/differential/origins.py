@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = [
     "asks_for_local", "ended_by_a_hook", "holders", "kin", "left_by_join", "may_be_divided", "net_of",
-    "old_forward_waits", "under_no_sync",
+    "other_forward_waits", "under_no_sync",
 ]  # fmt: skip
 
 Ways = list[tuple[int, str, bool]]
@@ -108,8 +108,9 @@ def asks_for_local(program: dict[str, Any], step: int, label: str) -> bool:
     return local
 
 
-def old_forward_waits(program: dict[str, Any], step: int, label: str) -> bool:
-    """Whether a backward under no_sync since zero_grad found a forward of the wrapper before, which may be alive."""
+def other_forward_waits(program: dict[str, Any], step: int, label: str) -> bool:
+    """Whether a backward under no_sync since zero_grad found a forward of another wrapper of the parameter: of the
+    wrapper before, which may be alive, or of another net that holds it."""
     waiting: set[int] = set()
     nets = holders(program, label)
     # Where a hook raises backward ends early, and the forward may go on waiting.
@@ -122,7 +123,9 @@ def old_forward_waits(program: dict[str, Any], step: int, label: str) -> bool:
         elif verb == "rewrap":
             old |= waiting & {a.get("w", 0)}  # kept on purpose, or by a hook, an output, a cycle
         elif verb == "backward":
-            found = found or any(w in old and not sync and net_of(program, w) in nets for w, _, sync in ways)
+            others = {w for w in waiting if net_of(program, w) in nets}
+            own = [(w, sync) for w, _, sync in ways if net_of(program, w) in nets]
+            found = found or any(not sync and (w in old or others - {w}) for w, sync in own)
             if a.get("inputs") != "x":  # which comes to no parameter
                 waiting -= {w for w, via, _ in ways if via == "ddp" and w not in raising}
         elif verb == "zero" and net_of(program, a.get("w", 0)) in nets:

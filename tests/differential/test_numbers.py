@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from .compare import judge, meant
-from .origins import asks_for_local, ended_by_a_hook, holders, kin, may_be_divided, old_forward_waits
+from .origins import asks_for_local, ended_by_a_hook, holders, kin, may_be_divided, other_forward_waits
 
 LOCAL, AVERAGED = (1.0, 3.0), (2.0, 2.0)
 WEIGHT, BIAS, OTHER = "net0.parts.0.weight.grad", "net0.parts.0.bias.grad", "net1.parts.0.weight.grad"
@@ -119,12 +119,12 @@ def test_a_penalty_comes_from_the_forward_it_is_of():
 
 
 @pytest.mark.parametrize(
-    "torchs, what", [(AVERAGED, "while an old wrapper's forward waits"), ((9.0, 9.0), "gradient$")]
+    "torchs, what", [(AVERAGED, "while another wrapper's forward waits"), ((9.0, 9.0), "gradient$")]
 )
 def test_an_old_wrappers_forward_excuses_its_average_alone(torchs, what):
     steps = FORWARD, ["rewrap", {"w": 0}], ["forward", {"out": "o", "sync": False}], LOSS, BACKWARD
     program = _program(*steps)
-    assert old_forward_waits(program, 4, WEIGHT) and not old_forward_waits(program, 4, OTHER)
+    assert other_forward_waits(program, 4, WEIGHT) and not other_forward_waits(program, 4, OTHER)
     runs = [_runs(program, {}, {}, {}, {}, {WEIGHT: values}) for values in (torchs, LOCAL)]
     found = judge(program, *runs)
     assert found.what.endswith(what.removesuffix("$"))

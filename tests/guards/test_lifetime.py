@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import minddp
-from minddp.guards import watchdog
+from minddp.guards import lifetime, watchdog
 from minddp.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -52,6 +53,22 @@ def test_who_looks_at_threads_keeps_nothing_of_theirs() -> None:
         assert _looked_at()() is None
     finally:
         gc.enable()
+
+
+def _busy_at_the_end(rank: int, world_size: int) -> tuple[bool, bool]:
+    """A thread without the GIL, as one of a group's that waits for the processor on a busy machine."""
+    ddp = minddp.DistributedDataParallel(torch.nn.Linear(3, 3))
+    ddp(torch.ones(2, 3)).sum().backward()
+    work = threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 400_000), daemon=True)
+    work.start()
+    was_alive = work.is_alive()
+    lifetime._settle_groups()
+    return was_alive, work.is_alive()
+
+
+def test_the_end_waits_for_threads_that_want_to_run() -> None:
+    """With a fixed moment Python was gone before them, and the process aborted."""
+    assert run_ranks(_busy_at_the_end, 1) == [(True, False)]
 
 
 def _power_sgd(rank: int, world_size: int) -> None:

@@ -167,12 +167,95 @@ def outputs_behind_a_reference(wrap, rank):
     return seen
 
 
+def raised(call, *arguments):
+    try:
+        call(*arguments)
+    except RuntimeError:
+        return torch.tensor(1.0)
+    return torch.tensor(0.0)
+
+
+def a_hook_of_the_users_raises(wrap, rank):
+    """On all ranks, in a context; then the program goes on with another wrapper, and plain gradients."""
+    model = mlp()
+    ddp = wrap(model)
+    with ddp.no_sync():
+        ddp(batch(rank, 3)).sum().backward()
+    before = [p.grad for p in model.parameters()]
+
+    def fail(_):
+        raise RuntimeError("the user's")
+
+    handle = model[0].bias.register_hook(fail)
+    with dist_autograd.context() as context:
+        out = ddp(batch(rank)).sum()
+        seen = [raised(dist_autograd.backward, context, [out])]
+    handle.remove()
+    same = [torch.tensor(float(p.grad is grad)) for p, grad in zip(model.parameters(), before, strict=True)]
+    del ddp, out
+    again = wrap(model)
+    again(batch(rank, 4)).sum().backward()
+    return seen + same + [p.grad.clone() for p in model.parameters()]
+
+
+def a_comm_hook_raises(wrap, rank):
+    """In the first iteration: at the end of backward. Cleared gradients stay cleared."""
+    model = wrap(mlp())
+
+    def fail(state, bucket):
+        raise RuntimeError("the user's")
+
+    model.register_comm_hook(None, fail)
+    model.module(batch(rank, 1)).sum().backward()
+    with dist_autograd.context() as context:
+        out = model(batch(rank)).sum()
+        seen = [raised(dist_autograd.backward, context, [out])]
+    model.zero_grad()
+    if hasattr(model, "abort_iteration"):
+        model.abort_iteration()
+    return [*seen, *(p.grad for p in model.parameters())]
+
+
+def looked_at_and_cleared(wrap, rank):
+    """`.grad` is the program's while such a backward runs."""
+    model, seen = mlp(), []
+    ddp = wrap(model)
+    ddp(batch(rank, 1)).sum().backward()
+
+    def look(gradient):
+        seen.append(model[2].weight.grad.clone())
+        model[2].weight.grad = None
+
+    handle = model[0].weight.register_hook(look)
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [ddp(batch(rank)).sum()])
+        seen += of_context(context, model)
+    handle.remove()
+    return seen
+
+
+def two_wrappers_of_one_module(wrap, rank):
+    model, seen = mlp(), []
+    first, second = wrap(model), wrap(model)
+    for i in range(3):
+        with dist_autograd.context() as context:
+            loss = first(batch(rank, i)).sum() + second(batch(rank, i + 7)).sum()
+            dist_autograd.backward(context, [loss])
+            seen += of_context(context, model)
+    return seen
+
+
 PROGRAMS = [
     several_steps, plain_backward_in_a_context, accumulated_in_one_context, with_a_remote_part, checkpointed,
-    stepped_by_a_distributed_optimizer, attacked_between, outputs_behind_a_reference,
+    stepped_by_a_distributed_optimizer, attacked_between, outputs_behind_a_reference, a_hook_of_the_users_raises,
+    a_comm_hook_raises, looked_at_and_cleared, two_wrappers_of_one_module,
 ]  # fmt: skip
 # Torch's class raises; or the context's averages go to the bucket whose windows are the `.grad` of before.
-NOT_COMPARED = {(accumulated_in_one_context, "static"), (several_steps, "views")}
+NOT_COMPARED = {
+    (accumulated_in_one_context, "static"), (several_steps, "views"), (looked_at_and_cleared, "views"),
+    (two_wrappers_of_one_module, "static"), (two_wrappers_of_one_module, "views"),
+    (a_hook_of_the_users_raises, "static"),
+}  # fmt: skip
 
 
 def with_agent(rank, world_size, port):
@@ -315,6 +398,61 @@ def _left_and_right(rank, world_size, port):
 
 def test_an_iteration_of_two_backwards_in_one_context():
     run_ranks(_left_and_right, 2, free_port(), timeout=90, env=LOOPBACK)
+
+
+class Several(Branches):
+    def forward(self, x, which):
+        return sum(self.heads[one](self.body(x)) for one in which)
+
+
+def _what_is_known_of_grad(rank, world_size, port):
+    """A context's iteration in between changes nothing of it."""
+    with_agent(rank, world_size, port)
+
+    def iterate(ddp, *arguments):
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [ddp(batch(rank, 9), *arguments).sum()])
+
+    for make in (lambda m: m, minddp.DistributedDataParallel):
+        ddp = minddp.DistributedDataParallel(mlp())
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        ddp.module(batch(rank)).sum().backward()
+        iterate(ddp if make is not minddp.DistributedDataParallel else make(ddp.module))
+        with pytest.raises(RuntimeError, match="never averaged"):
+            optimizer.step()
+    ddp = minddp.DistributedDataParallel(Several(), find_unused_parameters=True)
+    with ddp.no_sync():
+        ddp(batch(rank), [0]).sum().backward()
+    iterate(ddp, [0, 1, 2])
+    ddp(batch(rank, 1), [1]).sum().backward()  # sends what no_sync has left
+    first = ddp.module.heads[0].weight.grad.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, ddp.module.heads[0].weight.grad)
+    rpc.shutdown()
+
+
+def test_what_is_known_of_grad_waits_for_a_contexts_end():
+    """Torch's class steps with local gradients."""
+    run_ranks(_what_is_known_of_grad, 2, free_port(), timeout=90, env=LOOPBACK)
+
+
+def _left_before_the_end(rank, world_size, port):
+    with_agent(rank, world_size, port)
+    ddp = minddp.DistributedDataParallel(mlp())
+    ddp.require_manual_backward_finalization = True
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [ddp(batch(rank)).sum()])
+    dist.barrier()  # the context's end on one rank may come from another's
+    with pytest.raises(RuntimeError, match="Call it inside of the context's `with` block"):
+        ddp.finalize_backward()
+    ddp.abort_iteration()
+    ddp(batch(rank)).sum().backward()
+    ddp.finalize_backward()
+    rpc.shutdown()
+
+
+def test_finalized_too_late():
+    run_ranks(_left_before_the_end, 2, free_port(), timeout=90, env=LOOPBACK)
 
 
 # ---- what is refused, by name, and leaves `.grad` and the wrapper as they were
