@@ -55,10 +55,10 @@ class Pair:
         theirs, ours = self.run(program)
         better = self.candidate != self.reference
         found = judge(program, theirs, ours, lambda: self.ranks.run(program, self.reference, True), better)
+        if found is not None and found.kind == "numbers":
+            found = self._without_rounding(program, found)
         if found is None or found.kind not in ("numbers", "diverges"):
             return found
-        if found.kind == "numbers" and self._is_rounding(program):
-            return None
         if not better:
             return None if _may_race(program) else found
         for _ in range(6 if _may_race(program) else 2):
@@ -66,12 +66,15 @@ class Pair:
                 return None if found.kind == "numbers" else found
         return found
 
-    def _is_rounding(self, program: dict[str, Any]) -> bool:
-        """Whether both agree on the program in double precision, to its precision."""
+    def _without_rounding(self, program: dict[str, Any], found: Difference) -> Difference | None:
+        """What is left of a difference where both agree on the numbers in double precision, to its precision."""
         if program["world"] == 2 or "dtype" in program:
-            return False  # two ranks add alike: their numbers are the same bits
+            return found  # two ranks add alike: their numbers are the same bits
         precise = {**program, "dtype": "float64", "nets": [_precise(net) for net in program["nets"]]}
-        return not has_low_precision(precise) and judge(precise, *self.run(precise)) is None
+        if has_low_precision(precise):
+            return found
+        left = judge(precise, *self.run(precise))
+        return found if left is not None and left.kind == "numbers" else left
 
     def close(self) -> None:
         self.ranks.close()

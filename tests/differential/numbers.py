@@ -11,6 +11,7 @@ import numpy as np
 from .origins import (
     asks_for_local,
     ended_by_a_hook,
+    frozen,
     holders,
     kin,
     left_by_join,
@@ -133,8 +134,7 @@ class Numbers:
                 if self._is_compressed_and_not(label) and same(their, our, self.rounding):
                     self.tolerance = self.rounding
                     continue
-                if their is None and self._of_corrected(label) and our is not None and not np.any(our):
-                    # Used under no_sync before, and by none in this backward: its mean is zero.
+                if their is None and our is not None and not np.any(our) and self._may_be_of_nothing(step, label):
                     self.corrected.add(label)
                     continue
             if not self.hooks and self._about_to_go_wrong(step):
@@ -142,6 +142,14 @@ class Numbers:
             detail = f"step {step}, rank {rank}, {label}: torch {show(their)}, ours {other} {show(our)}"
             return Difference("numbers", step, self._what(step, label), detail)
         return None
+
+    def _may_be_of_nothing(self, step: int, label: str) -> bool:
+        """Whether a gradient may be the mean of what no rank has: used under no_sync before, and by none in this
+        backward; or frozen between forward and a backward that torch's class leaves local."""
+        if self._of_corrected(label):
+            return True
+        everyone = [value for _, value in self._values(self.ours, step, label)]
+        return frozen(self.program, step, label) and not any(value is None or np.any(value) for value in everyone)
 
     def _about_to_go_wrong(self, step: int) -> bool:
         steps = self.program["steps"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 __all__ = [
-    "asks_for_local", "ended_by_a_hook", "holders", "kin", "left_by_join", "may_be_divided", "net_of",
+    "asks_for_local", "ended_by_a_hook", "frozen", "holders", "kin", "left_by_join", "may_be_divided", "net_of",
     "other_forward_waits", "under_no_sync",
 ]  # fmt: skip
 
@@ -131,6 +131,12 @@ def other_forward_waits(program: dict[str, Any], step: int, label: str) -> bool:
         elif verb == "zero" and net_of(program, a.get("w", 0)) in nets:
             found = False
     return found
+
+
+def frozen(program: dict[str, Any], step: int, label: str) -> bool:
+    """Whether parameters of a net that holds this one were frozen before a step."""
+    nets = holders(program, label)
+    return any(verb == "freeze" and net_of(program, a.get("w", 0)) in nets for verb, a in program["steps"][:step])
 
 
 def ended_by_a_hook(program: dict[str, Any], step: int, label: str) -> bool:

@@ -118,6 +118,21 @@ def test_a_penalty_comes_from_the_forward_it_is_of():
     assert asks_for_local(program, 4, WEIGHT)
 
 
+def test_a_mean_of_nothing_is_zero_where_the_parameter_is_frozen():
+    nothing, zero = [{WEIGHT: (None, None)}], [{WEIGHT: (0.0, 0.0)}]
+    freeze = ["freeze", {"w": 0}]
+    for steps, ours, what in (
+        ([freeze], zero, None),
+        ([], zero, "a gradient"),
+        ([["freeze", {"w": 1}]], zero, "a gradient"),
+        ([freeze], [{WEIGHT: (0.0, 1.0)}], "a gradient"),
+    ):
+        made = _program(*steps, *START)
+        before = [{}] * (2 + len(steps))
+        found = judge(made, _runs(made, *before, *nothing), _runs(made, *before, *ours))
+        assert (found and found.what) == what
+
+
 @pytest.mark.parametrize(
     "torchs, what", [(AVERAGED, "while another wrapper's forward waits"), ((9.0, 9.0), "gradient$")]
 )
