@@ -121,9 +121,14 @@ class RankPool:
         self._threads = threads
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
+        # Of the ranks' stores. As long as the ranks: what a rank has left of a group may end at any time, its store
+        # with it, and a FileStore whose file goes in that very moment ends the process.
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._runs = 0
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="minddp-ranks-", ignore_cleanup_errors=True)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -151,6 +156,9 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def run(
         self,
@@ -169,12 +177,13 @@ class RankPool:
             self.close()  # a test killed one
         if not self._processes:
             self._start()
-        call = pickle.dumps((fn, args))
-        with tempfile.TemporaryDirectory(prefix="minddp-ranks-", ignore_cleanup_errors=True) as folder:
-            message = (call, os.path.join(folder, "store"), backend, env or {})
-            for pipe in self._pipes:
-                pipe.send(message)
-            results, failures = self._collect(timeout, grace)
+        assert self._folder is not None
+        self._runs += 1
+        store = os.path.join(self._folder.name, f"store{self._runs}")
+        message = (pickle.dumps((fn, args)), store, backend, env or {})
+        for pipe in self._pipes:
+            pipe.send(message)
+        results, failures = self._collect(timeout, grace)
         if failures:
             self.close()
             text = "\n".join(f"--- rank {rank}\n{failures[rank]}" for rank in sorted(failures))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import minddp
 from minddp.guards import lifetime, watchdog
-from minddp.testing import run_ranks
+from minddp.testing import RankPool, run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,6 +70,21 @@ def _busy_at_the_end(rank: int, world_size: int) -> tuple[bool, bool]:
 def test_the_end_waits_for_threads_that_want_to_run() -> None:
     """With a fixed moment Python was gone before them, and the process aborted."""
     assert run_ranks(_busy_at_the_end, 1) == [(True, False)]
+
+
+def _where_the_store_is(rank: int, world_size: int) -> str:
+    return str(dist.distributed_c10d._get_default_store().underlying_store.path)
+
+
+def test_ranks_keep_their_stores_files_until_they_end() -> None:
+    """A FileStore whose file goes while it ends, as a group's last thread may let it, ends the process."""
+    pool = RankPool(1)
+    try:
+        paths = [Path(pool.run(_where_the_store_is)[0]) for _ in range(2)]
+        assert paths[0] != paths[1] and all(path.parent.exists() for path in paths)
+    finally:
+        pool.close()
+    assert not paths[0].parent.exists()
 
 
 def _power_sgd(rank: int, world_size: int) -> None:
