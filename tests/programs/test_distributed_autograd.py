@@ -312,6 +312,11 @@ def _unused_by_some(rank, world_size, port, views):
             dist_autograd.backward(context, [ddp(batch(rank, i), which).pow(2).sum()])
             assert not differ(expected, of_context(context, ddp)[::2])
         assert all(p.grad is None for p in ddp.parameters())
+    step = ddp.reducer.last_step()
+    body, rests = (ddp.reducer.names.index(name) for name in ("body.weight", "heads.2.weight"))
+    bucket = next(i for i, indices in enumerate(ddp.reducer.buckets()) if rests in indices)
+    assert body not in ddp.reducer.buckets()[bucket]  # complete before the first gradient, and not at the end
+    assert 0 < step["buckets"][bucket]["ready_ns"] < step["ready_ns"][body]
     rpc.shutdown()
 
 
@@ -331,9 +336,14 @@ def _windows_of_their_own(rank, world_size, port):
 
     expected = several_steps(wrap, rank)
     assert not differ(expected, several_steps(lambda m: wrap(m, **MODES["views"]), rank))
-    ddp = wrap(mlp(), **MODES["views"])
+    ddp = wrap(mlp(), gradient_as_bucket_view=True)  # in one bucket: a gradient alone in one is its own
+    for i in range(3):  # buckets are what they will be
+        ddp.zero_grad()
+        ddp(batch(rank, i)).sum().backward()
+    windows = [(p.grad, p.grad.clone()) for p in ddp.parameters()]
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp(batch(rank)).sum()])
+        assert all(torch.equal(window, before) for window, before in windows)
         before = of_context(context, ddp)
         ddp(batch(rank, 1)).sum().backward()
         assert not differ(before[::2], of_context(context, ddp)[::2])
@@ -420,6 +430,19 @@ def _what_is_known_of_grad(rank, world_size, port):
         iterate(ddp if make is not minddp.DistributedDataParallel else make(ddp.module))
         with pytest.raises(RuntimeError, match="never averaged"):
             optimizer.step()
+    first = minddp.DistributedDataParallel(mlp())
+    second = minddp.DistributedDataParallel(first.module)
+
+    def fail(_):
+        raise ValueError("the user's")
+
+    handle = first.module[0].bias.register_hook(fail)
+    with pytest.raises(ValueError):
+        first(batch(rank)).sum().backward()
+    handle.remove()
+    iterate(second)  # which averages nothing of what that has left
+    with pytest.raises(RuntimeError, match=r"exception|never averaged"):
+        torch.optim.SGD(first.parameters(), 0.1).step()
     ddp = minddp.DistributedDataParallel(Several(), find_unused_parameters=True)
     with ddp.no_sync():
         ddp(batch(rank), [0]).sum().backward()
