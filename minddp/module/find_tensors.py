@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
+_REFERENCES: Any = rpc.RRef if rpc.is_available() else ()
+
 
 def find_tensors(value: Any, _above: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
     """Every tensor in nested lists, tuples, sets, mappings, dataclasses and RRefs of this process.
@@ -21,7 +23,7 @@ def find_tensors(value: Any, _above: tuple[int, ...] = ()) -> Iterator[torch.Ten
     if isinstance(value, (str, bytes, int, float)) or value is None or id(value) in _above:
         return
     above = (*_above, id(value))
-    if rpc.is_available() and isinstance(value, rpc.RRef):
+    if isinstance(value, _REFERENCES):
         if value.is_owner():
             yield from find_tensors(value.local_value(), above)
         return

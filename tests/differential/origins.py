@@ -108,13 +108,18 @@ def asks_for_local(program: dict[str, Any], step: int, label: str) -> bool:
     return local
 
 
+def _with_a_hook_that_raises(program: dict[str, Any]) -> set[int]:
+    """The wrappers of such parameters: backward ends early there."""
+    return {a.get("w", 0) for verb, a in program["steps"] if verb == "hook" and a.get("fail")}
+
+
 def other_forward_waits(program: dict[str, Any], step: int, label: str) -> bool:
     """Whether a backward under no_sync since zero_grad found a forward of another wrapper of the parameter: of the
     wrapper before, which may be alive, or of another net that holds it."""
     waiting: set[int] = set()
     nets = holders(program, label)
-    # Where a hook raises backward ends early, and the forward may go on waiting.
-    raising = {a.get("w", 0) for verb, a in program["steps"] if verb == "hook" and a.get("fail")}
+    # Where one raises the forward may go on waiting.
+    raising = _with_a_hook_that_raises(program)
     old: set[int] = set()
     found = False
     for verb, a, ways in _backwards(program, step):
@@ -143,13 +148,13 @@ def ended_by_a_hook(program: dict[str, Any], step: int, label: str) -> bool:
     """Whether a hook that raises may have ended a backward since zero_grad, and another wrapper of one of its
     parameters, of another net, may have brought what it left out."""
     nets = holders(program, label)
-    failing = {a.get("w", 0) for verb, a in program["steps"] if verb == "hook" and a.get("fail")}
+    raising = _with_a_hook_that_raises(program)
     ended = False
     for verb, a, ways in _backwards(program, step):
         if verb == "zero" and net_of(program, a.get("w", 0)) in nets:
             ended = False
         elif verb == "backward" and a.get("inputs") != "x":
-            ended = ended or any(w in failing and sync and net_of(program, w) in nets for w, _, sync in ways)
+            ended = ended or any(w in raising and sync and net_of(program, w) in nets for w, _, sync in ways)
     return ended and any(len(kin(program, net)) > 1 for net in nets)
 
 

@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not rpc.is_available(), reason="torch was built without RPC"),
 ]
 
+LOOPBACK = {"TP_SOCKET_IFNAME": "lo"}
+
 
 def batch(rank, i=0):
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
@@ -423,11 +425,11 @@ def _what_is_known_of_grad(rank, world_size, port):
         with dist_autograd.context() as context:
             dist_autograd.backward(context, [ddp(batch(rank, 9), *arguments).sum()])
 
-    for make in (lambda m: m, minddp.DistributedDataParallel):
+    for wrapped_again in (False, True):
         ddp = minddp.DistributedDataParallel(mlp())
         optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
         ddp.module(batch(rank)).sum().backward()
-        iterate(ddp if make is not minddp.DistributedDataParallel else make(ddp.module))
+        iterate(minddp.DistributedDataParallel(ddp.module) if wrapped_again else ddp)
         with pytest.raises(RuntimeError, match="never averaged"):
             optimizer.step()
     first = minddp.DistributedDataParallel(mlp())
@@ -519,6 +521,3 @@ def test_what_cannot_be_reduced_is_said():
     for texts in run_ranks(_refused, 2, free_port(), timeout=90, env=LOOPBACK):
         assert 'pass reduction="mean"' in texts[0] and "parameter '" in texts[0]
         assert "use_reentrant=False" in texts[1]
-
-
-LOOPBACK = {"TP_SOCKET_IFNAME": "lo"}
