@@ -10,7 +10,7 @@ from torch import nn
 
 from minddp import DistributedDataParallel as DDP
 from minddp.guards import board
-from minddp.testing import run_ranks
+from minddp.testing import RankPool, run_ranks
 
 SECONDS = 10  # far less than a store's own timeout
 
@@ -30,11 +30,16 @@ def _watchdogs_left(rank, world_size):
     return len(left)
 
 
-def test_threads_end_with_the_file_of_their_store():
-    """A group's file is removed while its watchdog still looks into it once a second."""
-    for _ in range(3):
-        path, _ = run_ranks(_wrapped, 2)  # which removes the store's folder
-    assert run_ranks(_watchdogs_left, 2, backend=None) == [0, 0]
+def test_threads_end_with_their_group():
+    """Each of three groups has a watchdog, which looks into the group's store once a second."""
+    pool = RankPool(2)
+    try:
+        for _ in range(3):
+            path, _ = pool.run(_wrapped)  # which ends the group
+        assert pool.run(_watchdogs_left, backend=None) == [0, 0]
+        assert os.path.exists(os.path.dirname(path))  # a store's file may be read until its ranks end
+    finally:
+        pool.close()
     assert not os.path.exists(os.path.dirname(path))
 
 
