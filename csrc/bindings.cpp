@@ -147,6 +147,13 @@ void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const OnStall& on_stal
   work->wait();
 }
 
+// The same of a communication hook's future.
+void wait_for_future(const std::shared_ptr<torch::jit::PythonFutureWrapper>& future, const OnStall& on_stall) {
+  py::gil_scoped_release release;
+  if (on_stall) return wait_watching(*future->fut, on_stall);
+  future->fut->waitAndThrow();
+}
+
 void group_allgather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::vector<at::Tensor>& outputs,
     at::Tensor input, const OnStall& on_stall) {
   std::vector<std::vector<at::Tensor>> all = {outputs};
@@ -290,6 +297,7 @@ PYBIND11_MODULE(_C, module) {
   bind_options(module);
   bind_reducer(module);
   module.def("wait_for", &wait_for, Release(), py::arg("work"), py::arg("on_stall") = nullptr);
+  module.def("wait_for_future", &wait_for_future, py::arg("future"), py::arg("on_stall") = nullptr);
   module.def("group_allgather", &group_allgather, Release(), py::arg("group"), py::arg("outputs"), py::arg("input"),
       py::arg("on_stall") = nullptr);
   module.def("group_broadcast", &group_broadcast, Release(), py::arg("group"), py::arg("tensor"), py::arg("src"),

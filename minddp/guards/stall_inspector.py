@@ -74,6 +74,7 @@ class StallInspector:
         name = group.group_name
         self.group = group
         self.desync_timeout = desync_timeout
+        self.hook = ""  # the communication hook's name
         self.rename(f"{name}/{next(_counters.setdefault(name, itertools.count()))}")
         self._reducer = weakref.ref(reducer)
         self._names = names
@@ -160,6 +161,7 @@ class StallInspector:
             self._ranks,
             self.key,
             {index: self._names[index] for index in indices},
+            self.hook,
         )
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
 

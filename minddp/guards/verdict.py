@@ -25,7 +25,7 @@ class Wait:
 
     ``key``: the same on all ranks that wait for it. ``rank``: this one, in the group. ``ranks``: the group's, in the
     default group. ``wrapper``: the waiting wrapper's name, empty outside of its backward. ``parameters``: names by
-    index of those whose gradients are waited for.
+    index of those whose gradients are waited for. ``hook``: the communication hook that sends them, if one does.
     """
 
     key: str
@@ -34,6 +34,7 @@ class Wait:
     ranks: tuple[int, ...]
     wrapper: str = ""
     parameters: dict[int, str] = field(default_factory=dict)
+    hook: str = ""
 
     def others(self) -> list[int]:
         return [rank for rank in self.ranks if rank != self.ranks[self.rank]]
@@ -179,7 +180,8 @@ def slow(wait: Wait, seconds: float, judged: Sequence[tuple[Fact, Kind]], store_
     who = "; ".join(describe(fact, kind, wait) for fact, kind in absent[:_LISTED])
     waited = f"rank {wait.rank} has waited {seconds:.0f} s for {wait.what}"
     if not absent:
-        return f"{waited}, and all ranks are there: a slow network?"
+        hook = f" Or {wait.hook}, which must not wait for a collective in a callback?" if wait.hook else ""
+        return f"{waited}, and all ranks are there: a slow network?{hook}"
     silent = "The process group's store does not answer: its host may be stopped or cut off."
     return (
         f"{waited}. Ranks {ranks} have not reported waiting: they are slow, or took another branch and never "

@@ -9,6 +9,7 @@ forward.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,16 @@ from .mixed_precision import MixedPrecision
 from .parameters import Parameters
 
 BUILTIN_HOOK_DTYPES = {"FP16_COMPRESS": torch.float16, "ALLREDUCE": None}
+
+
+def waits_in_callbacks(state: object) -> bool:
+    """Whether the hook of this state is PowerSGD, which sends more, and waits for it, once a collective is over.
+
+    On the CPU it does so on the process group's own threads: with several buckets under way none is left to send
+    anything, and what they send has another order on each rank. There one bucket goes after the other.
+    """
+    module = sys.modules.get("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+    return module is not None and isinstance(state, module.PowerSGDState)
 
 
 class Engine:
@@ -236,6 +247,8 @@ class Engine:
             self.reducer.set_comm_hook(None, weakly(self._reduce))
         if users:
             self.reducer.averages_itself()
+            if self.inspector is not None:
+                self.inspector.hook = name
 
     def _reduce(self, _: object, bucket: Any) -> Any:
         if self.finite is not None:
@@ -243,6 +256,14 @@ class Engine:
         if self.hook is None or self.has_builtin_hook:
             return self.reducer._run_allreduce_hook(bucket)
         state, hook = self.hook
+        future = self._run_hook(state, hook, bucket)
+        if self.parameters.device.type == "cpu" and waits_in_callbacks(state):
+            inspector, index = self.inspector, bucket.index()
+            watched = None if inspector is None else lambda waited, error: inspector.on_stall(waited, index, error)
+            _C.wait_for_future(future, watched)
+        return future
+
+    def _run_hook(self, state: object, hook: Callable[..., Any], bucket: Any) -> Any:
         try:
             return hook(state, bucket)
         except Exception as error:

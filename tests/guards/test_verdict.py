@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -115,7 +116,9 @@ def test_the_warning():
     here_too = (fact(where=place(wait=WAIT.key), rank=6), Kind.COMES)
     text = slow(WAIT, 10.0, [(fact(where=place()), Kind.BUSY), here_too], store_is_silent=True)
     assert "Ranks [1] have not reported waiting" in text and "store does not answer" in text
-    assert "all ranks are there" in slow(WAIT, 10.0, [here_too], store_is_silent=False)
+    assert slow(WAIT, 10.0, [here_too], store_is_silent=False).endswith("all ranks are there: a slow network?")
+    hooked = slow(replace(WAIT, hook="my_hook"), 10.0, [here_too], store_is_silent=False)
+    assert "my_hook, which must not wait for a collective in a callback" in hooked
 
 
 def test_busy_ranks_are_waited_for():
