@@ -115,6 +115,24 @@ void set_scales(Reducer& reducer, double before, double after) {
   reducer.options().post_scale = after;
 }
 
+// A watcher that Ctrl-C interrupts is called once more, with -1 seconds: the wait is over, its collective is not.
+template <typename... Rest>
+std::function<void(double, Rest...)> hears_interrupts(std::function<void(double, Rest...)> watcher) {
+  if (!watcher) return nullptr;
+  return [watcher = std::move(watcher)](double seconds, Rest... rest) {
+    try {
+      watcher(seconds, rest...);
+    } catch (const py::error_already_set& error) {
+      bool interrupts = [&] {
+        py::gil_scoped_acquire gil;
+        return error.matches(PyExc_KeyboardInterrupt);
+      }();
+      if (interrupts) watcher(-1, rest...);
+      throw;
+    }
+  };
+}
+
 // What is not given stays as it is.
 void set_callbacks(Reducer& reducer, std::function<void()> after_last_launch, std::function<double()> post_scale,
     std::function<void(double, size_t, const std::string&)> on_stall,
@@ -122,7 +140,7 @@ void set_callbacks(Reducer& reducer, std::function<void()> after_last_launch, st
   ReducerCallbacks& callbacks = reducer.callbacks();
   if (after_last_launch) callbacks.after_last_launch = std::move(after_last_launch);
   if (post_scale) callbacks.post_scale = std::move(post_scale);
-  if (on_stall) callbacks.on_stall = std::move(on_stall);
+  if (on_stall) callbacks.on_stall = hears_interrupts(std::move(on_stall));
   if (on_interrupted) callbacks.on_interrupted = std::move(on_interrupted);
   if (on_taken) callbacks.on_taken = std::move(on_taken);
 }
@@ -143,14 +161,14 @@ py::dict position(const Reducer& reducer) {
 // Collectives on a process group of any kind, one that is written in Python included. Each is over when it returns.
 // `on_stall` (wait.h): for groups whose works have futures of torch's own.
 void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const OnStall& on_stall) {
-  if (on_stall) wait_watching(*work->getFuture(), on_stall);
+  if (on_stall) wait_watching(*work->getFuture(), hears_interrupts(on_stall));
   work->wait();
 }
 
 // The same of a communication hook's future.
 void wait_for_future(const std::shared_ptr<torch::jit::PythonFutureWrapper>& future, const OnStall& on_stall) {
   py::gil_scoped_release release;
-  if (on_stall) return wait_watching(*future->fut, on_stall);
+  if (on_stall) return wait_watching(*future->fut, hears_interrupts(on_stall));
   future->fut->waitAndThrow();
 }
 
@@ -202,6 +220,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("keep_base", &ReducerOptions::keep_base)
       .def_readwrite("any_grad_dtype", &ReducerOptions::any_grad_dtype)
       .def_readwrite("always_reduce", &ReducerOptions::always_reduce)
+      .def_readwrite("not_in_contexts", &ReducerOptions::not_in_contexts)
       .def_readwrite("lazy_bucket_allocation", &ReducerOptions::lazy_bucket_allocation)
       .def_readwrite("manual_finalization", &ReducerOptions::manual_finalization);
 }

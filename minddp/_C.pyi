@@ -33,6 +33,7 @@ class ReducerOptions:
     gradient_as_bucket_view: bool
     skip_all_reduce_unused: bool
     keep_base: bool
+    not_in_contexts: str
     any_grad_dtype: bool
     always_reduce: bool
     lazy_bucket_allocation: bool

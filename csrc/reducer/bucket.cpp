@@ -228,7 +228,7 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
     }
     if (!grad.defined() || grad.scalar_type() != grad_dtype_) {  // the latter under mixed precision
       grad = options_.gradient_as_view
-          ? slot.view
+          ? (borrowed_ ? window(buffer_, slot) : slot.view)
           : at::empty_strided(p.sizes(), slot.strides, p.options().dtype(grad_dtype_).requires_grad(false));
     }
     const void* src = base + slot.offset * flat.element_size();

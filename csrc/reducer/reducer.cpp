@@ -243,7 +243,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
     next_bucket_ = 0;
     fail(errors::ready_twice(group_->getRank(), {index, names_[index]}, usage_.arrivals[index] + 1));
   }
-  if (synchronized && (in_context || context_.in_use())) enter_context(index);
+  if (synchronized && (in_context || context_.in_use())) enter_context(index, defined);
   if (defined && (synchronized || !in_context)) usage_.local_used_map[index] = 1;
   if (defined && !in_context) note_origin(index);
   if (!synchronized) return;
@@ -269,9 +269,10 @@ void Reducer::refuse_shared_view(size_t index) const {
 }
 
 // From here on the iteration is like any other.
-void Reducer::enter_context(size_t index) {
-  const char* why = options_.keep_base ? "its reduction is no mean: pass reduction=\"mean\""
-                                       : context_.enter(index, phase_ != Phase::kIdle, usage_, buckets_);
+void Reducer::enter_context(size_t index, bool defined) {
+  const bool begun = phase_ != Phase::kIdle;
+  const std::string& refusal = options_.not_in_contexts;
+  const char* why = refusal.empty() ? context_.enter(index, defined, begun, usage_, buckets_) : refusal.c_str();
   if (why) fail(errors::context_gradient(group_->getRank(), {index, names_[index]}, why));
 }
 
@@ -406,7 +407,6 @@ void Reducer::finalize_backward() {
     trace_->note(i, BucketEvent::kUnpackBegin);
     if (!optimizer_in_backward) bucket.unpack(result, scale, used);
     bucket.hold_back_streams();
-    if (options_.lazy_bucket_allocation) bucket.abandon();
     trace_->note(i, BucketEvent::kUnpackEnd);
   }
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets_.size());
@@ -450,6 +450,7 @@ void Reducer::end_iteration() {
   forwards_.iteration_ends();
   deferred_ = false;
   context_.leave(/*done=*/true, usage_, buckets_);
+  for (size_t i = 0; options_.lazy_bucket_allocation && i < buckets_.size(); ++i) buckets_[i].abandon();
   phase_ = Phase::kIdle;
   trace_->note(StepEvent::kFinalizeEnd);
 }

@@ -75,7 +75,8 @@ struct ReducerOptions {
   bool any_grad_dtype = false;          // parameters change their dtype during backward
   bool always_reduce = false;           // go through the process group where it has one rank, too
   bool lazy_bucket_allocation = false;  // a bucket has memory from its first gradient to the end of its iteration
-  bool manual_finalization = false;     // waiting and unpacking are left to the caller; REQUIRES: none is expected
+  std::string not_in_contexts;  // why no context's gradients can be reduced (context_gradients.h); empty: they can
+  bool manual_finalization = false;  // waiting and unpacking are left to the caller; REQUIRES: none is expected
   double pre_scale = 1.0;
   double post_scale = 1.0;
 };
@@ -197,7 +198,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void refuse_shared_view(size_t index) const;
   void mark_variable_ready(size_t index, const at::Tensor& contribution);
   void note_origin(size_t index);
-  void enter_context(size_t index);
+  void enter_context(size_t index, bool defined);
   void gradient_grew(size_t index);
   void pack(size_t index, const at::Tensor& contribution);
   void launch(size_t index);
@@ -215,7 +216,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // One rank, and nothing to scale, cast or show: its gradients are the result, where they lie.
   bool passes_through() const {
     return alone() && !hook_ && !callbacks_.post_scale && options_.pre_scale == 1.0 && options_.post_scale == 1.0 &&
-        !options_.gradient_as_bucket_view && !options_.reduce_dtype && !any_sparse_;
+        !options_.gradient_as_bucket_view && !options_.reduce_dtype && !any_sparse_ && !options_.manual_finalization;
   }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   Bucket::Slot& slot_of(size_t index) { return (*buckets_[place_[index].first].slots())[place_[index].second]; }

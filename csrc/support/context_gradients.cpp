@@ -13,13 +13,14 @@ using torch::distributed::autograd::ThreadLocalDistAutogradContext;
 bool ContextGradients::has_current() { return ThreadLocalDistAutogradContext::getContextPtr() != nullptr; }
 
 // All of them at the first: a bucket is packed with gradients of earlier backwards in it, too.
-const char* ContextGradients::fetch(size_t index, bool begun) {
+const char* ContextGradients::fetch(size_t index, bool defined, bool begun) {
   const auto current = ThreadLocalDistAutogradContext::getContextPtr();
   if (begun && context_ != current)
-    return "an iteration that is not finished has gradients elsewhere: run all of its backwards in one context";
+    return "an iteration that is not finished has gradients elsewhere: run all of its backwards in one context, and "
+           "checkpoints with use_reentrant=False";
   const auto gradients = current->getGradients();
   const auto entry = gradients.find(parameters_[index]);
-  if (entry == gradients.end())
+  if (entry == gradients.end() && defined)
     return "a nested graph has put it into .grad: pass use_reentrant=False to checkpoints";
   if (!begun) {
     context_ = current;
@@ -29,7 +30,7 @@ const char* ContextGradients::fetch(size_t index, bool begun) {
       places_.push_back(known == gradients.end() ? at::Tensor() : known->value());
     }
   }
-  places_[index] = entry->value();
+  if (entry != gradients.end()) places_[index] = entry->value();
   return nullptr;
 }
 
@@ -62,7 +63,7 @@ void ContextGradients::bring_back() {
 namespace minddp {
 
 bool ContextGradients::has_current() { return false; }
-const char* ContextGradients::fetch(size_t, bool) { return nullptr; }
+const char* ContextGradients::fetch(size_t, bool, bool) { return nullptr; }
 void ContextGradients::bring_back() {}
 
 }  // namespace minddp

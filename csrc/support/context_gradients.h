@@ -29,9 +29,9 @@ class ContextGradients {
   static bool has_current();
   // Whether the gradients that have come since forget() are a context's.
   bool in_use() const { return context_ != nullptr; }
-  // The gradient of parameter `index` has come, in this thread's backward, of an iteration that has `begun` or not.
-  // Null where it lies in its place now; else why not, and the way out.
-  const char* fetch(size_t index, bool begun);
+  // The gradient of parameter `index` has come, `defined` or not, in this thread's backward, of an iteration that has
+  // `begun` or not. Null where it lies in its place now; else why not, and the way out.
+  const char* fetch(size_t index, bool defined, bool begun);
   at::Tensor& place(size_t index) { return places_[index]; }  // REQUIRES: in_use()
   // What has been made of the gradients is the context's. REQUIRES: in_use()
   void bring_back();
@@ -58,8 +58,8 @@ class ContextIterations : public ContextGradients {
 
   // fetch(); at the first of an iteration, `usage` and `buckets` are the context's gradients' from then on.
   template <class Buckets>
-  const char* enter(size_t index, bool begun, Usage& usage, Buckets& buckets) {
-    const char* why = fetch(index, begun);
+  const char* enter(size_t index, bool defined, bool begun, Usage& usage, Buckets& buckets) {
+    const char* why = fetch(index, defined, begun);
     if (why || begun) return why;
     of_grad_ = usage;
     for (size_t i = 0; i < usage.local_used_map.size(); ++i) usage.local_used_map[i] = place(i).defined();

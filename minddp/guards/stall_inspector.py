@@ -145,6 +145,8 @@ class StallInspector:
     def on_stall(self, seconds: float, bucket: int, error: str) -> None:
         """Called each second while the collective of ``bucket`` does not end, and when it has failed with ``error``.
 
+        ``seconds`` is -1 when the program's own exception (Ctrl-C) has ended the wait.
+
         Raises:
             RuntimeError: another rank will not take part; says which, and why.
         """
@@ -162,6 +164,7 @@ class StallInspector:
             self.key,
             {index: self._names[index] for index in indices},
             self.hook,
+            iteration,
         )
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
 
@@ -221,6 +224,9 @@ def look_into(
     dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, error: str, timeout: float | None
 ) -> None:
     """One look at a wait that has lasted ``seconds``, or ended with ``error``: :meth:`StallInspector.on_stall`."""
+    if seconds < 0:  # what is under way would hold up the process's end
+        dog.waits_no_more()
+        return _abandon(group)
     if error:
         return _name_the_lost(dog, group, wait, seconds, error)
     dog.waits(wait, urgent=False)

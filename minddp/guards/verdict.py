@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from ..ranks.messages import ranks_text
 from ..ranks.processes import Process, Sight
+from ..ranks.waiting import SHADOWED
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,9 @@ class Wait:
     """What a rank waits for.
 
     ``key``: the same on all ranks that wait for it. ``rank``: this one, in the group. ``ranks``: the group's, in the
-    default group. ``wrapper``: the waiting wrapper's name, empty outside of its backward. ``parameters``: names by
-    index of those whose gradients are waited for. ``hook``: the communication hook that sends them, if one does.
+    default group, whose numbers all texts have. ``wrapper``: the waiting wrapper's name, and ``iteration`` its own;
+    neither is there outside of its backward. ``parameters``: names by index of those whose gradients are waited for.
+    ``hook``: the communication hook that sends them, if one does.
     """
 
     key: str
@@ -35,9 +37,15 @@ class Wait:
     wrapper: str = ""
     parameters: dict[int, str] = field(default_factory=dict)
     hook: str = ""
+    iteration: int = 0
+
+    @property
+    def here(self) -> int:
+        """This rank, in the default group."""
+        return self.ranks[self.rank]
 
     def others(self) -> list[int]:
-        return [rank for rank in self.ranks if rank != self.ranks[self.rank]]
+        return [rank for rank in self.ranks if rank != self.here]
 
 
 class Fact(NamedTuple):
@@ -71,6 +79,11 @@ CANNOT_COME = {Kind.FAILED, Kind.LEFT, Kind.GONE, Kind.STOPPED, Kind.SILENT, Kin
 _LISTED = 3
 
 
+def _shadows(other: str, wait: Wait) -> bool:
+    """Whether this rank, or the other, has run out of data: each takes part in whatever the other sends."""
+    return wait.what == SHADOWED or other.endswith(SHADOWED)
+
+
 def judge(fact: Fact, wait: Wait, may_be_silent: bool, patience: float) -> Kind:
     """``may_be_silent``: it has had time to answer. ``patience``: seconds of standing still that count."""
     if fact.failure is not None:
@@ -81,13 +94,19 @@ def judge(fact: Fact, wait: Wait, may_be_silent: bool, patience: float) -> Kind:
     if place is None:
         # One that is seen to run, and cannot be cut off, may be busy in one long call of C's.
         return Kind.SILENT if fact.distant and may_be_silent else Kind.UNKNOWN
-    if place["wait"] == wait.key:
+    here = place["places"].get(wait.wrapper)
+    if here is not None and here["iteration"] > wait.iteration > 0:  # what is waited for it has sent
+        return Kind.COMES
+    if place["wait"] and (place["wait"] == wait.key or _shadows(place["wait"], wait)):
         return Kind.COMES
     if place["still"] >= patience:
         if place["wait"] or place["collective"]:
             return Kind.ELSEWHERE
-        here = place["places"].get(wait.wrapper)
-        if here is not None and here["iteration"] > 1 and here["phase"] in ("forward", "backward"):
+        if place["ended"]:
+            return Kind.STUCK
+        inside = [here] if here is not None else []
+        inside += place["places"].values() if place["inside"] else []
+        if any(where["iteration"] > 1 and where["phase"] in ("forward", "backward") for where in inside):
             return Kind.STUCK
     return Kind.BUSY
 
@@ -109,12 +128,13 @@ def root_causes(judged: Sequence[tuple[Fact, Kind]]) -> list[tuple[Fact, Kind]]:
         for fact, kind in judged
         if fact.failure is None or not found & set(fact.failure["because"]) - {fact.rank}
     ]
-    return first or list(judged)
+    # Who waits elsewhere waits for those, too.
+    return [(fact, kind) for fact, kind in first if kind is not Kind.ELSEWHERE] or first or list(judged)
 
 
 def describe(fact: Fact, kind: Kind, wait: Wait) -> str:
-    """"rank 1 (process 77 on a) is stopped": with the group's number."""
-    who = f"rank {wait.ranks.index(fact.rank)}" + (f" ({fact.process})" if fact.process else "")
+    """"rank 1 (process 77 on a) is stopped"."""
+    who = f"rank {fact.rank}" + (f" ({fact.process})" if fact.process else "")
     words = (fact.failure or {}).get("words", "")
     if kind is Kind.FAILED:
         return f"{who} says: {words}"
@@ -160,9 +180,9 @@ def _names(names: Sequence[str]) -> str:
 def lost(wait: Wait, seconds: float | None, causes: Sequence[tuple[Fact, Kind]], error: str) -> str:
     """The error of a rank whose wait is over (``None``: it does not begin), ``error`` being the collective's own."""
     who = "; ".join(describe(fact, kind, wait) for fact, kind in causes)
-    ranks = ranks_text([wait.ranks.index(fact.rank) for fact, _ in causes])
+    ranks = ranks_text([fact.rank for fact, _ in causes])
     told = f" The collective's own error: {error.splitlines()[0]}" if error else ""
-    waited = "" if seconds is None else f", for which rank {wait.rank} has waited {seconds:.0f} s"
+    waited = "" if seconds is None else f", for which rank {wait.here} has waited {seconds:.0f} s"
     if any(kind in (Kind.LEFT, Kind.GONE) and not (fact.sight and fact.sight.how) for fact, kind in causes):
         told += " Ranks with different numbers of batches train inside of `with ddp.join():`."
     # Programs look for these words in an error to skip a batch: another rank's lack of memory is none here.
@@ -176,9 +196,9 @@ def lost(wait: Wait, seconds: float | None, causes: Sequence[tuple[Fact, Kind]],
 def slow(wait: Wait, seconds: float, judged: Sequence[tuple[Fact, Kind]], store_is_silent: bool) -> str:
     """The warning of a rank that goes on waiting."""
     absent = [(fact, kind) for fact, kind in judged if kind is not Kind.COMES]
-    ranks = [wait.ranks.index(fact.rank) for fact, _ in absent]
+    ranks = [fact.rank for fact, _ in absent]
     who = "; ".join(describe(fact, kind, wait) for fact, kind in absent[:_LISTED])
-    waited = f"rank {wait.rank} has waited {seconds:.0f} s for {wait.what}"
+    waited = f"rank {wait.here} has waited {seconds:.0f} s for {wait.what}"
     if not absent:
         hook = f" Or {wait.hook}, which must not wait for a collective in a callback?" if wait.hook else ""
         return f"{waited}, and all ranks are there: a slow network?{hook}"

@@ -11,7 +11,8 @@ What always holds
     The waiting thread never waits for the store: it may be gone, or its host stopped. The thread has a connection of
     its own, keeps no process group alive, and ends with the group, the store or the interpreter.
 
-A process that ends tells so (``atexit``), with the exception that ended it if one did. One that is killed cannot.
+A process that ends tells so (``atexit``), with the exception that ended it if one did; one that nobody catches is
+told at once, since other threads may hold the process. A process that is killed cannot.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Watchdog:
         self._asked_for = ""
         self._gone: dict[int, float] = {}
         self._words = ""
-        self._told = False
+        self._told = self._thread_ended = False
         self._trains: dict[int, float] = {}  # threads that have run forwards, and when the last of each began
         self._stack: tuple[float, Any] = (0.0, None)  # those threads', and since when it is the same
         self._turn_began = time.monotonic()
@@ -116,6 +117,20 @@ class Watchdog:
         """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
         self._trains[threading.get_ident()] = time.monotonic()
         self._wait = None
+        self._thread_ended = False
+
+    def note_uncaught(self, error: BaseException) -> None:
+        """An exception has ended this thread, and not the process where other threads hold that.
+
+        Without the main thread a program is over; without another one it may begin again.
+        """
+        if threading.get_ident() not in self._trains:
+            return
+        if threading.current_thread() is threading.main_thread():
+            self.tell(_ended_with(error))
+        else:
+            self.note_words(f"{exception_text(error)}, which ended the thread that trained")
+            self._thread_ended = True
 
     def note_words(self, words: str) -> None:
         """Of an exception that the program may handle: told only to those who ask where this rank is."""
@@ -271,7 +286,7 @@ class Watchdog:
     def _place(self) -> dict[str, Any]:
         wait = self._wait
         found = [place() for place in list(self._places.values())]
-        line, collective, stack = _threads(self._trains)
+        line, collective, inside, stack = _threads(self._trains)
         now = time.monotonic()
         if stack != self._stack[1]:
             self._stack = now, stack
@@ -280,6 +295,8 @@ class Watchdog:
             "places": dict(place for place in found if place is not None),
             "line": line,
             "collective": collective,
+            "inside": inside,
+            "ended": self._thread_ended,
             "still": now - self._stack[0],
             "words": self._words,
         }
@@ -303,7 +320,7 @@ class Watchdog:
         if self._told:
             pass
         elif error is not None:
-            self._outbox.append(_message(f"its program ended with {exception_text(error)}"))
+            self._outbox.append(_message(_ended_with(error)))
         else:
             first = "" if self._group_is_there() else "it has destroyed its process group, and "
             self._outbox.append(_message(f"{first}its program has ended", left=True))
@@ -320,6 +337,10 @@ def exception_text(error: BaseException) -> str:
     return f"{text} ({_short(frames[-1].filename)}:{frames[-1].lineno})" if frames else text
 
 
+def _ended_with(error: BaseException) -> str:
+    return f"its program ended with {exception_text(error)}"
+
+
 def _short(filename: str) -> str:
     return "/".join(filename.split("/")[-2:])
 
@@ -332,10 +353,11 @@ def _cut_connections(port: int) -> None:
                 mine.shutdown(socket.SHUT_RDWR)
 
 
-def _threads(trains: dict[int, float]) -> tuple[str, str, Any]:
+def _threads(trains: dict[int, float]) -> tuple[str, str, bool, Any]:
     """Where the thread that ran the last forward is, and what shows that all that have run one stand still.
 
-    That is its innermost line of the program, and the collective of torch's that it is in. Before any forward, and
+    That is its innermost line of the program, the collective of torch's that it is in, and whether it is inside of a
+    wrapper's forward, or of a backward. Before any forward, and
     where these threads are gone, the main thread stands for them.
     """
     frames = sys._current_frames()
@@ -345,7 +367,9 @@ def _threads(trains: dict[int, float]) -> tuple[str, str, Any]:
     idents = sorted(trains, key=lambda ident: trains[ident], reverse=True) or [main]
     found = [_position(frames.get(ident)) for ident in idents]
     frames.clear()  # this one's is among them, and holds them: in a circle, which keeps what the program's hold
-    return *found[0][:2], ([stack for _, _, stack in found], max(trains.values(), default=0.0), _collectives_so_far())
+    inside = any(name.endswith(_INSIDE) for name, _ in found[0][2])
+    stacks = [stack for _, _, stack in found]
+    return *found[0][:2], inside, (stacks, max(trains.values(), default=0.0), _collectives_so_far())
 
 
 def _position(frame: types.FrameType | None) -> tuple[str, str, list[tuple[str, int]]]:
@@ -370,6 +394,7 @@ def _collectives_so_far() -> int:
     return total
 
 
+_INSIDE = ("/minddp/module/distributed.py", "/torch/autograd/graph.py")  # forward; autograd's engine, called
 _OURS = ("/minddp/guards/", "/minddp/module/", "/minddp/ranks/", "/minddp/reduction/", "/minddp/functional/")
 _NOT_THE_PROGRAMS = ("/site-packages/", "<", "/minddp/sync_batchnorm.py", *_OURS)
 
@@ -389,9 +414,30 @@ def current(group: Any) -> Watchdog | None:
     store = dist.distributed_c10d._get_default_store()
     if dist.get_world_size() == 1:
         return None
+    if _current is None:
+        _hear_uncaught()
     if _current is None or not _current.same_group(store):
         _current = Watchdog(store, dist.get_rank(), dist.get_world_size())
     return _current
+
+
+def _hear_uncaught() -> None:
+    """From now on, before what else is called then. Who sets these hooks later may call what was there before."""
+    of_main, of_threads = sys.excepthook, threading.excepthook
+
+    def main_ends(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if _current is not None and not hasattr(sys, "ps1"):  # where somebody types, the program goes on
+            with suppress(Exception):
+                _current.note_uncaught(error)
+        of_main(kind, error, trace)
+
+    def thread_ends(arguments: Any) -> None:
+        if _current is not None and arguments.exc_value is not None:
+            with suppress(Exception):
+                _current.note_uncaught(arguments.exc_value)
+        of_threads(arguments)
+
+    sys.excepthook, threading.excepthook = main_ends, thread_ends
 
 
 def introduce(group: Any, processes: Sequence[Process]) -> None:

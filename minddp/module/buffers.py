@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from ..ranks.broadcast import broadcast_coalesced
+from ..ranks.waiting import wait_for
 
 
 class BufferSync:
@@ -113,5 +114,7 @@ class BufferSync:
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
         """The highest rank for which ``rank_cond`` holds. Collective."""
         candidate = torch.full((1,), input_rank if rank_cond else -1, device=self.device)
-        dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=self.process_group)
+        group = self.process_group
+        work = dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        wait_for(work, group, "the choice of the rank whose buffers all take")
         return int(candidate.item())

@@ -20,6 +20,7 @@ from torch.autograd import Variable
 from ..guards import optimizer_guard
 from ..guards.local_gradients import LocalGradients
 from ..ranks.broadcast import broadcast_coalesced
+from ..ranks.waiting import SHADOWED, wait_for
 from ..reduction.reducer import weakly
 
 
@@ -131,7 +132,7 @@ class DelayedAllReduce:
         return dist.all_reduce(self._buffer, group=self.group, async_op=True)
 
     def _finish(self, work: dist.Work) -> None:
-        work.wait()
+        wait_for(work, self.group, "the reduction of the delayed parameters")
         for stream in self._streams:  # the next to touch the buffer
             stream.wait_stream(torch.accelerator.current_stream(self._buffer.device))
         self._streams.clear()
@@ -149,7 +150,7 @@ class DelayedAllReduce:
             self._buffer.div_(self.group.size())
         else:
             self._buffer.zero_()
-        self._send().wait()
+        wait_for(self._send(), self.group, SHADOWED)
         self._accumulates = not synchronizes
 
     # --- before an optimizer's step ---

@@ -24,6 +24,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from ..guards import lifetime, optimizer_guard
 from ..ranks.messages import work_on
+from ..ranks.waiting import wait_for
 from ..reduction.start import sync_module_states, verify_same_arguments, verify_same_model
 from ..timeline import StepTimes, step_times
 from . import delayed_params
@@ -34,7 +35,7 @@ from .engine import Engine
 from .finalization import ManualFinalization
 from .find_tensors import find_tensors
 from .groups import choose_group
-from .join import DDPJoinHook, agree_on_sync
+from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .parameters import Parameters, localize_shards
 from .replicas import Replicas
 from .torch_base import TorchBase
@@ -102,10 +103,12 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             the gradients; goes with a ``GradScaler``. Reads each bucket once more, and the host waits for the answer.
         check_replicas_every: compare the ranks' parameters (:meth:`check_replicas`) before each n-th forward.
         desync_timeout: seconds after which ranks that wait raise, with the culprit's name, when another cannot come:
-            it is gone, stopped, cut off, stands still inside of forward or backward, or waits for something else
-            while no rank is on its way. A rank that answers from between two iterations (an evaluation, a
-            checkpoint) is waited for as long as the group's timeout says, with a warning, and so is a rank that may
-            be waiting for it. ``None``: warn only. Outside of backward the largest of a group's wrappers counts.
+            it is stopped, cut off, stands still inside of forward or backward (not in its first iteration), its
+            thread that trained has ended with an exception, or it waits for something else while no rank is on its
+            way. A rank that answers from elsewhere (an evaluation, a checkpoint, the loss) is waited for as long as
+            the group's timeout says, with a warning, and so is a rank that may be waiting for it. ``None``: warn
+            only. A rank that has raised or is gone is not waited for, whatever this is. Outside of backward the
+            largest of a group's wrappers counts.
 
     Raises:
         RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models
@@ -280,7 +283,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         work = Join.notify_join_context(self)
         if work is None:
             return
-        work.wait()  # on a device the future alone need not order anything
+        wait_for(work, self.process_group, "the count of ranks that still have data")
         active = work.get_future().value()[0]
         initial = self._divide_by_initial_world_size
         self.reducer.set_divisor(self.process_group.size() if initial else int(active.item()))
@@ -430,8 +433,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             enable: ``False`` makes it a no-op.
             throw_on_early_termination: raise on every rank when the first runs out.
         """
-        return Join(
-            [self],
+        return WatchedJoin(
+            self,
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,

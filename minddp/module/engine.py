@@ -157,6 +157,7 @@ class Engine:
             mixed_precision=config.mixed_precision is not None,
             lazy_bucket_allocation=config.lazy_bucket_allocation,
             manual_finalization=config.manual_finalization,
+            delays=bool(self.parameters.delayed),
             predivide_factor=config.predivide_factor,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             skip_all_reduce_unused=config.skip_all_reduce_unused_params,

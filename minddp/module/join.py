@@ -13,9 +13,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
+from ..ranks.waiting import SHADOWED, wait_for
 from .empty_batch import EmptyBatch, communicates_in_forward
+
+
+class WatchedJoin(Join):
+    """torch's ``Join`` of one wrapper: a rank that has run out of data learns, too, who is lost."""
+
+    def __init__(self, ddp: Any, *args: Any, **kwargs: Any):
+        super().__init__([ddp], *args, **kwargs)
+        self._ddp = ddp
+
+    def _get_num_nonjoined_procs(self) -> float:
+        """How many ranks still have data. Collective, beside the others' forwards: the name is torch's."""
+        count = torch.zeros(1, device=self._ddp.join_device)
+        group = self._ddp.join_process_group
+        wait_for(dist.all_reduce(count, group=group, async_op=True), group, SHADOWED)
+        return count.item()
 
 
 class DDPJoinHook(JoinHook):
@@ -67,5 +83,5 @@ def agree_on_sync(ddp: Any, is_joined_rank: bool) -> bool:
     work = dist.all_reduce(tensor, group=ddp.process_group, async_op=True)
     if not is_joined_rank:
         return votes  # known here already; only the joined ranks wait for the answer
-    work.wait()
+    wait_for(work, ddp.process_group, SHADOWED)
     return bool(tensor.item() != 0)

@@ -34,6 +34,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from .. import environment
+from .waiting import wait_for
 
 __all__ = ["CollectiveOrderError", "check", "digest", "enabled", "record", "wait"]
 
@@ -108,7 +109,7 @@ def wait(work: Any, group: Any) -> None:
     if work is None:
         return
     if not enabled():
-        work.wait()
+        wait_for(work, _resolve(group), "a collective of minddp.functional or SyncBatchNorm")
         return
     try:
         work.wait(timedelta(seconds=environment.order_timeout()))

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from .. import _C
 
 # (group, what is waited for, seconds so far, the collective's error or ""): may raise, must not block for long.
+# What a rank waits for that has run out of data: whatever the others send next.
+SHADOWED = "what the ranks that still have data send next"
 Watcher = Callable[[dist.ProcessGroup, str, float, str], None]
 _watcher: Watcher | None = None
 
@@ -35,6 +37,11 @@ def _on_stall(group: Any, what: str) -> Callable[[float, str], None] | None:
 def wait_for(work: Any, group: Any, what: str) -> None:
     """``work.wait()``."""
     _C.wait_for(work, _on_stall(group, what))
+
+
+def wait_for_future(future: Any, group: Any, what: str) -> None:
+    """``future.wait()``, of a collective of ``group``."""
+    _C.wait_for_future(future, _on_stall(group, what))
 
 
 def broadcast_from(group: Any, tensor: torch.Tensor, src: int, what: str) -> None:

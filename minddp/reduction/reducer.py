@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .. import _C
 from ..guards.lifetime import outlive, outlive_callbacks
+from ..ranks.waiting import SHADOWED, wait_for_future
 from .bucket_assignment import Buckets, agree_on_order, assign_buckets, check_buckets, ready_order
 from .weights import Weights
 
@@ -31,7 +32,7 @@ class ReducerSettings:
     ``caps``, ``last_cap``: as in :func:`assign_buckets`. ``alone_from``: bytes from which a gradient has a bucket
     of its own, which spares a copy. ``always_reduce``: go through the process group where it has one rank, too.
     ``mixed_precision``: parameters change their dtype during forward and backward. ``manual_finalization``: see
-    :meth:`Reducer._finalize_backward_manual`.
+    :meth:`Reducer._finalize_backward_manual`. ``delays``: the wrapper has parameters that are reduced apart.
     """
 
     graph_mode: Any
@@ -47,6 +48,7 @@ class ReducerSettings:
     mixed_precision: bool = False
     lazy_bucket_allocation: bool = False
     manual_finalization: bool = False
+    delays: bool = False
 
 
 class Reducer(_C.Reducer):
@@ -93,6 +95,10 @@ class Reducer(_C.Reducer):
         options.keep_base = settings.reduction != "mean"
         options.always_reduce = settings.always_reduce
         options.any_grad_dtype = settings.mixed_precision
+        if options.keep_base:
+            options.not_in_contexts = 'its reduction is no mean: pass reduction="mean"'
+        elif settings.delays:
+            options.not_in_contexts = "others would stay local: leave out delay_all_reduce_named_params"
         options.lazy_bucket_allocation = settings.lazy_bucket_allocation
         options.manual_finalization = self._manual_finalization = settings.manual_finalization
         everything = list(reversed(range(len(parameters))))
@@ -291,7 +297,7 @@ class Reducer(_C.Reducer):
         self.shadow_used_map()
         self._after_last_launch()
         for future in futures:
-            future.wait()
+            wait_for_future(future, self.group, SHADOWED)
         if self.weights is not None:
             self.weights.post_scale()
 

@@ -16,18 +16,21 @@ from minddp.guards import board
 from minddp.guards.board import Board
 from minddp.guards.verdict import CANNOT_COME, Fact, Kind, Wait, describe, given_all, judge, lost, root_causes, slow
 from minddp.ranks.processes import Process, Sight, began, here, look
+from minddp.ranks.waiting import SHADOWED
 from minddp.testing import run_ranks
 
 NAMES = {3: "a.weight", 2: "a.bias"}
-WAIT = Wait("w/7|bucket 1 of iteration 7", "the reduction of bucket 1", 0, (4, 5, 6), "w", NAMES)
+WAIT = Wait("w/7|bucket 1 of iteration 7", "the reduction of bucket 1", 0, (4, 5, 6), "w", NAMES, iteration=7)
 RUNNING = Sight("running")
 PROCESS = Process("node7", "m", "n", 77, 1)
 
 
-def place(phase="between", iteration=6, wait=None, collective="", still=100.0, missing=()):
-    places = {"w": {"phase": phase, "iteration": iteration, "missing": list(missing)}}
+def place(phase="between", iteration=6, wait=None, collective="", still=100.0, missing=(), wrapper="w", inside=False,
+          ended=False):  # fmt: skip
+    places = {wrapper: {"phase": phase, "iteration": iteration, "missing": list(missing)}}
     said = {"line": "train.py:3 in f", "words": ""}
-    return {"places": places, "wait": wait, "collective": collective, "still": still, **said}
+    how = {"inside": inside, "ended": ended}
+    return {"places": places, "wait": wait, "collective": collective, "still": still, **how, **said}
 
 
 def fact(sight=RUNNING, failure=None, where=None, process=PROCESS, distant=False, rank=5):
@@ -51,11 +54,18 @@ FAILED = {"words": "KeyError: x", "because": [], "left": False}
         (fact(where=place("backward", 7)), Kind.STUCK),
         (fact(where=place("forward", 7, still=0.0)), Kind.BUSY),
         (fact(where=place("forward", 1)), Kind.BUSY),
+        (fact(where=place("forward", 8)), Kind.COMES),  # it has sent what is waited for
+        (fact(where=place("backward", 7, wrapper="another", inside=True)), Kind.STUCK),
+        (fact(where=place("backward", 7, wrapper="another")), Kind.BUSY),  # one that was never finished
+        (fact(where=place("backward", 1, wrapper="another", inside=True)), Kind.BUSY),
         (fact(where=place("between", 6)), Kind.BUSY),
+        (fact(where=place("between", 6, ended=True)), Kind.STUCK),
+        (fact(where=place("between", 6, ended=True, still=0.0)), Kind.BUSY),
         (fact(where=place(collective="barrier")), Kind.ELSEWHERE),
         (fact(where=place(collective="barrier", still=0.0)), Kind.BUSY),
         (fact(where=place(wait="w/6|bucket 0 of iteration 6")), Kind.ELSEWHERE),
         (fact(where=place(wait=WAIT.key)), Kind.COMES),
+        (fact(where=place(wait=f"group|{SHADOWED}")), Kind.COMES),  # without data it takes part in anything
     ],
 )
 def test_kinds(known, kind):
@@ -84,7 +94,7 @@ def test_a_rank_is_silent_only_once_it_could_have_answered():
 @pytest.mark.parametrize(
     ("known", "kind", "text"),
     [
-        (fact(failure=FAILED), Kind.FAILED, "rank 1 (process 77 on node7) says: KeyError: x"),
+        (fact(failure=FAILED), Kind.FAILED, "rank 5 (process 77 on node7) says: KeyError: x"),
         (fact(Sight("gone", "SIGKILL")), Kind.GONE, "is gone (SIGKILL), without a word"),
         (fact(Sight("stopped")), Kind.STOPPED, "is stopped (SIGSTOP"),
         (fact(where=place("forward", 7)), Kind.STUCK,
@@ -93,7 +103,7 @@ def test_a_rank_is_silent_only_once_it_could_have_answered():
         (fact(where=place()), Kind.BUSY, "is between iterations 6 and 7, at train.py:3 in f"),
         (fact(where=place(collective="barrier")), Kind.ELSEWHERE, "in torch.distributed's barrier"),
         (fact(where=place(wait="w/6|bucket 0 of iteration 6")), Kind.ELSEWHERE, "waits for bucket 0 of iteration 6"),
-        (fact(process=None), Kind.UNKNOWN, "rank 1 has made no DistributedDataParallel yet"),
+        (fact(process=None), Kind.UNKNOWN, "rank 5 has made no DistributedDataParallel yet"),
     ],
 )  # fmt: skip
 def test_words(known, kind, text):
@@ -106,8 +116,11 @@ def test_the_first_cause_is_named():
     both = [(second, Kind.FAILED), (first, Kind.GONE)]
     assert root_causes(both) == [(first, Kind.GONE)]
     assert root_causes(both[:1]) == both[:1]
+    victim = (fact(where=place(wait="w/6|bucket 0 of iteration 6"), rank=6), Kind.ELSEWHERE)
+    assert root_causes([victim, (first, Kind.STOPPED)]) == [(first, Kind.STOPPED)]
+    assert root_causes([victim]) == [victim]
     text = lost(WAIT, 3.0, root_causes(both), "Connection closed\nat somewhere")
-    begin = "rank 1 will not take part in the reduction of bucket 1, for which rank 0 has waited 3 s. Rank 1 (process"
+    begin = "rank 5 will not take part in the reduction of bucket 1, for which rank 4 has waited 3 s. Rank 5 (process"
     assert text.startswith(begin)
     assert text.endswith("The collective's own error: Connection closed")
 
@@ -115,10 +128,16 @@ def test_the_first_cause_is_named():
 def test_the_warning():
     here_too = (fact(where=place(wait=WAIT.key), rank=6), Kind.COMES)
     text = slow(WAIT, 10.0, [(fact(where=place()), Kind.BUSY), here_too], store_is_silent=True)
-    assert "Ranks [1] have not reported waiting" in text and "store does not answer" in text
+    assert "Ranks [5] have not reported waiting" in text and "store does not answer" in text
     assert slow(WAIT, 10.0, [here_too], store_is_silent=False).endswith("all ranks are there: a slow network?")
     hooked = slow(replace(WAIT, hook="my_hook"), 10.0, [here_too], store_is_silent=False)
     assert "my_hook, which must not wait for a collective in a callback" in hooked
+
+
+def test_who_has_no_data_left_takes_part_in_anything():
+    shadowing = Wait(f"group|{SHADOWED}", SHADOWED, 0, (4, 5, 6))
+    assert judge(fact(where=place(wait="w/6|bucket 0 of iteration 6")), shadowing, False, 4.0) is Kind.COMES
+    assert judge(fact(where=place(collective="barrier")), shadowing, False, 4.0) is Kind.ELSEWHERE
 
 
 def test_busy_ranks_are_waited_for():

@@ -494,6 +494,13 @@ def _refused(rank, world_size, port):
 
     summed = minddp.DistributedDataParallel(mlp(), reduction="sum")
     attempt(summed)
+    net = mlp()
+    delayed = list(net.named_parameters())[2:]
+    attempt(
+        minddp.DistributedDataParallel(
+            net, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=delayed[0][1]
+        )
+    )
     model = mlp()
     nested = minddp.DistributedDataParallel(Nested(model))
     attempt(nested)
@@ -520,4 +527,49 @@ class Nested(nn.Module):
 def test_what_cannot_be_reduced_is_said():
     for texts in run_ranks(_refused, 2, free_port(), timeout=90, env=LOOPBACK):
         assert 'pass reduction="mean"' in texts[0] and "parameter '" in texts[0]
-        assert "use_reentrant=False" in texts[1]
+        assert "leave out delay_all_reduce_named_params" in texts[1]
+        assert "use_reentrant=False" in texts[2]
+
+
+class _NoGradient(torch.autograd.Function):
+    """Gives None for the gradient of its second input."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Partly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = mlp(), nn.Linear(2, 4)
+        self.idle = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.last(_NoGradient.apply(self.first(x), self.idle))
+
+
+def _none_for_one(rank, world_size, port):
+    with_agent(rank, world_size, port)
+    for kwargs in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        model = _Partly()
+        ddp = minddp.DistributedDataParallel(model, **kwargs)
+        for i in range(3):
+            with dist_autograd.context() as context:
+                expected = mean_of_own(model, model(batch(rank, i)).sum())
+                dist_autograd.backward(context, [ddp(batch(rank, i)).sum()])
+                got = dist_autograd.get_gradients(context)
+                for p, mean in zip(model.parameters(), expected, strict=True):
+                    zero = torch.zeros_like(p)
+                    torch.testing.assert_close(got.get(p, zero), zero if mean is None else mean)
+    rpc.shutdown()
+
+
+def test_a_parameter_whose_gradient_is_none():
+    """As in a plain backward. Torch's class fails in an assert of its own."""
+    run_ranks(_none_for_one, 2, free_port(), timeout=90, env=LOOPBACK)

@@ -339,6 +339,48 @@ def _train(rank, world_size):
     return True
 
 
+def _cleared(ddp_class, rank, within, **kwargs):
+    """Gradients that were cleared before they are averaged: in backward, or before finalize_backward()."""
+    ddp = ddp_class(_net(), **kwargs)
+    ddp.require_manual_backward_finalization = not within
+    first, *_, last = ddp.module.parameters()
+    grads = []
+    for ahead in range(3):
+        if within and ahead == 1:  # in the first iteration nothing is sent before its end
+            first.register_hook(lambda _: setattr(last, "grad", None))
+        ddp.zero_grad()
+        ddp(_x(rank, bool(ahead))).sum().backward()
+        if not within:
+            ddp.zero_grad()
+            ddp.finalize_backward()
+        grads += [p.grad.clone() for p in ddp.module.parameters()]
+    return grads
+
+
+def _clear(rank, world_size):
+    for kwargs in (ALONE, {**ALONE, "gradient_as_bucket_view": True}, {}, {"gradient_as_bucket_view": True}):
+        plain = OURS(_net())
+        expected = []
+        for ahead in range(3):
+            plain.zero_grad()
+            plain(_x(rank, bool(ahead))).sum().backward()
+            expected += [p.grad.clone() for p in plain.module.parameters()]
+        ways = [False]
+        if kwargs.get("gradient_as_bucket_view") and "bucket_cap_mb" in kwargs:
+            ways.append(True)  # its memory is the bucket, from its arrival on
+        for within in ways:
+            _assert_same(_cleared(OURS, rank, within, **kwargs), expected)
+            if within or TORCH_HAS_IT:
+                _assert_same(_cleared(TORCH, rank, within, **kwargs), expected)
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_gradient_that_is_cleared_before_it_is_averaged(world_size):
+    """It has been sent, or it is kept for that."""
+    assert run_ranks(_clear, world_size) == [True] * world_size
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_training_is_the_same(world_size):
     """After backward, and from a hook that also steps the optimizer."""

@@ -137,6 +137,32 @@ def test_a_lazy_bucket_has_memory_during_backward_only(kwargs):
         assert eager[0] == 0 and eager[1:] == [total] * 5
 
 
+class _Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(64, 64)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(2))
+
+    def forward(self, x):
+        return self.heads[0](self.body(x))
+
+
+def _skipped(rank, world_size, kwargs):
+    skips = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    ddp = OURS(_Heads(), bucket_cap_mb=0.035, **skips, **kwargs, **LAZY)
+    held = []
+    for _ in range(4):
+        ddp(torch.ones(2, 64)).sum().backward()
+        ddp.zero_grad()
+        held.append(ddp.reducer.allocated_bytes())
+    return held
+
+
+@pytest.mark.parametrize("kwargs", [{}, VIEWS])
+def test_a_lazy_bucket_that_is_not_sent_has_no_memory_either(kwargs):
+    assert run_ranks(_skipped, 2, kwargs) == [[0] * 4] * 2
+
+
 def _in_place(rank, world_size):
     """Gradients that have a bucket of their own, with views: their own memory is sent, in the first iteration too."""
     ddp = OURS(_net(), bucket_cap_mb=1e-6, **VIEWS, **LAZY)

@@ -1,0 +1,239 @@
+"""Waits outside of a backward's own: each tells who is lost, and ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import minddp
+import minddp.functional
+from minddp.guards import stall_inspector
+from minddp.testing import RankPool
+from tests.faults.test_watchdog import _group, _net, _run, _store_host, _train
+
+
+def _in_join(ddp):
+    with ddp.join():
+        _train(ddp, 3)
+
+
+def _without_data(ddp):
+    with ddp.join():
+        _train(ddp, 0 if dist.get_rank() == 0 else 3)
+
+
+def _functional(_):
+    minddp.functional.all_reduce(torch.ones(2))
+
+
+def _wrapped(place):
+    if place == "SyncBatchNorm":
+        net = nn.Sequential(nn.Linear(4, 4), minddp.SyncBatchNorm(4))
+        return minddp.DistributedDataParallel(net, desync_timeout=2, broadcast_buffers=False)
+    if place == "delayed":
+        stall_inspector.DEFAULT_DESYNC_TIMEOUT = 2  # nothing holds a timeout of such a wrapper's own
+        net = nn.Linear(4, 4)
+        return minddp.DistributedDataParallel(
+            net, desync_timeout=2, delay_all_reduce_named_params=list(net.named_parameters()),
+            param_to_hook_all_reduce=net.weight,
+        )  # fmt: skip
+    return minddp.DistributedDataParallel(_net(), desync_timeout=2)
+
+
+PLACES = {
+    "join": _in_join,
+    "without data": _without_data,
+    "SyncBatchNorm": lambda ddp: _train(ddp, 1),
+    "functional": _functional,
+    "delayed": lambda ddp: _train(ddp, 1),
+}
+
+
+def _one_is_stopped(rank, world_size, port, place, backend):
+    with _group(rank, world_size, port, f"{place}{backend}", backend):
+        ddp = _wrapped(place)
+        _train(ddp, 2)
+        pids = [0] * world_size
+        dist.all_gather_object(pids, os.getpid())
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        try:
+            begin = time.monotonic()
+            with pytest.raises(minddp.LostPeer, match=r"[Rr]ank 1 \(process \d+ on \S+\) is stopped") as told:
+                PLACES[place](ddp)
+            assert told.value.lost_ranks == [1]
+            assert time.monotonic() - begin < 15
+        finally:
+            if rank == 0:
+                time.sleep(1.5)
+                os.kill(pids[1], signal.SIGCONT)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stopped_rank_is_named(place):
+    with _store_host() as (_, port):
+        _run(_one_is_stopped, port, place, "gloo", world_size=3)
+
+
+def test_a_stopped_rank_is_named_within_join_over_shared_memory():
+    with _store_host() as (_, port):
+        _run(_one_is_stopped, port, "without data", "shm", world_size=3)
+
+
+def _another_wrappers_forward(rank, world_size, port):
+    with _group(rank, world_size, port, "two"):
+        first = minddp.DistributedDataParallel(_net(), desync_timeout=3)
+        second = minddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), desync_timeout=3)
+        for _ in range(2):
+            _train(first, 1)
+            second(torch.ones(2, 4)).sum().backward()
+        if rank == 1:
+            first.module[1].seconds = 12
+            with pytest.raises(RuntimeError, match="says: rank 1 will not take part"):
+                _train(first, 3)
+            return
+        where = r"(?s)rank 1 will not take part.*Rank 1 .* is in forward of iteration 3, at faults/test_watchdog.py"
+        with pytest.raises(minddp.LostPeer, match=where):
+            second(
+                torch.ones(2, 4)
+            )  # which begins with the buffers of rank 0; this rank waits for the others to come
+            second(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_rank_that_stands_still_in_another_wrappers_forward():
+    with _store_host() as (_, port):
+        _run(_another_wrappers_forward, port)
+
+
+def _of_two(rank, world_size, port):
+    with _group(rank, world_size, port, "subgroup"):
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            time.sleep(9)
+            return
+        ddp = minddp.DistributedDataParallel(_net(), process_group=group, desync_timeout=2)
+        _train(ddp, 2)
+        if rank == 2:
+            ddp.module[1].seconds = 8
+            with pytest.raises(RuntimeError):
+                _train(ddp, 3)
+            return
+        text = (
+            "rank 2 will not take part in .*, for which rank 1 has waited .* Rank 2 .* is in forward of iteration 3"
+        )
+        with pytest.raises(minddp.LostPeer, match=text) as told:
+            _train(ddp, 1)
+        assert told.value.lost_ranks == [2]
+
+
+def test_ranks_of_a_group_are_named_by_their_numbers_among_all():
+    with _store_host() as (_, port):
+        _run(_of_two, port, world_size=3)
+
+
+def _interrupted(rank, world_size, port):
+    with _group(rank, world_size, port, "interrupted"):
+        ddp = minddp.DistributedDataParallel(_net())
+        _train(ddp, 2)
+        if rank == 1:
+            time.sleep(9)
+            return True
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            _train(ddp, 1)
+        dist.destroy_process_group()
+        del ddp
+        took = time.monotonic() - begin
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the end destroys
+    return took < 5
+
+
+def test_a_wait_that_is_interrupted_does_not_hold_the_process():
+    with _store_host() as (_, port):
+        assert _run(_interrupted, port) == [True, True]
+
+
+_RAISES = """
+import sys, threading, time, torch, torch.distributed as dist, minddp
+rank, port, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4), desync_timeout=4)
+
+def train():
+    for step in range(6):
+        if step == 3 and rank == 1:
+            raise KeyError("no such batch")
+        ddp(torch.ones(1, 4)).sum().backward()
+
+def writes_a_checkpoint():
+    time.sleep(30)
+
+if rank == 1:
+    threading.Thread(target=writes_a_checkpoint).start()
+if where == "main":
+    train()
+else:
+    thread = threading.Thread(target=train, name="trainer")
+    thread.start()
+    thread.join()
+    time.sleep(30 * rank)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("main", "its program ended with KeyError: 'no such batch'"),
+        ("thread", "Its last error: KeyError: 'no such batch' .*, which ended the thread that trained"),
+    ],
+)
+def test_an_exception_that_leaves_the_process_alive_is_told(where, words):
+    with _store_host() as (_, port):
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", _RAISES, str(rank), str(port), where], stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(2)
+        ]
+        try:
+            told = ranks[0].communicate(timeout=25)[1]
+            assert ranks[1].poll() is None
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+    assert re.search(rf"LostPeer: rank 1 will not .*{words}", told), told
+
+
+def _another_thread_trains_on(rank, world_size):
+    ddp = minddp.DistributedDataParallel(nn.Linear(2, 2))
+
+    def fails():
+        ddp(torch.ones(1, 2)).sum().backward()
+        raise ValueError("on all ranks")
+
+    for _ in range(2):
+        thread = threading.Thread(target=fails)
+        thread.start()
+        thread.join()
+    time.sleep(0.1 if rank else 2.5)
+    ddp(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_thread_that_ends_holds_nobody_from_training_on():
+    pool = RankPool(2)
+    try:
+        pool.run(_another_thread_trains_on)
+    finally:
+        pool.close()
