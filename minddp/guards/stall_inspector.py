@@ -208,7 +208,9 @@ def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> N
     if dog is None:
         return
     # Whose wait it is nobody says here: the most patient of the group's wrappers decides.
-    given = [inspector.desync_timeout for inspector in list(_inspectors) if inspector.group is group]
+    inspectors = list(_inspectors)
+    own = [inspector for inspector in inspectors if inspector.group is group]
+    given = [inspector.desync_timeout for inspector in own or inspectors]
     timeouts = [timeout for timeout in given if timeout is not None]
     timeout = None if len(timeouts) < len(given) else max(timeouts, default=DEFAULT_DESYNC_TIMEOUT)
     ranks = tuple(dist.get_process_group_ranks(group))

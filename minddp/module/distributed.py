@@ -108,7 +108,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             way. A rank that answers from elsewhere (an evaluation, a checkpoint, the loss) is waited for as long as
             the group's timeout says, with a warning, and so is a rank that may be waiting for it. ``None``: warn
             only. A rank that has raised or is gone is not waited for, whatever this is. Outside of backward the
-            largest of a group's wrappers counts.
+            largest of a group's wrappers counts; of all wrappers, where the group has none.
 
     Raises:
         RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models

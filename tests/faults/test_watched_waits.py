@@ -34,6 +34,10 @@ def _functional(_):
     minddp.functional.all_reduce(torch.ones(2))
 
 
+def _in_another_group(ddp):  # which has no wrapper of its own
+    minddp.functional.all_reduce(torch.ones(2), group=ddp.another)
+
+
 def _wrapped(place):
     if place == "SyncBatchNorm":
         net = nn.Sequential(nn.Linear(4, 4), minddp.SyncBatchNorm(4))
@@ -53,6 +57,7 @@ PLACES = {
     "without data": _without_data,
     "SyncBatchNorm": lambda ddp: _train(ddp, 1),
     "functional": _functional,
+    "another group": _in_another_group,
     "delayed": lambda ddp: _train(ddp, 1),
 }
 
@@ -60,6 +65,7 @@ PLACES = {
 def _one_is_stopped(rank, world_size, port, place, backend):
     with _group(rank, world_size, port, f"{place}{backend}", backend):
         ddp = _wrapped(place)
+        ddp.another = dist.new_group()
         _train(ddp, 2)
         pids = [0] * world_size
         dist.all_gather_object(pids, os.getpid())
