@@ -430,10 +430,17 @@ void Collectives::reduce_scatter(
 // notes say how many there are. Each lane begins with the size of the whole message, so that sender and
 // receiver can compare what they expect.
 void Collectives::alltoall(const std::vector<Span>& outputs, const std::vector<Span>& inputs, const Call& call) {
-  const size_t own = static_cast<size_t>(rank());
-  copy(outputs[own].data, inputs[own].data, inputs[own].bytes);
-  if (size() == 1) return;
+  const Span& input = inputs[static_cast<size_t>(rank())];
+  const Span& output = outputs[static_cast<size_t>(rank())];
+  const auto keep_own = [&] {
+    if (input.bytes != output.bytes)
+      throw std::runtime_error(c10::str("rank ", rank(), " sends ", input.bytes, " bytes to itself, and expects ",
+          output.bytes, ": its input splits and its output splits there differ"));
+    copy(output.data, input.data, input.bytes);
+  };
+  if (size() == 1) return keep_own();
   run(signature(Kind::kAlltoall, call, 0), call, [&] {
+    keep_own();
     const size_t room = lane_bytes() - kCacheLine;
     size_t longest = largest(inputs);
     write_measured_lanes(inputs, 0);

@@ -77,14 +77,35 @@ def different_splits(rank: int, world_size: int) -> str:
     group = shm_group()
     splits = [1, 3] if rank == 0 else [2, 2]
     return fails_by_the_next(
-        lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3][:: 1 - 2 * rank], splits, group=group),
-        group,
+        lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), splits, splits, group=group), group
     )
 
 
 def test_splits_that_do_not_match_raise() -> None:
     texts = run_ranks(different_splits, 2)
     assert any("input splits there and the output splits here differ" in text for text in texts), texts
+
+
+def different_own_splits(rank: int, world_size: int) -> str:
+    """What rank 1 keeps has no place in its output; what it sends fits."""
+    group = shm_group()
+    kept = torch.full((8,), 7.0)  # behind the output, in one piece of memory
+    splits_out, splits_in = ([2, 2], [2, 2]) if rank == 0 else ([2, 2], [2, 4])
+    output, data = kept[:4], torch.ones(sum(splits_in))
+    text = fails_by_the_next(lambda: dist.all_to_all_single(output, data, splits_out, splits_in, group=group), group)
+    assert torch.equal(kept[4:], torch.full((4,), 7.0))
+    return text
+
+
+def test_a_ranks_own_splits_that_do_not_match_raise() -> None:
+    texts = run_ranks(different_own_splits, 2)
+    assert "rank 1 sends 16 bytes to itself, and expects 8" in texts[1], texts
+    run_ranks(different_own_splits_alone, 1)
+
+
+def different_own_splits_alone(rank: int, world_size: int) -> None:
+    with pytest.raises(RuntimeError, match="rank 0 sends 16 bytes to itself, and expects 8"):
+        dist.all_to_all_single(torch.ones(2), torch.ones(4), [2], [4], group=shm_group())
 
 
 CALLS = {

@@ -183,7 +183,7 @@ def train():
         ddp(torch.ones(1, 4)).sum().backward()
 
 def writes_a_checkpoint():
-    time.sleep(30)
+    time.sleep(90)
 
 if rank == 1:
     threading.Thread(target=writes_a_checkpoint).start()
@@ -193,7 +193,7 @@ else:
     thread = threading.Thread(target=train, name="trainer")
     thread.start()
     thread.join()
-    time.sleep(30 * rank)
+    time.sleep(90 * rank)
 """
 
 
@@ -213,7 +213,7 @@ def test_an_exception_that_leaves_the_process_alive_is_told(where, words):
             for rank in range(2)
         ]
         try:
-            told = ranks[0].communicate(timeout=25)[1]
+            told = ranks[0].communicate(timeout=55)[1]
             assert ranks[1].poll() is None
         finally:
             for rank in ranks:
