@@ -70,6 +70,7 @@ void float_to_bfloat16(const float* src, uint16_t* dst, int64_t n, float scale) 
 
 void copy_one(const CopySegment& s, at::ScalarType src_type, at::ScalarType dst_type, double scale) {
   using at::ScalarType;
+  if (s.numel == 0) return;  // and has no memory
   if (s.src == nullptr) {
     std::memset(s.dst, 0, s.numel * at::elementSize(dst_type));
   } else if (src_type == dst_type && scale == 1.0) {
