@@ -243,6 +243,9 @@ def look_into(
     if ended and dog.first_seen_gone(ended) >= _SETTLED_SECONDS:
         at_once += ended
     absent = [(fact, kind) for fact, kind in judged if kind in CANNOT_COME]
+    if at_once:  # beside whom those that failed name, as far as this rank sees it, too
+        blamed = {rank for fact, _ in at_once for rank in (fact.failure or {}).get("because", ())}
+        at_once += [(fact, kind) for fact, kind in absent if fact.rank in blamed and (fact, kind) not in at_once]
     if at_once or (absent and timeout is not None and seconds >= timeout):
         _give_up(dog, group, wait, seconds, root_causes(at_once or absent), "")
     if int(seconds) == WARN_SECONDS or (timeout is not None and seconds > WARN_SECONDS and seconds % timeout < 1):
