@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from .. import _C
 
-# (group, what is waited for, seconds so far, the collective's error or ""): may raise, must not block for long.
 # What a rank waits for that has run out of data: whatever the others send next.
 SHADOWED = "what the ranks that still have data send next"
+# (group, what is waited for, seconds so far, the collective's error or ""): may raise, must not block for long.
 Watcher = Callable[[dist.ProcessGroup, str, float, str], None]
 _watcher: Watcher | None = None
 

@@ -236,23 +236,29 @@ def test_a_rank_that_has_fewer_batches_and_ends_well_has_ended_and_join_is_named
     assert "with ddp.join():" in told[1]
 
 
+def _waits_for_a_stopped_rank(rank, world_size, wait, text):
+    """Rank 1 is stopped until the others' ``wait()`` has raised ``text``."""
+    pids = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    try:
+        with pytest.raises(minddp.LostPeer, match=text) as told:
+            wait()
+        assert told.value.lost_ranks == [1]
+    finally:
+        if rank == 0:
+            time.sleep(1.5)
+            os.kill(pids[1], signal.SIGCONT)
+
+
 def _stopped(rank, world_size, port):
     with _group(rank, world_size, port, "stopped"):
         ddp = minddp.DistributedDataParallel(_net(), desync_timeout=3)
         _train(ddp, 2)
-        pids = [0] * world_size
-        dist.all_gather_object(pids, os.getpid())
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return
-        try:
-            with pytest.raises(minddp.LostPeer, match=r"Rank 1 \(process \d+ on \S+\) is stopped \(SIGSTOP") as told:
-                _train(ddp, 1)
-            assert told.value.lost_ranks == [1]
-        finally:
-            if rank == 0:
-                time.sleep(1)
-                os.kill(pids[1], signal.SIGCONT)
+        text = r"Rank 1 \(process \d+ on \S+\) is stopped \(SIGSTOP"
+        _waits_for_a_stopped_rank(rank, world_size, lambda: _train(ddp, 1), text)
 
 
 def test_a_stopped_rank_is_named_by_all():
