@@ -11,6 +11,7 @@ Implementations (the part before the dash):
     late           the same with buffers of at most bucket_cap_mb, all launched before any is awaited
     per-parameter  an allreduce for each parameter as its gradient arrives, awaited after backward
 Options of the two DDP classes (after the dash): views, static, batched, lazy, unused. Torch has lazy from 2.15 on.
+"shm" among them: the class gets a process group on minddp's shared memory, whatever the default group is on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import BenchmarkError
+from harness import BenchmarkError, prepare_engine
 from models import Workload
 
 __all__ = [
@@ -41,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batched": {"batched_grad_copy": True},
     "lazy": {"lazy_bucket_allocation": True},
     "unused": {"find_unused_parameters": True},
+    "shm": {},
 }
 
 
@@ -115,6 +117,9 @@ def make_step(variant: str, work: Workload, device: torch.device, **arguments: A
         raise BenchmarkError(f"variant {variant!r} needs another torch: {torch.__version__} has no such argument")
     for option in options:
         arguments |= OPTIONS[option]
+    if "shm" in options:
+        prepare_engine("shm", dist.get_world_size())
+        arguments["process_group"] = dist.new_group(backend="shm")
     if device.type == "cuda":
         arguments["device_ids"] = [device.index]
     return Step(work, ddp_class(package)(work.module, **arguments))

@@ -357,8 +357,8 @@ def _threads(trains: dict[int, float]) -> tuple[str, str, bool, Any]:
     """Where the thread that ran the last forward is, and what shows that all that have run one stand still.
 
     That is its innermost line of the program, the collective of torch's that it is in, and whether it is inside of a
-    wrapper's forward, or of a backward. Before any forward, and
-    where these threads are gone, the main thread stands for them.
+    wrapper's forward, or of a backward. Before any forward, and where these threads are gone, the main thread stands
+    for them.
     """
     frames = sys._current_frames()
     for ident in trains.keys() - frames.keys():

@@ -17,7 +17,7 @@ CASES = (
     ("naive", {}, ""), ("flat", {}, ""), ("late", {"bucket_cap_mb": 0.01}, ""), ("per-parameter", {}, ""),
     ("torch", {"bucket_cap_mb": 0.01}, ""), ("torch-views-static", {}, ""), ("minddp", {}, ""),
     ("minddp-views", {"bucket_cap_mb": 0.01}, ""), ("minddp-static", {}, ""), ("minddp-views-lazy", {}, ""),
-    ("torch-views-batched-lazy", {}, ""),
+    ("torch-views-batched-lazy", {}, ""), ("minddp-views-shm", {}, ""),
     ("minddp", {"bucket_cap_mb": 0.01}, "groups-3"),
 )  # fmt: skip
 

@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+import minddp  # noqa: F401  (where it does not load, say so here: of its ranks one would see that they die)
+
 from .compare import meant
 from .hunt import Finding, Hunt, Pair
 from .program import listing

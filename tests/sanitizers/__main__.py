@@ -190,7 +190,8 @@ def planted(seed: int) -> Iterator[Row]:
         file.write_text(text.replace(fault.text, fault.becomes))
         driver = _build_driver(fault.sanitizer, folder / "csrc", folder.name)
         quiet, words = _drive(driver, 3, 3000, seed, 300)
-        seen = not quiet and ("Sanitizer" in words or "instead of" in words)
+        # The transport's own check of what it reads may be the first to notice.
+        seen = not quiet and any(said in words for said in ("Sanitizer", "instead of", "runs another collective"))
         yield Row("planted", fault.what, seen, time.monotonic() - begin, words)
 
 
