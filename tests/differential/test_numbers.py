@@ -160,3 +160,24 @@ def test_a_backward_that_a_hook_ended_is_told_by_the_gradient():
     runs = [_runs(made, {}, {}, {WEIGHT: values}) for values in (AVERAGED, LOCAL)]
     assert judge(made, *runs).what == "a gradient of a backward that a hook ended, averaged"
     assert judge(made, *runs[::-1]) is None
+
+
+def _refuses(made, results, step):
+    """Those results, where each rank raises at ``step`` instead of going on."""
+    text = "optimizer.step() on rank 0 would use gradients that were never averaged, of ['parts.0.weight']: …"
+    for result in results:
+        result |= {"end": "raised", "at": step, "error": f"RuntimeError: {text}"}
+        result["observations"] = [seen for seen in result["observations"] if seen[0] < step]
+    return results
+
+
+@pytest.mark.parametrize(("gradient", "excused"), [(LOCAL, True), (AVERAGED, False)])
+def test_a_refused_step_is_right_where_torchs_gradients_differ(gradient, excused):
+    """Their parameters may be the same all the same, as after Adam's first step."""
+    made = _program(*START, ["step", {"opt": 0}])
+    made["optimizers"] = [{"kind": "adam", "of": [0]}]
+    stepped = {WEIGHT: gradient, OTHER: LOCAL, "net0.parts.0.weight": (0.5, 0.5)}
+    seen = {}, {}, {WEIGHT: gradient}, stepped
+    difference = judge(made, _runs(made, *seen), _refuses(made, _runs(made, *seen), 3))
+    assert (difference is None) == excused
+    assert excused or difference.kind == "raises"
