@@ -15,15 +15,17 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-# So long may another rank come later to its own step before it counts as one that has no such gradients.
+# So long may another rank come later to its own step before it counts as one that has no such gradients; longer where
+# it is seen to be on its way.
 PATIENCE_SECONDS = 10.0
+OnItsWay = Callable[[int, str], bool]
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
 
 
@@ -34,9 +36,14 @@ class LocalGradients:
         group: the wrapper's process group.
         store: carries the answers; ``None``: nobody can be asked.
         key: tells this wrapper's answers from others'; the same on all ranks.
+        on_its_way: told a rank of the group and what it is waited for, says whether it may still come. Asked once a
+            second.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: dist.Store | None, key: str):
+    def __init__(
+        self, group: dist.ProcessGroup, store: dist.Store | None, key: str, on_its_way: OnItsWay | None = None
+    ):
+        self._on_its_way = on_its_way
         self._rank, self._size = group.rank(), group.size()
         self._base = store
         self._asked: tuple[int, int] | None = None  # iteration and number of the last question
@@ -71,23 +78,23 @@ class LocalGradients:
         """Returns when every rank has called it for this iteration.
 
         Raises:
-            RuntimeError: a rank has not come within :data:`PATIENCE_SECONDS`.
+            RuntimeError: a rank has not come within :data:`PATIENCE_SECONDS`, and is not on its way.
         """
-        self._meet(f"taken/{iteration}", _NOT_ALL, PATIENCE_SECONDS)
+        self._meet(f"taken/{iteration}", _NOT_ALL)
 
-    def meet_after_step(self, iteration: int, patience: float | None) -> None:
-        """As :meth:`meet`, of ranks whose optimizer's step has ended with an exception, for so many seconds."""
-        self._meet(f"stepped/{iteration}", _NOT_ALL_STEPPED, patience or PATIENCE_SECONDS)
+    def meet_after_step(self, iteration: int) -> None:
+        """As :meth:`meet`, of ranks whose optimizer's step has ended with an exception."""
+        self._meet(f"stepped/{iteration}", _NOT_ALL_STEPPED)
 
-    def _meet(self, what: str, message: str, patience: float) -> None:
+    def _meet(self, what: str, message: str) -> None:
         if self._size == 1 or self._store is None:
             return
         self._store.set(f"{what}/{self._rank}", "")
         self._forget(f"{what}/{self._rank}")
-        deadline = time.monotonic() + patience
+        begin = time.monotonic()
         for rank in self._others():
-            if not self._comes(f"{what}/{rank}", deadline):
-                raise RuntimeError(message.format(self._rank, rank, patience))
+            if not self._comes(rank, f"{what}/{rank}", begin):
+                raise RuntimeError(message.format(self._rank, rank, time.monotonic() - begin))
 
     def _ask(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> RuntimeError | None:
         assert self._store is not None
@@ -97,12 +104,13 @@ class LocalGradients:
         mine = {name: _signature(gradient) for name, gradient in named}
         self._store.set(f"{turn}/{self._rank}", json.dumps(mine))
         self._forget(f"{turn}/{self._rank}")
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        begin = time.monotonic()
         for rank in self._others():
-            theirs = self._answer(f"{turn}/{rank}", deadline)
+            theirs = self._answer(rank, f"{turn}/{rank}", begin)
             differing = [name for name in mine if theirs is None or not _alike(mine[name], theirs.get(name))]
             if differing:
-                return RuntimeError(_message(differing, self._rank, rank, theirs is None))
+                waited = time.monotonic() - begin if theirs is None else None
+                return RuntimeError(_message(differing, self._rank, rank, waited))
         return None
 
     def _forget(self, key: str) -> None:
@@ -116,19 +124,32 @@ class LocalGradients:
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
 
-    def _comes(self, key: str, deadline: float) -> bool:
+    def _comes(self, rank: int, key: str, begin: float) -> bool:
+        """Who is seen to be on its way is waited for as long as the store's timeout, the group's, says."""
+        assert self._base is not None
+        longest = max(self._base.timeout.total_seconds(), PATIENCE_SECONDS)  # type: ignore[attr-defined]
+        while True:
+            passed = time.monotonic() - begin
+            on_its_way = passed > 0.5 and self._on_its_way is not None and self._on_its_way(rank, key)
+            rest = (longest if on_its_way else PATIENCE_SECONDS) - passed
+            if self._is_there(key, min(max(rest, 0.01), 1.0)):
+                return True
+            if rest <= 0:
+                return False
+
+    def _is_there(self, key: str, seconds: float) -> bool:
         """A machine that stood still, or a store that did, is nobody's absence: the store is asked once more."""
         assert self._store is not None
         try:
-            self._store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+            self._store.wait([key], timedelta(seconds=seconds))
         except (dist.DistError, RuntimeError):
             with suppress(RuntimeError, NotImplementedError):  # a store that cannot be asked without waiting
                 return self._store.check([key])
             return False
         return True
 
-    def _answer(self, key: str, deadline: float) -> dict[str, list[float]] | None:
-        if not self._comes(key, deadline):
+    def _answer(self, rank: int, key: str, begin: float) -> dict[str, list[float]] | None:
+        if not self._comes(rank, key, begin):
             return None
         assert self._store is not None
         answer: dict[str, list[float]] = json.loads(self._store.get(key))
@@ -138,14 +159,14 @@ class LocalGradients:
 _NOT_ALL = (
     "A backward on rank {0} went through no forward of DistributedDataParallel's, but past it, while a forward "
     "waited for its backward: it was taken for that one's, as in torch, and its gradients were about to be averaged. "
-    "But rank {1} has had no such backward for {2:g} s. Call the wrapper, ddp(...), instead of ddp.module(...), on "
+    "But rank {1} has had no such backward for {2:.0f} s. Call the wrapper, ddp(...), instead of ddp.module(...), on "
     "every rank; or run a forward that no backward follows under torch.no_grad() or ddp.no_sync()."
 )
 
 _NOT_ALL_STEPPED = (
     "optimizer.step() on rank {0} ended with an exception, which the program caught; on rank {1} it did not (asked "
-    "for {2:g} s). Their parameters, and their optimizers' states, are no longer the same. Go on from a checkpoint, "
-    "on every rank; or let the exception end the process."
+    "for {2:.0f} s). Their parameters, and their optimizers' states, are no longer the same. Go on from a "
+    "checkpoint, on every rank; or let the exception end the process."
 )
 
 
@@ -178,10 +199,11 @@ def _alike(mine: Sequence[float], theirs: Sequence[float] | None) -> bool:
     )
 
 
-def _message(names: Sequence[str], rank: int, other: int, absent: bool) -> str:
+def _message(names: Sequence[str], rank: int, other: int, waited: float | None) -> str:
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     shown = ", ".join(f"'{name}'" for name in names[:10]) + more
-    what = f"rank {other} has shown none for {PATIENCE_SECONDS:g} s" if absent else f"they differ from rank {other}'s"
+    differ = f"they differ from rank {other}'s"
+    what = differ if waited is None else f"rank {other} has shown none for {waited:.0f} s"
     return (
         f"optimizer.step() on rank {rank} would use gradients that were never averaged, of {shown}: their backward "
         f"ran through no forward of DistributedDataParallel's, but past it, and {what}. The replicas would drift "

@@ -19,8 +19,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from ..ranks import waiting
 from . import watchdog
 from .verdict import CANNOT_COME, Fact, Kind, Wait, given_all, judge, lost, root_causes, slow
 from .watchdog import Watchdog
+from .whereabouts import exception_text
 
 WARN_SECONDS = 10
 # So long a rank that ended without an error may be gone before what it took part in must have ended here.
@@ -113,7 +114,7 @@ class StallInspector:
         """An exception has ended forward. The program may handle it: told to those who ask where this rank is."""
         self._forward_ended_ns = time.monotonic_ns()
         if self._dog is not None:
-            self._dog.note_words(watchdog.exception_text(error))
+            self._dog.note_words(exception_text(error))
 
     def take_back(self) -> None:
         """What this rank has reported is over. Costs nothing where it has reported nothing."""
@@ -168,6 +169,23 @@ class StallInspector:
         )
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
 
+    def is_on_its_way(self, rank: int, key: str) -> bool:
+        """Whether a rank of the group, waited for at the store, is in this iteration still, and in its own code.
+
+        Asks it where it is: to be called each second or so. Says no where that is not known (yet).
+        """
+        if self._dog is None:
+            return False
+        wait = Wait(f"{self.key}|{key}", "what follows backward", self._rank, self._ranks)
+        self._dog.waits(wait, urgent=False)
+        (fact,) = self._dog.facts([self._ranks[rank]])
+        if judge(fact, wait, False, float("inf")) is not Kind.BUSY or fact.place is None:
+            return False
+        here = fact.place["places"].get(self.key)
+        if here is None or fact.place["wait"] or fact.place["collective"]:
+            return False
+        return bool(here["iteration"] <= self._reducer_iteration() + (here["phase"] in ("forward", "loss")))
+
     def check_peers(self) -> None:
         """Before a forward on a device with streams, where no wait tells that a rank is lost.
 
@@ -210,12 +228,29 @@ def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> N
     # Whose wait it is nobody says here: the most patient of the group's wrappers decides.
     inspectors = list(_inspectors)
     own = [inspector for inspector in inspectors if inspector.group is group]
-    given = [inspector.desync_timeout for inspector in own or inspectors]
+    given = _constructors.patience or [inspector.desync_timeout for inspector in own or inspectors]
     timeouts = [timeout for timeout in given if timeout is not None]
     timeout = None if len(timeouts) < len(given) else max(timeouts, default=DEFAULT_DESYNC_TIMEOUT)
     ranks = tuple(dist.get_process_group_ranks(group))
     wait = Wait(f"{group.group_name}|{what}", what, group.rank(), ranks)
     look_into(dog, group, wait, seconds, error, timeout)
+
+
+class _Constructors(threading.local):
+    patience: tuple[float | None, ...] = ()
+
+
+_constructors = _Constructors()
+
+
+@contextmanager
+def construction(desync_timeout: float | None) -> Iterator[None]:
+    """A wrapper is being made on this thread: its waits are as patient as it will be."""
+    _constructors.patience = (desync_timeout,)
+    try:
+        yield
+    finally:
+        _constructors.patience = ()
 
 
 DEFAULT_DESYNC_TIMEOUT = 30.0
@@ -233,11 +268,12 @@ def look_into(
         return _name_the_lost(dog, group, wait, seconds, error)
     dog.waits(wait, urgent=False)
     silent = dog.has_asked_for(dog.patience)
-    stands_still = dog.patience if timeout is None else min(dog.patience, timeout / 2)
-    judged: Judged = [(fact, judge(fact, wait, silent, stands_still)) for fact in dog.facts(wait.others())]
-    if any(kind is Kind.ELSEWHERE for _, kind in judged):
-        everyone = [judge(fact, wait, silent, stands_still) for fact in dog.facts(dog.others())]
-        judged = [(fact, given_all(kind, everyone)) for fact, kind in judged]
+    lasting = dog.patience if timeout is None else timeout
+    judged: Judged = [(fact, judge(fact, wait, silent, lasting)) for fact in dog.facts(wait.others())]
+    members = [kind for _, kind in judged]
+    if any(kind in (Kind.ELSEWHERE, Kind.LEFT) for kind in members):
+        everyone = [judge(fact, wait, silent, lasting) for fact in dog.facts(dog.others())]
+        judged = [(fact, given_all(kind, members, everyone)) for fact, kind in judged]
     at_once: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
     ended = [(fact, kind) for fact, kind in judged if kind in (Kind.GONE, Kind.LEFT)]
     if ended and dog.first_seen_gone(ended) >= _SETTLED_SECONDS:

@@ -1,10 +1,10 @@
 """Who keeps the others waiting: facts about each rank in, names and words out. Pure.
 
 Two kinds of absence are told apart. A rank that cannot come is waited for no longer than ``desync_timeout``: it has
-failed, left or died, is stopped, does not answer, stands still inside of forward or backward, or waits for something
-else while no rank is on its way. One that answers, and runs the program's own code between iterations (an evaluation,
-a checkpoint, data), is waited for as long as the group's timeout says, and so is who may be waiting for it: training
-goes on when it comes.
+failed, left or died; or for so long it has been stopped, has not answered, has stood still inside of forward or
+backward, or has waited for something else while no rank is on its way. One that answers, and computes, or runs the
+program's own code between iterations (an evaluation, a checkpoint, data), is waited for as long as the group's
+timeout says, and so is who may be waiting for it: training goes on when it comes.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Fact(NamedTuple):
     """What is known of another rank.
 
     ``rank``: in the default group. ``place``: its last answer, if it is fresh. ``distant``: it may be cut off.
+    ``lasts``: seconds for which it has been seen stopped, or has not answered.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class Fact(NamedTuple):
     failure: dict[str, Any] | None
     place: dict[str, Any] | None
     distant: bool = False
+    lasts: float = float("inf")
 
 
 class Kind(Enum):
@@ -85,15 +87,18 @@ def _shadows(other: str, wait: Wait) -> bool:
 
 
 def judge(fact: Fact, wait: Wait, may_be_silent: bool, patience: float) -> Kind:
-    """``may_be_silent``: it has had time to answer. ``patience``: seconds of standing still that count."""
+    """``may_be_silent``: it has had time to answer. ``patience``: seconds for which what passes must have lasted."""
     if fact.failure is not None:
         return Kind.LEFT if fact.failure.get("left") else Kind.FAILED
-    if fact.sight is not None and fact.sight.state in ("gone", "stopped"):
-        return Kind.GONE if fact.sight.state == "gone" else Kind.STOPPED
+    if fact.sight is not None and fact.sight.state == "gone":
+        return Kind.GONE
+    lasts = fact.lasts >= patience
+    if fact.sight is not None and fact.sight.state == "stopped":
+        return Kind.STOPPED if lasts else Kind.UNKNOWN
     place = fact.place
     if place is None:
         # One that is seen to run, and cannot be cut off, may be busy in one long call of C's.
-        return Kind.SILENT if fact.distant and may_be_silent else Kind.UNKNOWN
+        return Kind.SILENT if fact.distant and may_be_silent and lasts else Kind.UNKNOWN
     here = place["places"].get(wait.wrapper)
     if here is not None and here["iteration"] > wait.iteration > 0:  # what is waited for it has sent
         return Kind.COMES
@@ -104,20 +109,20 @@ def judge(fact: Fact, wait: Wait, may_be_silent: bool, patience: float) -> Kind:
             return Kind.ELSEWHERE
         if place["ended"]:
             return Kind.STUCK
-        inside = [here] if here is not None else []
-        inside += place["places"].values() if place["inside"] else []
+        inside = place["places"].values() if place["inside"] else ()
         if any(where["iteration"] > 1 and where["phase"] in ("forward", "backward") for where in inside):
             return Kind.STUCK
     return Kind.BUSY
 
 
-def given_all(kind: Kind, everyone: Sequence[Kind]) -> Kind:
-    """A verdict, beside those on all ranks of the default group.
+def given_all(kind: Kind, members: Sequence[Kind], everyone: Sequence[Kind]) -> Kind:
+    """A verdict, beside those on the ranks of the group that waits, and on all of the default group.
 
-    Who waits elsewhere may be waiting for a rank that is on its way, and comes after it.
+    Who waits elsewhere may be waiting for a rank that is on its way, and comes after it. And who has left may have
+    done its part before that, as a rank does that was sent the last buffers, where a member is on its way.
     """
-    on_their_way = (Kind.BUSY, Kind.UNKNOWN)
-    return Kind.BUSY if kind is Kind.ELSEWHERE and any(other in on_their_way for other in everyone) else kind
+    asked = {Kind.ELSEWHERE: everyone, Kind.LEFT: members}.get(kind, ())
+    return Kind.BUSY if any(other in (Kind.BUSY, Kind.UNKNOWN) for other in asked) else kind
 
 
 def root_causes(judged: Sequence[tuple[Fact, Kind]]) -> list[tuple[Fact, Kind]]:
@@ -135,16 +140,14 @@ def root_causes(judged: Sequence[tuple[Fact, Kind]]) -> list[tuple[Fact, Kind]]:
 def describe(fact: Fact, kind: Kind, wait: Wait) -> str:
     """"rank 1 (process 77 on a) is stopped"."""
     who = f"rank {fact.rank}" + (f" ({fact.process})" if fact.process else "")
-    words = (fact.failure or {}).get("words", "")
-    if kind is Kind.FAILED:
-        return f"{who} says: {words}"
-    if kind is Kind.LEFT:
-        return f"{who} does not come any more: {words}"
+    if fact.failure is not None and kind is not Kind.COMES:
+        says = "does not come any more" if fact.failure["left"] else "says"
+        return f"{who} {says}: {fact.failure['words']}"
     if kind is Kind.GONE:
         unknown = "its program has ended, or was killed, or ran out of memory"
         how = fact.sight.how if fact.sight and fact.sight.how else unknown
         return f"{who} is gone ({how}), without a word"
-    if kind is Kind.STOPPED:
+    if kind is Kind.STOPPED or (kind is Kind.UNKNOWN and fact.sight is not None and fact.sight.state == "stopped"):
         return f"{who} is stopped (SIGSTOP, or a debugger)"
     if kind is Kind.SILENT:
         return f"{who} does not answer: it is stopped or gone, or cut off"

@@ -23,7 +23,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import types
 import weakref
 from collections import deque
@@ -36,6 +35,7 @@ import torch.distributed as dist
 from ..ranks.processes import Process, here, look
 from .board import Board, port_of
 from .verdict import Fact, Wait
+from .whereabouts import Progress, exception_text, training_threads
 
 REQUESTS_A_SECOND = 100  # of all ranks together, while nobody waits
 _EXIT_SECONDS = 1.0
@@ -73,10 +73,11 @@ class Watchdog:
         self._asked_since: float | None = None  # since when this rank has been asking, without a pause
         self._asked_for = ""
         self._gone: dict[int, float] = {}
+        self._stopped: dict[int, float] = {}  # since when it has been seen so
         self._words = ""
         self._told = self._thread_ended = False
-        self._trains: dict[int, float] = {}  # threads that have run forwards, and when the last of each began
-        self._stack: tuple[float, Any] = (0.0, None)  # those threads', and since when it is the same
+        self._trains: dict[threading.Thread, float] = {}  # who has run forwards, and when the last of each began
+        self._progress = Progress()
         self._turn_began = time.monotonic()
         self._stopping = self.lost = False
         self._heard = float("-inf")  # when the last turn began that has read what was told
@@ -115,7 +116,10 @@ class Watchdog:
 
     def note_thread(self) -> None:
         """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
-        self._trains[threading.get_ident()] = time.monotonic()
+        thread = threading.current_thread()
+        if thread not in self._trains:
+            self._trains = {old: began for old, began in self._trains.items() if old.is_alive()}
+        self._trains[thread] = time.monotonic()
         self._wait = None
         self._thread_ended = False
 
@@ -124,9 +128,10 @@ class Watchdog:
 
         Without the main thread a program is over; without another one it may begin again.
         """
-        if threading.get_ident() not in self._trains:
+        thread = threading.current_thread()
+        if thread is not max(list(self._trains), key=self._trains.__getitem__, default=None):
             return
-        if threading.current_thread() is threading.main_thread():
+        if thread is threading.main_thread():
             self.tell(_ended_with(error))
         else:
             self.note_words(f"{exception_text(error)}, which ended the thread that trained")
@@ -170,9 +175,15 @@ class Watchdog:
                 process = self.processes.get(rank)
                 when, place = self._answers.get(rank, (float("-inf"), None))
                 fresh = now - when < 2 * self.patience
+                since = max(when, now if self._asked_since is None else self._asked_since)
                 sight = None if process is None else look(process)
+                if sight is not None and sight.state == "stopped":
+                    since = self._stopped.setdefault(rank, now)
+                else:
+                    self._stopped.pop(rank, None)
                 distant = process is not None and process.network != self.processes[self.rank].network
-                facts.append(Fact(rank, process, sight, self.failures.get(rank), place if fresh else None, distant))
+                known = (rank, process, sight, self.failures.get(rank), place if fresh else None, distant)
+                facts.append(Fact(*known, lasts=now - since))
         return facts
 
     def first_seen_gone(self, ended: Sequence[Any]) -> float:
@@ -286,18 +297,17 @@ class Watchdog:
     def _place(self) -> dict[str, Any]:
         wait = self._wait
         found = [place() for place in list(self._places.values())]
-        line, collective, inside, stack = _threads(self._trains)
-        now = time.monotonic()
-        if stack != self._stack[1]:
-            self._stack = now, stack
+        places = dict(place for place in found if place is not None)
+        line, collective, inside, stacks, used = training_threads(self._trains)
+        last = max(self._trains.values(), default=0.0)
         return {
             "wait": wait[1].key if wait is not None and self._is_waiting() else None,
-            "places": dict(place for place in found if place is not None),
+            "places": places,
             "line": line,
             "collective": collective,
             "inside": inside,
             "ended": self._thread_ended,
-            "still": now - self._stack[0],
+            "still": self._progress.rests((stacks, places, last), used),
             "words": self._words,
         }
 
@@ -330,19 +340,8 @@ def _message(words: str, because: Sequence[int] = (), over: bool = False, left: 
     return {"words": words, "because": list(because), "over": over, "left": left}
 
 
-def exception_text(error: BaseException) -> str:
-    """Type, text and the line of the program that raised."""
-    text = "".join(traceback.format_exception_only(type(error), error)).strip()
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{text} ({_short(frames[-1].filename)}:{frames[-1].lineno})" if frames else text
-
-
 def _ended_with(error: BaseException) -> str:
     return f"its program ended with {exception_text(error)}"
-
-
-def _short(filename: str) -> str:
-    return "/".join(filename.split("/")[-2:])
 
 
 def _cut_connections(port: int) -> None:
@@ -351,56 +350,6 @@ def _cut_connections(port: int) -> None:
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as mine:
             if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.getpeername()[1] == port:
                 mine.shutdown(socket.SHUT_RDWR)
-
-
-def _threads(trains: dict[int, float]) -> tuple[str, str, bool, Any]:
-    """Where the thread that ran the last forward is, and what shows that all that have run one stand still.
-
-    That is its innermost line of the program, the collective of torch's that it is in, and whether it is inside of a
-    wrapper's forward, or of a backward. Before any forward, and where these threads are gone, the main thread stands
-    for them.
-    """
-    frames = sys._current_frames()
-    for ident in trains.keys() - frames.keys():
-        trains.pop(ident, None)
-    main = threading.main_thread().ident or 0
-    idents = sorted(trains, key=lambda ident: trains[ident], reverse=True) or [main]
-    found = [_position(frames.get(ident)) for ident in idents]
-    frames.clear()  # this one's is among them, and holds them: in a circle, which keeps what the program's hold
-    inside = any(name.endswith(_INSIDE) for name, _ in found[0][2])
-    stacks = [stack for _, _, stack in found]
-    return *found[0][:2], inside, (stacks, max(trains.values(), default=0.0), _collectives_so_far())
-
-
-def _position(frame: types.FrameType | None) -> tuple[str, str, list[tuple[str, int]]]:
-    line, collective, stack = "", "", []
-    while frame is not None:
-        name = frame.f_code.co_filename
-        stack.append((name, frame.f_lineno))
-        if not line and name.endswith("torch/distributed/distributed_c10d.py"):
-            collective = frame.f_code.co_name
-        if not line and _is_users(name):
-            line = f"{_short(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return line, collective, stack
-
-
-def _collectives_so_far() -> int:
-    """Of all groups: whoever runs collectives does not stand still."""
-    total = 0
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with suppress(Exception):  # not every backend counts
-            total += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return total
-
-
-_INSIDE = ("/minddp/module/distributed.py", "/torch/autograd/graph.py")  # forward; autograd's engine, called
-_OURS = ("/minddp/guards/", "/minddp/module/", "/minddp/ranks/", "/minddp/reduction/", "/minddp/functional/")
-_NOT_THE_PROGRAMS = ("/site-packages/", "<", "/minddp/sync_batchnorm.py", *_OURS)
-
-
-def _is_users(filename: str) -> bool:
-    return not filename.startswith(sys.base_prefix) and not any(part in filename for part in _NOT_THE_PROGRAMS)
 
 
 _current: Watchdog | None = None
@@ -426,18 +375,29 @@ def _hear_uncaught() -> None:
     of_main, of_threads = sys.excepthook, threading.excepthook
 
     def main_ends(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if _current is not None and not hasattr(sys, "ps1"):  # where somebody types, the program goes on
+        if _current is not None and not hasattr(sys, "ps1") and not _is_called_by_the_program():
             with suppress(Exception):
                 _current.note_uncaught(error)
         of_main(kind, error, trace)
 
     def thread_ends(arguments: Any) -> None:
-        if _current is not None and arguments.exc_value is not None:
+        ends_well = isinstance(arguments.exc_value, (SystemExit, type(None)))
+        if _current is not None and not ends_well:
             with suppress(Exception):
                 _current.note_uncaught(arguments.exc_value)
         of_threads(arguments)
 
     sys.excepthook, threading.excepthook = main_ends, thread_ends
+
+
+def _is_called_by_the_program() -> bool:
+    """``sys.excepthook``, to show an exception, after which the program goes on: its own frames are still there."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def introduce(group: Any, processes: Sequence[Process]) -> None:

@@ -23,6 +23,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ..guards import lifetime, optimizer_guard
+from ..guards.stall_inspector import construction
 from ..ranks.messages import work_on
 from ..ranks.waiting import wait_for
 from ..reduction.start import sync_module_states, verify_same_arguments, verify_same_model
@@ -170,8 +171,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         self._set_attributes(self._config)
         token = None
         if init_sync:
-            token = verify_same_arguments(self._config.for_comparison(), self.process_group)
-            self._synchronize_model()
+            with construction(self._config.desync_timeout):
+                token = verify_same_arguments(self._config.for_comparison(), self.process_group)
+                self._synchronize_model()
         self._take_parameters(token, self.broadcast_bucket_size)
 
     def _synchronize_model(self) -> None:
@@ -272,7 +274,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         _TorchDDP._active_ddp_module = self
         try:
             return _run_module(self.module, inputs, kwargs)
-        except Exception as error:
+        except BaseException as error:
             if self._engine is not None:
                 self._engine.note_words(error)
             raise

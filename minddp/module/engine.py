@@ -192,8 +192,9 @@ class Engine:
                 on_stall=weakly(self.inspector.on_stall), on_interrupted=weakly(self._on_interrupted)
             )
         store = dist.distributed_c10d._get_default_store() if has_store else None
-        key = "" if self.inspector is None else self.inspector.key
-        self._local_gradients = LocalGradients(self.group, store, key)
+        inspector = self.inspector
+        asked = ("", None) if inspector is None else (inspector.key, inspector.is_on_its_way)
+        self._local_gradients = LocalGradients(self.group, store, *asked)
         self.reducer.set_callbacks(on_taken=weakly(self._on_taken))
         skipped = 0 if self.finite is None else self.finite.skipped
         self.finite = None
@@ -292,8 +293,7 @@ class Engine:
         if self.config.skip_all_reduce_unused_params:  # a joined rank sends all buckets: it knows nobody's flags
             self.reducer.set_skip_all_reduce_unused(not joining)
         if optimizer_guard.interrupted(self):
-            iteration, patience = self.reducer.iteration(), self.config.desync_timeout
-            self.report_failure(lambda: self._local_gradients.meet_after_step(iteration, patience))
+            self.report_failure(lambda: self._local_gradients.meet_after_step(self.reducer.iteration()))
         if not joining:  # a joined rank would not take part in these collectives
             if self.tuner is not None:
                 self.tuner.before_forward()

@@ -33,8 +33,8 @@ def place(phase="between", iteration=6, wait=None, collective="", still=100.0, m
     return {"places": places, "wait": wait, "collective": collective, "still": still, **how, **said}
 
 
-def fact(sight=RUNNING, failure=None, where=None, process=PROCESS, distant=False, rank=5):
-    return Fact(rank, process, sight, failure, where, distant)
+def fact(sight=RUNNING, failure=None, where=None, process=PROCESS, distant=False, rank=5, lasts=100.0):
+    return Fact(rank, process, sight, failure, where, distant, lasts)
 
 
 FAILED = {"words": "KeyError: x", "because": [], "left": False}
@@ -50,10 +50,13 @@ FAILED = {"words": "KeyError: x", "because": [], "left": False}
         (fact(distant=True), Kind.SILENT),
         (fact(), Kind.UNKNOWN),
         (fact(process=None, sight=None), Kind.UNKNOWN),
-        (fact(where=place("forward", 7)), Kind.STUCK),
-        (fact(where=place("backward", 7)), Kind.STUCK),
-        (fact(where=place("forward", 7, still=0.0)), Kind.BUSY),
-        (fact(where=place("forward", 1)), Kind.BUSY),
+        (fact(Sight("stopped"), lasts=1.0), Kind.UNKNOWN),  # a debugger's look, say
+        (fact(distant=True, lasts=1.0), Kind.UNKNOWN),
+        (fact(where=place("forward", 7, inside=True)), Kind.STUCK),
+        (fact(where=place("backward", 7, inside=True)), Kind.STUCK),
+        (fact(where=place("backward", 7)), Kind.BUSY),  # the program's own time, between two backwards
+        (fact(where=place("forward", 7, still=0.0, inside=True)), Kind.BUSY),
+        (fact(where=place("forward", 1, inside=True)), Kind.BUSY),
         (fact(where=place("forward", 8)), Kind.COMES),  # it has sent what is waited for
         (fact(where=place("backward", 7, wrapper="another", inside=True)), Kind.STUCK),
         (fact(where=place("backward", 7, wrapper="another")), Kind.BUSY),  # one that was never finished
@@ -73,18 +76,21 @@ def test_kinds(known, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "everyone", "becomes"),
+    ("kind", "members", "others", "becomes"),
     [
-        (Kind.ELSEWHERE, [Kind.ELSEWHERE, Kind.COMES], Kind.ELSEWHERE),
-        (Kind.ELSEWHERE, [Kind.ELSEWHERE, Kind.BUSY], Kind.BUSY),
-        (Kind.ELSEWHERE, [Kind.ELSEWHERE, Kind.UNKNOWN], Kind.BUSY),
-        (Kind.ELSEWHERE, [Kind.ELSEWHERE, Kind.STUCK], Kind.ELSEWHERE),
-        (Kind.STUCK, [Kind.STUCK, Kind.BUSY], Kind.STUCK),
-        (Kind.FAILED, [Kind.FAILED, Kind.BUSY], Kind.FAILED),
+        (Kind.ELSEWHERE, [Kind.COMES], [], Kind.ELSEWHERE),
+        (Kind.ELSEWHERE, [], [Kind.BUSY], Kind.BUSY),
+        (Kind.ELSEWHERE, [], [Kind.UNKNOWN], Kind.BUSY),
+        (Kind.ELSEWHERE, [Kind.STUCK], [], Kind.ELSEWHERE),
+        (Kind.STUCK, [Kind.BUSY], [], Kind.STUCK),
+        (Kind.FAILED, [Kind.BUSY], [], Kind.FAILED),
+        (Kind.LEFT, [Kind.BUSY], [], Kind.BUSY),  # it may have done its part
+        (Kind.LEFT, [Kind.COMES], [Kind.BUSY], Kind.LEFT),
     ],
 )
-def test_who_waits_elsewhere_may_wait_for_one_who_is_on_its_way(kind, everyone, becomes):
-    assert given_all(kind, everyone) is becomes
+def test_who_waits_elsewhere_or_has_left_is_judged_beside_those_on_their_way(kind, members, others, becomes):
+    members = [kind, *members]
+    assert given_all(kind, members, members + others) is becomes
 
 
 def test_a_rank_is_silent_only_once_it_could_have_answered():
@@ -94,6 +100,8 @@ def test_a_rank_is_silent_only_once_it_could_have_answered():
 @pytest.mark.parametrize(
     ("known", "kind", "text"),
     [
+        (fact(Sight("stopped"), lasts=1.0), Kind.UNKNOWN, "is stopped (SIGSTOP"),
+        (fact(failure={**FAILED, "left": True}), Kind.BUSY, "does not come any more: KeyError: x"),
         (fact(failure=FAILED), Kind.FAILED, "rank 5 (process 77 on node7) says: KeyError: x"),
         (fact(Sight("gone", "SIGKILL")), Kind.GONE, "is gone (SIGKILL), without a word"),
         (fact(Sight("stopped")), Kind.STOPPED, "is stopped (SIGSTOP"),

@@ -53,11 +53,15 @@ def _faults(rank: int, world_size: int) -> dict[str, list[str]]:
     """Programs with one mistake each; what was found of them."""
     device = extension.load()
     found: dict[str, list[str]] = {}
+    sides: list[Any] = []
 
     def streams() -> tuple[Any, Any]:
         torch.accelerator.synchronize()
+        for side in sides:  # before torch 2.13 the call above leaves them running
+            side.synchronize()
         device.take_races()
-        return torch.accelerator.current_stream(), torch.Stream(extension.NAME)
+        sides.append(torch.Stream(extension.NAME))
+        return torch.accelerator.current_stream(), sides[-1]
 
     here, side = streams()
     x = torch.ones(100, device=extension.NAME)
