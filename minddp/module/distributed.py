@@ -104,12 +104,12 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             the gradients; goes with a ``GradScaler``. Reads each bucket once more, and the host waits for the answer.
         check_replicas_every: compare the ranks' parameters (:meth:`check_replicas`) before each n-th forward.
         desync_timeout: seconds after which ranks that wait raise, with the culprit's name, when another cannot come:
-            it is stopped, cut off, stands still inside of forward or backward (not in its first iteration), its
-            thread that trained has ended with an exception, or it waits for something else while no rank is on its
-            way. A rank that answers from elsewhere (an evaluation, a checkpoint, the loss) is waited for as long as
-            the group's timeout says, with a warning, and so is a rank that may be waiting for it. ``None``: warn
-            only. A rank that has raised or is gone is not waited for, whatever this is. Outside of backward the
-            largest of a group's wrappers counts; of all wrappers, where the group has none.
+            for so long it is stopped, cut off, stands still inside of forward or backward (not in its first
+            iteration), has lost the thread that trained by an exception, or waits for something else while no rank
+            is on its way. A rank that computes, or answers from elsewhere (an evaluation, a checkpoint, the loss) is
+            waited for as long as the group's timeout says, with a warning, and so is a rank that may be waiting for
+            it. ``None``: warn only. A rank that has raised or is gone is not waited for, whatever this is. Outside of
+            backward the largest of a group's wrappers counts; of all wrappers, where the group has none.
 
     Raises:
         RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models
