@@ -48,7 +48,7 @@ def steps() -> str:
         '"local" is the step without any wrapper, "raw" the bare collectives of its buckets, "floor" a local step,\n'
         "then these: what a reducer would take that costs nothing and hides nothing. Ratios have a 95 % interval.\n"
     ]
-    for name in ("overhead", "overhead-large"):
+    for name in ("overhead", "overhead-large", "overhead-torch-2.15"):
         result = read(name)
         parts.append(f"\n{ran(result)}")
         for case in result["results"]:
@@ -57,7 +57,7 @@ def steps() -> str:
                 for variant, row in case["rows"].items()
             ]
             ranks = f"{case['world_size']} rank" + "s" * (case["world_size"] > 1)
-            parts.append("\n" + table([f"{case['model']}, {ranks}", "ms", "of torch"], rows))
+            parts.append("\n" + table([f"{case['model']}, {ranks}", "ms", f"of {result['baseline']}"], rows))
     return "".join(parts)
 
 

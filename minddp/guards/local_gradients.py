@@ -25,7 +25,7 @@ import torch.distributed as dist
 # So long may another rank come later to its own step before it counts as one that has no such gradients; longer where
 # it is seen to be on its way.
 PATIENCE_SECONDS = 10.0
-OnItsWay = Callable[[int, str], bool]
+OnItsWay = Callable[[int], bool | None]
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
 
 
@@ -36,8 +36,8 @@ class LocalGradients:
         group: the wrapper's process group.
         store: carries the answers; ``None``: nobody can be asked.
         key: tells this wrapper's answers from others'; the same on all ranks.
-        on_its_way: told a rank of the group and what it is waited for, says whether it may still come. Asked once a
-            second.
+        on_its_way: of a rank of the group that is waited for, says whether it may still come, or ``None``. Asked once
+            a second.
     """
 
     def __init__(
@@ -125,13 +125,14 @@ class LocalGradients:
         return [rank for rank in range(self._size) if rank != self._rank]
 
     def _comes(self, rank: int, key: str, begin: float) -> bool:
-        """Who is seen to be on its way is waited for as long as the store's timeout, the group's, says."""
+        """Who is seen to be on its way is waited for as long as the store's timeout, the group's, says; who has
+        passed, no longer."""
         assert self._base is not None
         longest = max(self._base.timeout.total_seconds(), PATIENCE_SECONDS)  # type: ignore[attr-defined]
         while True:
             passed = time.monotonic() - begin
-            on_its_way = passed > 0.5 and self._on_its_way is not None and self._on_its_way(rank, key)
-            rest = (longest if on_its_way else PATIENCE_SECONDS) - passed
+            on_its_way = self._on_its_way(rank) if passed > 0.5 and self._on_its_way is not None else None
+            rest = {True: longest, None: PATIENCE_SECONDS, False: 0.0}[on_its_way] - passed
             if self._is_there(key, min(max(rest, 0.01), 1.0)):
                 return True
             if rest <= 0:

@@ -169,22 +169,24 @@ class StallInspector:
         )
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
 
-    def is_on_its_way(self, rank: int, key: str) -> bool:
+    def is_on_its_way(self, rank: int) -> bool | None:
         """Whether a rank of the group, waited for at the store, is in this iteration still, and in its own code.
 
-        Asks it where it is: to be called each second or so. Says no where that is not known (yet).
+        Asks it where it is: to be called each second or so. ``None`` where that is not known, or says nothing.
         """
         if self._dog is None:
-            return False
-        wait = Wait(f"{self.key}|{key}", "what follows backward", self._rank, self._ranks)
+            return None
+        what = "the others' word on their gradients"
+        wait = Wait(f"{self.key}|{what}", what, self._rank, self._ranks)
         self._dog.waits(wait, urgent=False)
         (fact,) = self._dog.facts([self._ranks[rank]])
-        if judge(fact, wait, False, float("inf")) is not Kind.BUSY or fact.place is None:
-            return False
-        here = fact.place["places"].get(self.key)
-        if here is None or fact.place["wait"] or fact.place["collective"]:
-            return False
-        return bool(here["iteration"] <= self._reducer_iteration() + (here["phase"] in ("forward", "loss")))
+        here = None if fact.place is None else fact.place["places"].get(self.key)
+        if fact.place is None or here is None or judge(fact, wait, False, float("inf")) is not Kind.BUSY:
+            return None
+        last = self._reducer_iteration() + (here["phase"] in ("forward", "loss"))
+        if (fact.place["wait"] or "").startswith(f"{self.key}/") or here["iteration"] > last:
+            return False  # in a later backward
+        return None if fact.place["wait"] or fact.place["collective"] else True
 
     def check_peers(self) -> None:
         """Before a forward on a device with streams, where no wait tells that a rank is lost.

@@ -63,7 +63,27 @@ def test_steps() -> None:
             assert round(middle, 2) - round(floor, 2) <= 0.02 + 1e-9
 
 
-@pytest.mark.parametrize("name", ["overhead.json", "overhead-large.json", "memory.json", "shm.json"])
+def test_steps_beside_torch_2_15() -> None:
+    result = json.loads((RESULTS / "overhead-torch-2.15.json").read_text())
+    assert result["machine"]["torch"].startswith("2.15.")
+    measured = [{case["world_size"]: case["rows"] for case in result["results"]}[ranks] for ranks in (1, 2)]
+    rows = table("| torch 2.15 |")
+    assert len(rows) == 7
+    for name, *cells in rows:
+        variant = re.search(r"`(.*)`", name).group(1)  # type: ignore[union-attr]
+        for cell, found in zip(cells, measured):
+            if variant == result["baseline"]:
+                step = found[variant]["step"]
+                assert_shown(cell, [1e3 * step[key] for key in ("median", "low", "high")])
+            else:
+                low, middle, high = found[variant]["step_ratio"]
+                assert_shown(cell, [middle, low, high])
+
+
+RESULT_FILES = ["overhead.json", "overhead-large.json", "overhead-torch-2.15.json", "memory.json", "shm.json"]
+
+
+@pytest.mark.parametrize("name", RESULT_FILES)
 def test_the_command_is_the_one_that_made_it(name: str) -> None:
     command = json.loads((RESULTS / name).read_text())["command"]
     assert command in " ".join(README.split())
