@@ -122,6 +122,7 @@ def _is_interrupted_in_forward(rank):
     """By Ctrl-C, on each rank; rank 1 then saves what it has."""
     ddp, optimizer = _wrapped()
     _train(ddp, optimizer, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     ddp.module.work = lambda: signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         _train(ddp, optimizer)

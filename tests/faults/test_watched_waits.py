@@ -142,6 +142,7 @@ def _interrupted(rank, world_size, port):
         if rank == 1:
             time.sleep(9)
             return True
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
