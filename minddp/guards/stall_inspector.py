@@ -176,8 +176,7 @@ class StallInspector:
         """
         if self._dog is None:
             return None
-        what = "the others' word on their gradients"
-        wait = Wait(f"{self.key}|{what}", what, self._rank, self._ranks)
+        wait = Wait(f"{self.key}|{waiting.ASKED}", waiting.ASKED, self._rank, self._ranks)
         self._dog.waits(wait, urgent=False)
         (fact,) = self._dog.facts([self._ranks[rank]])
         here = None if fact.place is None else fact.place["places"].get(self.key)

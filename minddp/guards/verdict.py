@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..ranks.messages import ranks_text
 from ..ranks.processes import Process, Sight
-from ..ranks.waiting import SHADOWED
+from ..ranks.waiting import ASKED, SHADOWED
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ def judge(fact: Fact, wait: Wait, may_be_silent: bool, patience: float) -> Kind:
         return Kind.COMES
     if place["wait"] and (place["wait"] == wait.key or _shadows(place["wait"], wait)):
         return Kind.COMES
+    if (place["wait"] or "").endswith(ASKED):
+        return Kind.BUSY
     if place["still"] >= patience:
         if place["wait"] or place["collective"]:
             return Kind.ELSEWHERE

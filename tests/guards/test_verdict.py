@@ -16,7 +16,7 @@ from minddp.guards import board
 from minddp.guards.board import Board
 from minddp.guards.verdict import CANNOT_COME, Fact, Kind, Wait, describe, given_all, judge, lost, root_causes, slow
 from minddp.ranks.processes import Process, Sight, began, here, look
-from minddp.ranks.waiting import SHADOWED
+from minddp.ranks.waiting import ASKED, SHADOWED
 from minddp.testing import run_ranks
 
 NAMES = {3: "a.weight", 2: "a.bias"}
@@ -67,6 +67,7 @@ FAILED = {"words": "KeyError: x", "because": [], "left": False}
         (fact(where=place(collective="barrier")), Kind.ELSEWHERE),
         (fact(where=place(collective="barrier", still=0.0)), Kind.BUSY),
         (fact(where=place(wait="w/6|bucket 0 of iteration 6")), Kind.ELSEWHERE),
+        (fact(where=place(wait=f"w|{ASKED}")), Kind.BUSY),  # it raises by itself
         (fact(where=place(wait=WAIT.key)), Kind.COMES),
         (fact(where=place(wait=f"group|{SHADOWED}")), Kind.COMES),  # without data it takes part in anything
     ],
