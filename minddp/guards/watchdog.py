@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import types
 import weakref
 from collections import deque
@@ -392,12 +393,7 @@ def _hear_uncaught() -> None:
 
 def _is_called_by_the_program() -> bool:
     """``sys.excepthook``, to show an exception, after which the program goes on: its own frames are still there."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "<module>":
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == "<module>" for frame, _ in traceback.walk_stack(sys._getframe()))
 
 
 def introduce(group: Any, processes: Sequence[Process]) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -154,7 +155,6 @@ def _threads_end(rank):
 def _steps_raise(rank):
     """On every rank, which all catch; rank 1 then writes a report."""
     ddp, optimizer = _wrapped()
-    local_gradients.PATIENCE_SECONDS = 3.0
     handle = optimizer.register_step_pre_hook(lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         _train(ddp, optimizer)
@@ -166,7 +166,6 @@ def _steps_raise(rank):
 def _steps_late(rank):
     """On gradients that all ranks have made alike, past the wrapper."""
     ddp, optimizer = _wrapped()
-    local_gradients.PATIENCE_SECONDS = 3.0
     _train(ddp, optimizer)
     optimizer.zero_grad()
     ddp(torch.ones(2, 4)).sum().backward()
@@ -178,7 +177,6 @@ def _steps_late(rank):
 
 def _makes_one_that_only_warns(rank):
     """While no wrapper is there whose patience the constructor could have."""
-    stall_inspector.DEFAULT_DESYNC_TIMEOUT = TIMEOUT
     _train(*_wrapped(desync_timeout=None))
     if rank == 1:
         _after([LONGER], ["CONT"])
@@ -192,16 +190,19 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-def _run(rank, world_size, index):
-    """No process waits for another's end: each program has ended on both ranks before the next begins."""
-    PROGRAMS[index](rank)
+def _run(rank, world_size, program):
+    """Ranks run other tests afterwards: what a program is told here is forgotten with it."""
+    with (
+        mock.patch.object(local_gradients, "PATIENCE_SECONDS", 3.0),
+        mock.patch.object(stall_inspector, "DEFAULT_DESYNC_TIMEOUT", TIMEOUT),
+    ):
+        program(rank)
     return True
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("index", range(len(PROGRAMS)), ids=[program.__name__.strip("_") for program in PROGRAMS])
-def test_nobody_is_given_up(index):
-    assert run_ranks(_run, 2, index, timeout=60) == [True] * 2
+@pytest.mark.parametrize("program", PROGRAMS, ids=[program.__name__.strip("_") for program in PROGRAMS])
+def test_nobody_is_given_up(program):
+    assert run_ranks(_run, 2, program, timeout=60) == [True] * 2
 
 
 def _last_buffers(rank, world_size):
