@@ -231,3 +231,11 @@ def test_another_ranks_lack_of_memory_is_none_here():
     """Programs look for "out of memory" in an error, and skip the batch."""
     failed = fact(failure={**FAILED, "words": "OutOfMemoryError: CUDA out of memory"})
     assert "CUDA out-of-memory" in lost(WAIT, 3.0, [(failed, Kind.FAILED)], "")
+
+
+def test_what_the_readme_says_of_ranks_that_cannot_be_told_from_busy_ones():
+    """A wait for work of the program's own shows nothing; a thread of the waiting rank is nobody's way."""
+    assert judge(fact(where=place("between", 6)), WAIT, may_be_silent=True, patience=4.0) is Kind.BUSY
+    assert judge(fact(where=place("forward", 7, still=0.0, inside=True)), WAIT, True, 4.0) is Kind.BUSY  # computes
+    elsewhere = judge(fact(where=place(collective="recv")), WAIT, may_be_silent=True, patience=4.0)
+    assert given_all(elsewhere, [elsewhere], [elsewhere]) is Kind.ELSEWHERE  # whatever runs on the waiting rank
