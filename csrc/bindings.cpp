@@ -264,6 +264,8 @@ void bind_reducer(py::module_& module) {
           "set_skip_all_reduce_unused", [](Reducer& r, bool skips) { r.options().skip_all_reduce_unused = skips; },
           py::arg("skips"))
       .def(
+          "set_pair_sum", [](Reducer& r, bool agreed) { r.options().pair_sum = agreed; }, py::arg("agreed"))
+      .def(
           "set_manual_finalization", [](Reducer& r, bool required) { r.options().manual_finalization = required; },
           py::arg("required"))
       .def("expects_backward", &Reducer::expects_backward)
@@ -317,6 +319,9 @@ PYBIND11_MODULE(_C, module) {
   bind_reducer(module);
   module.def("wait_for", &wait_for, Release(), py::arg("work"), py::arg("on_stall") = nullptr);
   module.def("wait_for_future", &wait_for_future, py::arg("future"), py::arg("on_stall") = nullptr);
+  module.def(
+      "is_gloo_pair", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return is_gloo_pair(*group); },
+      py::arg("group"));
   module.def("group_allgather", &group_allgather, Release(), py::arg("group"), py::arg("outputs"), py::arg("input"),
       py::arg("on_stall") = nullptr);
   module.def("group_broadcast", &group_broadcast, Release(), py::arg("group"), py::arg("tensor"), py::arg("src"),

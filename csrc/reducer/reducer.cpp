@@ -43,8 +43,7 @@ void Reducer::take_over(const Reducer& before) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (theirs[i] < 0) continue;
     usage_.take_over(i, before.usage_, theirs[i]);
-    auto [bucket, slot] = before.place_[theirs[i]];
-    if (group_ == before.group_) slot_of(i).known = (*before.buckets_[bucket].slots())[slot].known;
+    if (group_ == before.group_) slot_of(i).known = before.slot_of(theirs[i]).known;
   }
   interrupted_in_ = before.interrupted_in_;
 }
@@ -442,9 +441,8 @@ double Reducer::post_scale() {
 
 // Last of all, so that whoever sees kIdle sees averages.
 void Reducer::end_iteration() {
-  std::vector<size_t> absent = usage_.missing();
-  graph_is_static_ = graph_is_static_ && (!has_recorded() || absent == last_missing_);
-  last_missing_ = std::move(absent);
+  const std::vector<size_t> before = std::exchange(last_missing_, usage_.missing());
+  graph_is_static_ = graph_is_static_ && (!has_recorded() || before == last_missing_);
   ++ended_;
   usage_.end_iteration([&](size_t i) { return used_map_.gets_no_gradient(i); });
   forwards_.iteration_ends();

@@ -74,6 +74,7 @@ struct ReducerOptions {
   bool keep_base = false;               // the reduction is no mean; see known_part.h
   bool any_grad_dtype = false;          // parameters change their dtype during backward
   bool always_reduce = false;           // go through the process group where it has one rank, too
+  bool pair_sum = false;                // transport/pair_sum.h; the other rank knows
   bool lazy_bucket_allocation = false;  // a bucket has memory from its first gradient to the end of its iteration
   std::string not_in_contexts;  // why no context's gradients can be reduced (context_gradients.h); empty: they can
   bool manual_finalization = false;  // waiting and unpacking are left to the caller; REQUIRES: none is expected
@@ -133,7 +134,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
   // A hook that asks for it gets the future alone; the reducer keeps the work, which orders streams (wait.h).
   Flight run_allreduce(const GradBucket& b) {
-    Flight flight = allreduce(*group_, b.buffer(), alone(), [&](Future& future) { wait(future, b.index()); });
+    Flight flight = allreduce(*group_, b.buffer(), among(), [&](Future& future) { wait(future, b.index()); });
     if (hook_ && !b.buffer().device().is_cpu()) hooks_work_ = flight.work;
     return flight;
   }
@@ -219,7 +220,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
         !options_.gradient_as_bucket_view && !options_.reduce_dtype && !any_sparse_ && !options_.manual_finalization;
   }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
-  Bucket::Slot& slot_of(size_t index) { return (*buckets_[place_[index].first].slots())[place_[index].second]; }
+  Among among() const { return alone() ? Among::kThisRank : options_.pair_sum ? Among::kAgreedPair : Among::kGroup; }
+  Bucket::Slot& slot_of(size_t index) const { return (*buckets_[place_[index].first].slots())[place_[index].second]; }
   [[noreturn]] void fail(const std::string& message) const;
   std::unique_lock<std::recursive_mutex> guard() { return std::unique_lock(mutex_); }
 

@@ -44,7 +44,7 @@ class UsedMap {
     RECORD_FUNCTION("minddp::search_unused_parameters", std::vector<c10::IValue>());
     // From pinned memory: else the host waits until it has been read.
     sum_ = at::tensor(local, at::dtype(at::kInt).pinned_memory(!device.is_cpu())).to(device, /*non_blocking=*/true);
-    flight_ = allreduce(group, sum_, /*alone=*/false, /*wait=*/nullptr);
+    flight_ = allreduce(group, sum_, Among::kGroup, /*wait=*/nullptr);
   }
   void forget() { flight_ = {}; }
   // The sum over ranks as of the last send; this rank's own map where none was sent.

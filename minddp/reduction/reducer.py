@@ -20,6 +20,7 @@ from .. import _C
 from ..guards.lifetime import outlive, outlive_callbacks
 from ..ranks.waiting import SHADOWED, wait_for_future
 from .bucket_assignment import Buckets, agree_on_order, assign_buckets, check_buckets, ready_order
+from .pair_agreement import PairAgreement
 from .weights import Weights
 
 MIB = 1024 * 1024
@@ -111,6 +112,7 @@ class Reducer(_C.Reducer):
         if self.weights is not None:
             self.after_last_launch.append(self.weights.send)
             self.set_callbacks(post_scale=weakly(self.weights.post_scale))
+        self._pair = PairAgreement(group) if _C.is_gloo_pair(group) else None
         self.set_callbacks(after_last_launch=weakly(self._after_last_launch))
         self._set_scales()
 
@@ -189,6 +191,12 @@ class Reducer(_C.Reducer):
     def _after_last_launch(self) -> None:
         for send in self.after_last_launch:
             send()
+        if self._pair is None:
+            return
+        if not self._pair.asked:
+            return self._pair.ask(self._has_hook)
+        self.set_pair_sum(self._pair.reached())
+        self._pair = None
 
     # --- the end of a backward, where it is the caller's ---
 

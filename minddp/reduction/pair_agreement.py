@@ -1,0 +1,42 @@
+"""Whether the two ranks of a Gloo group may sum small buckets in a way of their own (``csrc/transport/pair_sum.h``).
+
+Both must, or none. A communication hook may send a bucket by a collective of the process group's, and a program may
+have one on one rank only. So they tell each other, once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..ranks import waiting
+
+
+class PairAgreement:
+    """Asked at the end of a backward, awaited at the end of the next, so that no rank waits for the other here: its
+    buckets of that backward have come after its answer.
+
+    Args:
+        group: of two ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._hooks = [torch.zeros(1), torch.zeros(1)]  # whether a rank has one
+        self._work: Any = None
+
+    @property
+    def asked(self) -> bool:
+        return self._work is not None
+
+    def ask(self, has_hook: bool) -> None:
+        """Collective, as :meth:`reached`."""
+        mine = torch.tensor([float(has_hook)])
+        self._work = dist.all_gather(self._hooks, mine, group=self._group, async_op=True)
+
+    def reached(self) -> bool:
+        """Whether no rank had a hook."""
+        waiting.wait_for(self._work, self._group, "whether the other rank has a communication hook")
+        return not any(hook.item() for hook in self._hooks)
