@@ -24,7 +24,7 @@ class PairAgreement:
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
-        self._hooks = [torch.zeros(1), torch.zeros(1)]  # whether a rank has one
+        self._hooks = [_flag(False), _flag(False)]  # whether a rank has one
         self._work: Any = None
 
     @property
@@ -33,10 +33,13 @@ class PairAgreement:
 
     def ask(self, has_hook: bool) -> None:
         """Collective, as :meth:`reached`."""
-        mine = torch.tensor([float(has_hook)])
-        self._work = dist.all_gather(self._hooks, mine, group=self._group, async_op=True)
+        self._work = dist.all_gather(self._hooks, _flag(has_hook), group=self._group, async_op=True)
 
     def reached(self) -> bool:
         """Whether no rank had a hook."""
         waiting.wait_for(self._work, self._group, "whether the other rank has a communication hook")
         return not any(hook.item() for hook in self._hooks)
+
+
+def _flag(value: bool) -> torch.Tensor:
+    return torch.full((1,), value, dtype=torch.uint8, device="cpu")  # whatever the program's defaults are

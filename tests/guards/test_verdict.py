@@ -141,6 +141,8 @@ def test_the_warning():
     assert slow(WAIT, 10.0, [here_too], store_is_silent=False).endswith("all ranks are there: a slow network?")
     hooked = slow(replace(WAIT, hook="my_hook"), 10.0, [here_too], store_is_silent=False)
     assert "my_hook, which must not wait for a collective in a callback" in hooked
+    pair = slow(replace(WAIT, ranks=(4, 6)), 10.0, [here_too], store_is_silent=False)
+    assert pair.endswith("a slow network? Or a communication hook that one of the two ranks alone has?")
 
 
 def test_who_has_no_data_left_takes_part_in_anything():

@@ -161,7 +161,7 @@ def _modes(rank, world_size, kwargs, only_ours):
     ours, seen = OURS(_net(), **kwargs, **only_ours), []
     mine = steps(ours)
     seen = _collectives(lambda: ours(_x(rank, 9)).sum().backward()) if not only_ours else BOTH
-    assert "gloo:all_gather" in seen, seen
+    assert ("gloo:all_gather" in seen) != ("find_unused_parameters" in kwargs), seen
     for one, other in zip(mine, steps(TORCH(_net(), **kwargs)), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -233,6 +233,78 @@ def _hook_later(rank, world_size):
 
 def test_a_hook_that_all_ranks_register_later_reduces_from_then_on():
     run_ranks(_hook_later, 2)
+
+
+def _copies_on_one_rank(rank, world_size):
+    found = []
+    for ddp_class in (OURS, TORCH):
+        ddp = ddp_class(_net(), find_unused_parameters=True)
+        gradients = _steps(ddp, rank, count=3)[1]
+        if rank == 0:
+            ddp = copy.deepcopy(ddp)
+        found.append(gradients + _steps(ddp, rank, count=3)[1])
+    _assert_same_bits(*found)
+
+
+def test_a_copy_on_one_rank_alone_that_looks_for_unused_parameters_asks_nothing():
+    run_ranks(_copies_on_one_rank, 2)
+
+
+class _Rounds(dist.ProcessGroup):
+    """The program's own reduction, over a Gloo backend."""
+
+    def __init__(self, store, rank, size):
+        super().__init__(rank, size)
+        backend = dist.ProcessGroupGloo(store, rank, size)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.gloo, self.calls = backend, 0
+
+    def getBackendName(self):
+        return "rounds"
+
+    def allreduce(self, tensors, options=None):
+        self.calls += 1
+        for tensor in tensors:
+            tensor.copy_(tensor.bfloat16())
+        return self.gloo.allreduce(tensors)
+
+
+def _own_group(rank, world_size):
+    found = []
+    for name, ddp_class in (("ours", OURS), ("torchs", TORCH)):
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        group = _Rounds(store, rank, world_size)
+        dist.distributed_c10d._world.pg_group_ranks[group] = {r: r for r in range(world_size)}
+        group._set_group_name(name)
+        try:
+            ddp = ddp_class(_net(), process_group=group)
+            before = group.calls
+            found.append(_steps(ddp, rank)[1])
+            assert group.calls - before >= 5
+        finally:
+            del dist.distributed_c10d._world.pg_group_ranks[group]
+    _assert_same_bits(*found)
+
+
+def test_a_process_group_written_in_python_reduces_by_itself():
+    run_ranks(_own_group, 2)
+
+
+def _defaults(rank, world_size):
+    net, ddp = _net(), OURS(_net())
+    with torch.device("meta"):
+        inside = OURS(net)
+    torch.set_default_dtype([torch.float32, torch.float64][rank])
+    try:
+        seen = [_steps(wrapper, rank)[0][LEARNED:] for wrapper in (inside, ddp)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen == [[BOTH] * 3] * 2
+
+
+def test_other_default_dtypes_and_devices():
+    run_ranks(_defaults, 2)
 
 
 def _hook_later_on_one_rank(rank, world_size):
