@@ -59,6 +59,8 @@ def test_steps() -> None:
         assert_shown(cells[2], [middle, low, high])
         floor = found["floor"]["step_ratio"][1]
         assert_shown(cells[3], [floor])
+        if name == "400 small parameters, 2 ranks":  # "below it"
+            assert middle < found["floor"]["step_ratio"][1]
         if ranks == "1":  # "at the floor, or within two hundredths of it"
             assert round(middle, 2) - round(floor, 2) <= 0.02 + 1e-9
 
