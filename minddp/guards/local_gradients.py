@@ -126,13 +126,15 @@ class LocalGradients:
 
     def _comes(self, rank: int, key: str, begin: float) -> bool:
         """Who is seen to be on its way is waited for as long as the store's timeout, the group's, says; who has
-        passed, no longer."""
+        passed, no longer; of whom nothing has been heard since, for :data:`PATIENCE_SECONDS`."""
         assert self._base is not None
         longest = max(self._base.timeout.total_seconds(), PATIENCE_SECONDS)  # type: ignore[attr-defined]
+        seen = 0.0  # on its way, seconds after `begin`
         while True:
             passed = time.monotonic() - begin
             on_its_way = self._on_its_way(rank) if passed > 0.5 and self._on_its_way is not None else None
-            rest = {True: longest, None: PATIENCE_SECONDS, False: 0.0}[on_its_way] - passed
+            seen = passed if on_its_way else seen
+            rest = {True: longest, None: seen + PATIENCE_SECONDS, False: 0.0}[on_its_way] - passed
             if self._is_there(key, min(max(rest, 0.01), 1.0)):
                 return True
             if rest <= 0:

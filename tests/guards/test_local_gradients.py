@@ -59,6 +59,24 @@ def test_a_rank_that_is_not_there_is_named(monkeypatch):
         _guard(there=False).check([("weight", torch.ones(2))], backward=3, iteration=1)
 
 
+def test_a_rank_on_its_way_that_once_does_not_answer_is_waited_for(monkeypatch):
+    """Looks at its place run out, too, on a busy machine; patience begins with the last one that did not."""
+    monkeypatch.setattr(local_gradients, "PATIENCE_SECONDS", 1.5)
+    store, looks = dist.HashStore(), [True, True, None, True]
+
+    def on_its_way(rank):
+        if not looks:
+            dist.PrefixStore("minddp/local/wrapper", store).set("taken/1/1", "")
+            return None
+        return looks.pop(0)
+
+    LocalGradients(_Group(), store, "wrapper", on_its_way).meet(1)
+    assert not looks
+    looks += [True, True]
+    with pytest.raises(RuntimeError, match="rank 1 has had no such backward"):
+        LocalGradients(_Group(), store, "wrapper", lambda rank: looks.pop() if looks else None).meet(2)
+
+
 class _Cares:
     """All that optimizer_guard asks who cares for parameters, where no step is refused."""
 
