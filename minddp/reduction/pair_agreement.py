@@ -15,8 +15,9 @@ from ..ranks import waiting
 
 
 class PairAgreement:
-    """Asked at the end of a backward, awaited at the end of the next, so that no rank waits for the other here: its
-    buckets of that backward have come after its answer.
+    """Asked where buckets are cut anew, in forward: in backward a hook's threads may call the group, in an order of
+    each rank's own. Awaited at the end of the next backward, so that no rank waits for the other here: its buckets of
+    that backward come after its answer.
 
     Args:
         group: of two ranks.

@@ -155,6 +155,8 @@ class Reducer(_C.Reducer):
         if self._agrees_on_order:
             order, token = agree_on_order(order, secrets.randbits(62), self.group, self._device)
             self.agreed_token = f"{token:x}"
+            if self._pair is not None:
+                self._pair.ask(self._has_hook)
         elif self.group.size() > 1:
             used = self._get_local_used_map().tolist()
             backwards = reversed(range(len(used)))
@@ -192,12 +194,9 @@ class Reducer(_C.Reducer):
     def _after_last_launch(self) -> None:
         for send in self.after_last_launch:
             send()
-        if self._pair is None:
-            return
-        if not self._pair.asked:
-            return self._pair.ask(self._has_hook)
-        self.set_pair_sum(self._pair.reached())
-        self._pair = None
+        if self._pair is not None and self._pair.asked:
+            self.set_pair_sum(self._pair.reached())
+            self._pair = None
 
     # --- the end of a backward, where it is the caller's ---
 
