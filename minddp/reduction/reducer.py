@@ -112,8 +112,8 @@ class Reducer(_C.Reducer):
         if self.weights is not None:
             self.after_last_launch.append(self.weights.send)
             self.set_callbacks(post_scale=weakly(self.weights.post_scale))
-        own_ways = self._agrees_on_order and type(group) is dist.ProcessGroup  # a subclass may reduce as it likes
-        self._pair = PairAgreement(group) if own_ways and _C.is_gloo_pair(group) else None
+        is_pair = type(group) is dist.ProcessGroup and _C.is_gloo_pair(group)  # a subclass may reduce as it likes
+        self._pair = PairAgreement(group) if is_pair else None
         self.set_callbacks(after_last_launch=weakly(self._after_last_launch))
         self._set_scales()
 
