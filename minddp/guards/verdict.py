@@ -140,7 +140,7 @@ def root_causes(judged: Sequence[tuple[Fact, Kind]]) -> list[tuple[Fact, Kind]]:
 
 
 def describe(fact: Fact, kind: Kind, wait: Wait) -> str:
-    """ "rank 1 (process 77 on a) is stopped"."""
+    """"rank 1 (process 77 on a) is stopped"."""
     who = f"rank {fact.rank}" + (f" ({fact.process})" if fact.process else "")
     if fact.failure is not None and kind is not Kind.COMES:
         says = "does not come any more" if fact.failure["left"] else "says"
@@ -192,7 +192,10 @@ def lost(wait: Wait, seconds: float | None, causes: Sequence[tuple[Fact, Kind]],
         told += " Ranks with different numbers of batches train inside of `with ddp.join():`."
     # Programs look for these words in an error to skip a batch: another rank's lack of memory is none here.
     who = re.sub(r"(?i)out of memory", "out-of-memory", who)
-    return f"{ranks} will not take part in {wait.what}{waited}. {who[0].upper()}{who[1:]}.{told}"
+    return (
+        f"{ranks} will not take part in {wait.what}{waited}. "
+        f"{who[0].upper()}{who[1:]}.{told}"
+    )
 
 
 def slow(wait: Wait, seconds: float, judged: Sequence[tuple[Fact, Kind]], store_is_silent: bool) -> str:

@@ -64,6 +64,15 @@ def _assert_same_bits(ours, theirs):
         assert torch.equal(one, other)
 
 
+def _assert_mean(ddp, x, i):
+    """Over the losses of iteration ``i``."""
+    lone = copy.deepcopy(ddp.module)
+    lone.zero_grad()
+    sum(lone(x(rank, i)).square().sum() for rank in range(2)).backward()
+    for p, q in zip(ddp.module.parameters(), lone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad / 2)
+
+
 # ---- which way
 
 
@@ -82,9 +91,9 @@ def test_a_small_bucket_is_gathered_and_added_with_the_bits_of_torchs(views, dty
     run_ranks(_two_ways, 2, views, dtype)
 
 
-def _groups_own(rank, world_size, size, dtype, kwargs):
-    ours, mine = _steps(OURS(_net(size, dtype), **kwargs), rank, size=size, dtype=dtype)
-    _, expected = _steps(TORCH(_net(size, dtype), **kwargs), rank, size=size, dtype=dtype)
+def _groups_own(rank, world_size, size, dtype):
+    ours, mine = _steps(OURS(_net(size, dtype)), rank, size=size, dtype=dtype)
+    _, expected = _steps(TORCH(_net(size, dtype)), rank, size=size, dtype=dtype)
     assert ours[LEARNED:] == [GLOO] * 3, ours
     if world_size == 2:  # else a sum depends on where in its buffer a gradient lies
         _assert_same_bits(mine, expected)
@@ -98,7 +107,7 @@ def _groups_own(rank, world_size, size, dtype, kwargs):
     ids=["large", "half", "three_ranks"],
 )
 def test_large_buckets_half_precision_and_three_ranks_are_the_groups_own(ranks, size, dtype):
-    run_ranks(_groups_own, ranks, size, dtype, {})
+    run_ranks(_groups_own, ranks, size, dtype)
 
 
 def _over_shared_memory(rank, world_size):
@@ -163,7 +172,7 @@ def _modes(rank, world_size, kwargs, only_ours):
             losses += [p.grad.clone() for p in ddp.module.parameters()]
         return losses
 
-    ours, seen = OURS(_net(), **kwargs, **only_ours), []
+    ours = OURS(_net(), **kwargs, **only_ours)
     mine = steps(ours)
     seen = _collectives(lambda: ours(_x(rank, 9)).sum().backward()) if not only_ours else BOTH
     assert ("gloo:all_gather" in seen) != ("find_unused_parameters" in kwargs), seen
@@ -327,19 +336,23 @@ def test_other_default_dtypes_and_devices():
     run_ranks(_defaults, 2)
 
 
-def _hook_later_on_one_rank(rank, world_size):
+def _one_rank_reduces_otherwise(rank, world_size, by_hand):
     group = dist.new_group(timeout=timedelta(seconds=4))
     ddp = OURS(_net(), process_group=group)
     _steps(ddp, rank)
-    if rank == 0:
+    if rank == 0 and not by_hand:
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     loss = ddp(_x(rank, 9)).square().sum()
+    everything = torch.zeros(sum(p.numel() for p in ddp.parameters()))
     with pytest.raises(RuntimeError, match="(?i)timed out|timeout|closed"):
+        if rank == 0 and by_hand:
+            dist.all_reduce(everything, group=group)
         loss.backward()
 
 
-def test_a_hook_that_one_rank_alone_registers_later_ends_with_the_groups_timeout():
-    run_ranks(_hook_later_on_one_rank, 2)
+@pytest.mark.parametrize("by_hand", [False, True], ids=["hook", "by_hand"])
+def test_a_hook_on_one_rank_later_and_an_all_reduce_by_hand_end_with_the_groups_timeout(by_hand):
+    run_ranks(_one_rank_reduces_otherwise, 2, by_hand)
 
 
 def _interleaved(rank, world_size):
@@ -354,11 +367,7 @@ def _interleaved(rank, world_size):
         loss.backward()
         work.wait()
         for ddp, x in ((one, _x), (other, lambda rank, i: _x(rank, i, 24))):
-            lone = copy.deepcopy(ddp.module)
-            lone.zero_grad()
-            sum(lone(x(r, i)).square().sum() for r in range(2)).backward()
-            for p, q in zip(ddp.module.parameters(), lone.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad / 2)
+            _assert_mean(ddp, x, i)
 
 
 def test_two_wrappers_and_collectives_of_the_programs_own():
@@ -401,11 +410,7 @@ def _again_after_an_error(rank, world_size):
             ddp.abort_iteration()
             continue
         loss.backward()
-        lone = copy.deepcopy(ddp.module)
-        lone.zero_grad()
-        sum(lone(_x(r, i)).square().sum() for r in range(2)).backward()
-        for p, q in zip(ddp.module.parameters(), lone.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad / 2)
+        _assert_mean(ddp, _x, i)
 
 
 def test_iterations_that_are_given_up():
