@@ -172,16 +172,24 @@ void wait_for_future(const std::shared_ptr<torch::jit::PythonFutureWrapper>& fut
   future->fut->waitAndThrow();
 }
 
+// The same memory, without a Python object. A group's thread that lets go of a tensor with one takes the GIL: Gloo's
+// under a mutex, for which a call through a Python subclass of ProcessGroup waits while it holds the GIL.
+std::vector<at::Tensor> without_python(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> aliases;
+  for (const at::Tensor& tensor : tensors) aliases.push_back(tensor.detach());
+  return aliases;
+}
+
 void group_allgather(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::vector<at::Tensor>& outputs,
-    at::Tensor input, const OnStall& on_stall) {
-  std::vector<std::vector<at::Tensor>> all = {outputs};
-  std::vector<at::Tensor> inputs = {std::move(input)};
+    const at::Tensor& input, const OnStall& on_stall) {
+  std::vector<std::vector<at::Tensor>> all = {without_python(outputs)};
+  std::vector<at::Tensor> inputs = without_python({input});
   wait_for(group->allgather(all, inputs), on_stall);
 }
 
-void group_broadcast(
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Tensor tensor, int64_t src, const OnStall& on_stall) {
-  std::vector<at::Tensor> tensors = {std::move(tensor)};
+void group_broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const at::Tensor& tensor, int64_t src,
+    const OnStall& on_stall) {
+  std::vector<at::Tensor> tensors = without_python({tensor});
   c10d::BroadcastOptions options;
   options.rootRank = src;
   wait_for(group->broadcast(tensors, options), on_stall);

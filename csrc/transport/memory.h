@@ -1,8 +1,9 @@
 // Memory for buckets that the group's CPU transport reaches without a copy, where it has such.
 #pragma once
 
+#include "cpu_backend.h"
+
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <functional>
 
@@ -13,13 +14,8 @@ using Allocate = std::function<at::Tensor(int64_t numel, const at::TensorOptions
 // Empty where the transport has no memory of its own.
 inline Allocate transport_memory(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device) {
   if (!device.is_cpu()) return nullptr;
-  c10::intrusive_ptr<c10d::Backend> backend;
-  try {
-    backend = group->getBackend(device.type());
-  } catch (const c10::Error&) {  // a group written in Python has none
-    return nullptr;
-  }
-  if (!backend->supportsTensorAlloc(0)) return nullptr;
+  auto backend = cpu_backend(*group);
+  if (backend == nullptr || !backend->supportsTensorAlloc(0)) return nullptr;
   return
       [backend](int64_t numel, const at::TensorOptions& options) { return backend->allocateTensor(numel, options); };
 }

@@ -1,5 +1,7 @@
 #include "pair_sum.h"
 
+#include "cpu_backend.h"
+
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/record_function.h>
@@ -12,11 +14,8 @@ namespace minddp {
 
 bool is_gloo_pair(c10d::ProcessGroup& group) {
   if (group.getSize() != 2) return false;
-  try {
-    return group.getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
-  } catch (const c10::Error&) {  // a group for other devices, or one written in Python
-    return false;
-  }
+  auto backend = cpu_backend(group);
+  return backend != nullptr && backend->getBackendName() == "gloo";
 }
 
 // Half precision stays with Gloo's all-reduce, where each rank adds but half of it: the CPU has no such addition.

@@ -32,7 +32,8 @@ def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
     waiting.all_gather(group, sizes, torch.tensor([len(mine)], device=device), what)
     longest = max(int(size) for size in sizes)
-    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+    # Copied, since a group's thread may be the last one to hold it: no Python object is to be behind it.
+    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8).to(device, copy=True)
     everyone = [torch.empty_like(padded) for _ in sizes]
     waiting.all_gather(group, everyone, padded, what)
     return [data[: int(size)].cpu().numpy().tobytes() for data, size in zip(everyone, sizes)]

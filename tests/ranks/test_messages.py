@@ -4,9 +4,10 @@ import os
 import pickle
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from minddp.ranks import messages
+from minddp.ranks import messages, waiting
 from minddp.testing import run_ranks
 
 VALUES = ("", "größe", {"a": [1, None, True]}, [0.1, float("inf")], 2**53 - 1, "x" * 100_000)
@@ -23,6 +24,32 @@ def _gathered(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_rank_has_every_ranks_value(world_size):
     run_ranks(_gathered, world_size)
+
+
+class Wrapping(dist.ProcessGroup):
+    """A program's own class over a Gloo backend: a call through it holds the GIL."""
+
+    def __init__(self, rank, world_size):
+        super().__init__(rank, world_size)
+        gloo = dist.ProcessGroup.BackendType.GLOO
+        store = dist.PrefixStore("wrapping", dist.distributed_c10d._get_default_store())
+        self._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, world_size))
+        self._set_default_backend(gloo)
+
+
+def _one_after_the_other(rank, world_size):
+    group = Wrapping(rank, world_size)
+    for i in range(200):
+        assert messages.gather_objects(rank + i, group) == [i + r for r in range(world_size)]
+        message = torch.tensor([rank + i])
+        waiting.broadcast_from(group, message, 1, "the message")
+        assert message.item() == 1 + i
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_through_a_groups_own_class_in_python(world_size):
+    run_ranks(_one_after_the_other, world_size, timeout=50)
 
 
 class Bomb:
