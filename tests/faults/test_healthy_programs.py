@@ -191,9 +191,13 @@ PROGRAMS = [
 
 
 def _run(rank, world_size, program):
-    """Ranks run other tests afterwards: what a program is told here is forgotten with it."""
+    """Ranks run other tests afterwards: what a program is told here is forgotten with it.
+
+    Patience is less than ``LONGER``, and more than a first answer takes: a question, and its answer, are each read
+    within a second.
+    """
     with (
-        mock.patch.object(local_gradients, "PATIENCE_SECONDS", 3.0),
+        mock.patch.object(local_gradients, "PATIENCE_SECONDS", 6.0),
         mock.patch.object(stall_inspector, "DEFAULT_DESYNC_TIMEOUT", TIMEOUT),
     ):
         program(rank)
