@@ -16,6 +16,7 @@
 # make docs         the site, in build/docs/html, and its tests: every page in a browser, every command of the docs
 # make exercises    tests what you have written in exercises/; SOLUTIONS=1: the solutions
 # make check-torch  builds and tests with each release in TORCHES, aside; ARGS="--turn 1/3": a third of the tests
+# make check-newest  with the newest of them alone
 # make check-cuda   compiles the CUDA build against a CUDA torch; needs nvcc, but no GPU
 # make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half); ARGS=A, B or C; ARGS=--plan
 #
@@ -32,7 +33,7 @@ CUDA_ARCHS ?= 9.0
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: build demo test test-libraries libraries engines package lint format conformance conformance-shm fuzz faults kills soak sanitize mutants tutorials docs
-.PHONY: exercises bench check-torch check-cuda gpu-check clean distclean
+.PHONY: exercises bench check-torch check-newest check-cuda gpu-check clean distclean
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -180,6 +181,8 @@ TARGET ?= test
 TREE := $(wildcard minddp csrc tests benchmarks docs tutorials *.py *.toml *.md MANIFEST.in Makefile .clang-format)
 
 check-torch: $(TORCHES:%=check-torch-%)
+
+check-newest: check-torch-$(lastword $(TORCHES))
 
 check-torch-%: .venv-%/.installed
 	@mkdir -p build/torch-$*

@@ -193,8 +193,7 @@ PROGRAMS = [
 def _run(rank, world_size, program):
     """Ranks run other tests afterwards: what a program is told here is forgotten with it.
 
-    Patience is less than ``LONGER``, and more than a first answer takes: a question, and its answer, are each read
-    within a second.
+    Patience is less than ``LONGER``, and more than ``Watchdog.patience``, in which a rank that can answer does.
     """
     with (
         mock.patch.object(local_gradients, "PATIENCE_SECONDS", 6.0),

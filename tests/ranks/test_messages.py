@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from minddp.ranks import messages, waiting
 from minddp.testing import run_ranks
+from tests.ranks.own_group import OwnGroup
 
 VALUES = ("", "größe", {"a": [1, None, True]}, [0.1, float("inf")], 2**53 - 1, "x" * 100_000)
 
@@ -26,19 +27,8 @@ def test_every_rank_has_every_ranks_value(world_size):
     run_ranks(_gathered, world_size)
 
 
-class Wrapping(dist.ProcessGroup):
-    """A program's own class over a Gloo backend: a call through it holds the GIL."""
-
-    def __init__(self, rank, world_size):
-        super().__init__(rank, world_size)
-        gloo = dist.ProcessGroup.BackendType.GLOO
-        store = dist.PrefixStore("wrapping", dist.distributed_c10d._get_default_store())
-        self._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, world_size))
-        self._set_default_backend(gloo)
-
-
 def _one_after_the_other(rank, world_size):
-    group = Wrapping(rank, world_size)
+    group = OwnGroup("messages")
     for i in range(200):
         assert messages.gather_objects(rank + i, group) == [i + r for r in range(world_size)]
         message = torch.tensor([rank + i])

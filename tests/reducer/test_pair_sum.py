@@ -15,6 +15,7 @@ import minddp
 import minddp.shm
 from minddp import _C
 from minddp.testing import RankError, run_ranks
+from tests.ranks.own_group import OwnGroup
 
 TORCH = nn.parallel.DistributedDataParallel
 OURS = minddp.DistributedDataParallel
@@ -292,18 +293,8 @@ def test_a_copy_on_one_rank_alone_that_looks_for_unused_parameters_asks_nothing(
     run_ranks(_copies_on_one_rank, 2)
 
 
-class _Rounds(dist.ProcessGroup):
-    """The program's own class, over a Gloo backend."""
-
-    def __init__(self, store, rank, size):
-        super().__init__(rank, size)
-        backend = dist.ProcessGroupGloo(store, rank, size)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-
-
 def _own_group(rank, world_size):
-    group = _Rounds(dist.PrefixStore("own", dist.distributed_c10d._get_default_store()), rank, world_size)
+    group = OwnGroup("own")
     groups = dist.distributed_c10d._world.pg_group_ranks
     groups[group] = {r: r for r in range(world_size)}
     group._set_group_name("own")
