@@ -1,6 +1,7 @@
 // Python's view of the reducer: pybind11 only, no logic of its own.
 #include "bindings_comm_hook.h"
 #include "reducer/reducer.h"
+#include "support/watched_wait.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -159,7 +160,7 @@ py::dict position(const Reducer& reducer) {
 }
 
 // Collectives on a process group of any kind, one that is written in Python included. Each is over when it returns.
-// `on_stall` (wait.h): for groups whose works have futures of torch's own.
+// `on_stall` (watched_wait.h): for groups whose works have futures of torch's own.
 void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const OnStall& on_stall) {
   if (on_stall) wait_watching(*work->getFuture(), hears_interrupts(on_stall));
   work->wait();
@@ -325,6 +326,7 @@ PYBIND11_MODULE(_C, module) {
   bind_grad_bucket(module);
   bind_options(module);
   bind_reducer(module);
+  module.def("set_look_seconds", [](double seconds) { look_seconds = seconds; }, py::arg("seconds"));
   module.def("wait_for", &wait_for, Release(), py::arg("work"), py::arg("on_stall") = nullptr);
   module.def("wait_for_future", &wait_for_future, py::arg("future"), py::arg("on_stall") = nullptr);
   module.def(

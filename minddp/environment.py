@@ -6,6 +6,7 @@ variable                       meaning
 ``MINDDP_TRACE``               a path: the whole process is traced, as by :func:`minddp.trace`
 ``MINDDP_DEBUG``               ``1``: debug mode, which compares the order of collectives over ranks
 ``MINDDP_ORDER_TIMEOUT``       seconds that debug mode waits for a collective (60)
+``MINDDP_DESYNC_TIMEOUT``      seconds: ``desync_timeout`` of every wrapper that is given none (no such limit)
 ``MINDDP_CHECK_COLLECTIVES``   ``0``: ``minddp.functional`` exchanges no headers before its collectives
 ``MINDDP_ALWAYS_REDUCE``       ``1``: one rank alone goes through its process group too (tests, benchmarks)
 ``MINDDP_SHM_HOST_ID``         told apart from other machines' (read by ``csrc/shm``; tests)
@@ -27,8 +28,8 @@ from __future__ import annotations
 import os
 
 __all__ = [
-    "always_reduce", "check_collectives", "debug", "order_timeout", "torch_ddp_variables", "trace_path",
-    "use_side_stream",
+    "always_reduce", "check_collectives", "debug", "desync_timeout", "order_timeout", "torch_ddp_variables",
+    "trace_path", "use_side_stream",
 ]  # fmt: skip
 
 
@@ -44,17 +45,33 @@ def debug() -> bool:
     return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
 
 
+def desync_timeout() -> float | None:
+    """Seconds after which a rank that is only suspected is waited for no more; ``None``: it is.
+
+    Raises:
+        ValueError: it is no positive number.
+    """
+    text = os.environ.get("MINDDP_DESYNC_TIMEOUT")
+    return _seconds("MINDDP_DESYNC_TIMEOUT", text) if text else None
+
+
 def order_timeout() -> float:
     """Seconds that debug mode waits for a collective.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: it is no positive number.
     """
-    text = os.environ.get("MINDDP_ORDER_TIMEOUT", "60")
+    return _seconds("MINDDP_ORDER_TIMEOUT", os.environ.get("MINDDP_ORDER_TIMEOUT", "60"))
+
+
+def _seconds(name: str, text: str) -> float:
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        raise ValueError(f"MINDDP_ORDER_TIMEOUT is {text!r}: set it to a number of seconds, or unset it") from None
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise ValueError(f"{name} is {text!r}: set it to a positive number of seconds, or unset it")
+    return seconds
 
 
 def check_collectives() -> bool:

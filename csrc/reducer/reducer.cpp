@@ -4,6 +4,7 @@
 #include "support/end_of_backward.h"
 #include "support/errors.h"
 #include "support/own_windows.h"
+#include "support/watched_wait.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -260,6 +261,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
 
 // Two windows cannot be one `.grad`: the second wrapper would send what the first is writing to.
 void Reducer::refuse_shared_view(size_t index) const {
+  if (alone()) return;  // nothing is sent
   const bool shared = sharers_.any_with_view(index, [](const Reducer& other, size_t there) {
     return other.backward_.origin == Origin::kSynchronized &&
         other.usage_.arrived_in[there] == torch::autograd::get_current_graph_task_id();
@@ -409,6 +411,7 @@ void Reducer::finalize_backward() {
     trace_->note(i, BucketEvent::kUnpackEnd);
   }
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets_.size());
+  used_map_.join([&](Future& future) { wait(future, buckets_.size()); });
   end_iteration();
 }
 

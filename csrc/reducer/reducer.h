@@ -88,7 +88,7 @@ struct ReducerCallbacks {
   std::function<double()> post_scale;       // in place of the option's, called once before unpacking
   std::function<void()> on_taken;           // before launching what a backward past the wrapper brought: forwards.h
   std::function<void(const std::string& why)> on_interrupted;  // an exception has ended an iteration's backward
-  std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // wait.h
+  std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // support/watched_wait.h
 };
 
 class Reducer : public std::enable_shared_from_this<Reducer> {

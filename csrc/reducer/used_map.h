@@ -46,12 +46,18 @@ class UsedMap {
     sum_ = at::tensor(local, at::dtype(at::kInt).pinned_memory(!device.is_cpu())).to(device, /*non_blocking=*/true);
     flight_ = allreduce(group, sum_, Among::kGroup, /*wait=*/nullptr);
   }
+  // Before backward returns: another rank may need this one's map, and this process may be about to end. On a device
+  // the current stream waits.
+  void join(const Wait& wait) const {
+    if (!flight_.future) return;
+    wait(*flight_.future);
+    if (!sum_.device().is_cpu()) flight_.work->synchronize();
+  }
   void forget() { flight_ = {}; }
   // The sum over ranks as of the last send; this rank's own map where none was sent.
   Map sum(const Map& local, const Wait& wait) const {
     if (!flight_.future) return local;
-    wait(*flight_.future);
-    if (!sum_.device().is_cpu()) flight_.work->synchronize();
+    join(wait);
     at::Tensor map = sum_.cpu();
     return {map.const_data_ptr<int32_t>(), map.const_data_ptr<int32_t>() + map.numel()};
   }

@@ -17,15 +17,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-# So long may another rank come later to its own step before it counts as one that has no such gradients; longer where
-# it is seen to be on its way.
-PATIENCE_SECONDS = 10.0
-OnItsWay = Callable[[int], bool | None]
+from . import times
+
+# (a rank, the seconds for which this one has waited for its word, whether in a backward): it will certainly not come.
+HasPassed = Callable[[int, float, bool], bool]
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
 
 
@@ -36,14 +35,18 @@ class LocalGradients:
         group: the wrapper's process group.
         store: carries the answers; ``None``: nobody can be asked.
         key: tells this wrapper's answers from others'; the same on all ranks.
-        on_its_way: of a rank of the group that is waited for, says whether it may still come, or ``None``. Asked once
-            a second.
+        has_passed: says of a rank that is waited for whether it will certainly not come. Any other is waited for as
+            long as the store's timeout, the group's, says.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, store: dist.Store | None, key: str, on_its_way: OnItsWay | None = None
+        self,
+        group: dist.ProcessGroup,
+        store: dist.Store | None,
+        key: str,
+        has_passed: HasPassed = lambda rank, seconds, within: False,
     ):
-        self._on_its_way = on_its_way
+        self._has_passed = has_passed
         self._rank, self._size = group.rank(), group.size()
         self._base = store
         self._asked: tuple[int, int] | None = None  # iteration and number of the last question
@@ -75,25 +78,25 @@ class LocalGradients:
             raise self._refusal
 
     def meet(self, iteration: int) -> None:
-        """Returns when every rank has called it for this iteration.
+        """Returns when every rank has called it, in a backward of this iteration.
 
         Raises:
-            RuntimeError: a rank has not come within :data:`PATIENCE_SECONDS`, and is not on its way.
+            RuntimeError: a rank will not come.
         """
-        self._meet(f"taken/{iteration}", _NOT_ALL)
+        self._meet(f"taken/{iteration}", _NOT_ALL, within=True)
 
     def meet_after_step(self, iteration: int) -> None:
         """As :meth:`meet`, of ranks whose optimizer's step has ended with an exception."""
-        self._meet(f"stepped/{iteration}", _NOT_ALL_STEPPED)
+        self._meet(f"stepped/{iteration}", _NOT_ALL_STEPPED, within=False)
 
-    def _meet(self, what: str, message: str) -> None:
+    def _meet(self, what: str, message: str, within: bool) -> None:
         if self._size == 1 or self._store is None:
             return
         self._store.set(f"{what}/{self._rank}", "")
         self._forget(f"{what}/{self._rank}")
         begin = time.monotonic()
         for rank in self._others():
-            if not self._comes(rank, f"{what}/{rank}", begin):
+            if not self._comes(rank, f"{what}/{rank}", begin, within):
                 raise RuntimeError(message.format(self._rank, rank, time.monotonic() - begin))
 
     def _ask(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> RuntimeError | None:
@@ -124,31 +127,18 @@ class LocalGradients:
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
 
-    def _comes(self, rank: int, key: str, begin: float) -> bool:
-        """Who is seen to be on its way is waited for as long as the store's timeout, the group's, says; who has
-        passed, no longer; of whom nothing has been heard since, for :data:`PATIENCE_SECONDS`."""
-        assert self._base is not None
-        longest = max(self._base.timeout.total_seconds(), PATIENCE_SECONDS)  # type: ignore[attr-defined]
-        seen = 0.0  # on its way, seconds after `begin`
-        while True:
-            passed = time.monotonic() - begin
-            on_its_way = self._on_its_way(rank) if passed > 0.5 and self._on_its_way is not None else None
-            seen = passed if on_its_way else seen
-            rest = {True: longest, None: seen + PATIENCE_SECONDS, False: 0.0}[on_its_way] - passed
-            if self._is_there(key, min(max(rest, 0.01), 1.0)):
-                return True
-            if rest <= 0:
-                return False
-
-    def _is_there(self, key: str, seconds: float) -> bool:
-        """A machine that stood still, or a store that did, is nobody's absence: the store is asked once more."""
-        assert self._store is not None
-        try:
-            self._store.wait([key], timedelta(seconds=seconds))
-        except (dist.DistError, RuntimeError):
-            with suppress(RuntimeError, NotImplementedError):  # a store that cannot be asked without waiting
-                return self._store.check([key])
-            return False
+    def _comes(self, rank: int, key: str, begin: float, within: bool = False) -> bool:
+        assert self._base is not None and self._store is not None
+        longest = self._base.timeout.total_seconds()  # type: ignore[attr-defined]
+        looked = begin
+        while not self._store.check([key]):
+            now = time.monotonic()
+            if now - looked >= 0.5 * times.look:
+                looked = now
+                if self._has_passed(rank, now - begin, within) or now - begin >= longest:
+                    # Meanwhile it may have come, and gone on; or this machine, or the store, stood still.
+                    return self._store.check([key])
+            time.sleep(min(0.001 + (now - begin) / 10, 0.25 * times.look))
         return True
 
     def _answer(self, rank: int, key: str, begin: float) -> dict[str, list[float]] | None:

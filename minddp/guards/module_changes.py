@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.nn.modules.module import (
@@ -47,6 +48,13 @@ def _inside_functional_call() -> bool:
     return False
 
 
+def _looks_up(parameters: Any) -> Callable[[str], object]:
+    """What finds a parameter by its name. A scripted module's container is no dictionary."""
+    if isinstance(parameters, dict):
+        return parameters.get
+    return lambda name: parameters[name] if name in parameters else None
+
+
 class ModuleChanges:
     """Compares ``module`` with what it was when this was made.
 
@@ -73,10 +81,10 @@ class ModuleChanges:
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
 
-    def _places(self) -> list[tuple[dict[str, torch.nn.Parameter | None], str, torch.nn.Parameter]]:
-        """Where each of the reducer's parameters stands."""
+    def _places(self) -> list[tuple[Callable[[str], object], str, torch.nn.Parameter]]:
+        """Where each of the reducer's parameters stands, and its name there."""
         return [
-            (module._parameters, name, p)
+            (_looks_up(module._parameters), name, p)
             for module in self._module.modules()
             for name, p in module._parameters.items()
             if p is not None and id(p) in self._facts
@@ -88,10 +96,10 @@ class ModuleChanges:
         Raises:
             RuntimeError: names what has changed, and the way out.
         """
-        where, name, one = next(self._turns)
+        look_up, name, one = next(self._turns)
         if (one.dtype, one.device) == self._facts[id(one)] and not any(map(_requires_grad, self._frozen)):
             length = sum(map(len, self._lists))
-            if self._seen == _registrations and self._length == length and where.get(name) is one:
+            if self._seen == _registrations and self._length == length and look_up(name) is one:
                 return
         if changes := self._changes():
             if _inside_functional_call():  # other tensors for one call

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -70,20 +71,43 @@ def refuse(parameter: torch.Tensor, why: str) -> None:
     _refused[key] = weakref.ref(parameter, lambda _: _refused.pop(key, None)), why
 
 
-# How many steps of an optimizer have begun and not ended: a subclass's, and its base's within. Those that end with an
-# exception stay.
-_stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+class _Steps:
+    """Of one optimizer: how many have begun and not ended (a subclass's, and its base's within; those that end with
+    an exception stay), and when the last ended."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        key = id(optimizer)
+        self.optimizer = weakref.ref(optimizer, lambda _: _steps.pop(key, None))
+        self.begun, self.ended_ns = 0, -1
+
+    def is_of(self, ids: set[int]) -> bool:
+        optimizer = self.optimizer()
+        return optimizer is not None and not ids.isdisjoint(_parameters(optimizer))
+
+
+_steps: dict[int, _Steps] = {}  # by id: an optimizer of the program's may not be hashable
+
+
+def _steps_of(optimizer: torch.optim.Optimizer) -> _Steps:
+    found = _steps.get(id(optimizer))
+    if found is None:
+        found = _steps[id(optimizer)] = _Steps(optimizer)
+    return found
 
 
 def interrupted(guarded: Guarded) -> bool:
     """Whether a step on some of its parameters has begun and not ended. Each such step is told of once."""
-    if not _stepping:
-        return False
-    ids = guarded.parameter_ids()
-    found = [optimizer for optimizer in list(_stepping) if not ids.isdisjoint(_parameters(optimizer))]
-    for optimizer in found:
-        _stepping.pop(optimizer, None)
+    begun = [steps for steps in list(_steps.values()) if steps.begun]
+    ids = guarded.parameter_ids() if begun else set()
+    found = [steps for steps in begun if steps.is_of(ids)]
+    for steps in found:
+        steps.begun = 0
     return bool(found)
+
+
+def has_stepped_since(ids: set[int], moment_ns: int) -> bool:
+    """Whether a step on some of these parameters has ended after a moment of :func:`time.monotonic_ns`."""
+    return any(steps.ended_ns > moment_ns and steps.is_of(ids) for steps in list(_steps.values()))
 
 
 @functools.cache
@@ -92,38 +116,34 @@ def _look_at_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _begin(optimizer: torch.optim.Optimizer) -> None:
-    _stepping[optimizer] = _stepping.get(optimizer, 0) + 1
-
-
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    begun = _stepping.pop(optimizer, 1)
-    if begun > 1:
-        _stepping[optimizer] = begun - 1
+    steps = _steps_of(optimizer)
+    steps.begun = max(0, steps.begun - 1)
+    steps.ended_ns = time.monotonic_ns()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    closure, steps = kwargs.get("closure", args[1] if len(args) > 1 else None), _steps_of(optimizer)
     # What else an optimizer of the user's takes there, a module say, is handed on as it is.
     if not isinstance(closure, (types.FunctionType, types.MethodType, functools.partial)) or not _is_asked(optimizer):
         _check(optimizer)
-        _begin(optimizer)
+        steps.begun += 1
         return None
     function: Callable[..., Any] = closure
 
     @functools.wraps(function)
     def then_checked(*arguments: Any, **keywords: Any) -> Any:
-        begun = _stepping.pop(optimizer, 1)  # the closure's forward is no next one
+        begun, steps.begun = steps.begun, 0  # the closure's forward is no next one
         try:
             loss = function(*arguments, **keywords)
         except BaseException:
-            _stepping[optimizer] = begun
+            steps.begun = begun
             raise
         _check(optimizer)
-        _stepping[optimizer] = begun
+        steps.begun = begun
         return loss
 
-    _begin(optimizer)
+    steps.begun += 1
     if "closure" in kwargs:
         return args, {**kwargs, "closure": then_checked}
     return (args[0], then_checked, *args[2:]), kwargs

@@ -1,11 +1,12 @@
 """Who is missing when a collective does not end, or ends with a lost connection.
 
 A rank that raises, dies, is stopped or takes another branch leaves the others waiting for the group's timeout (30
-minutes by default), or with "Connection closed by peer". So a rank that waits is told each second, by the thread that
-waits, to look at what the watchdog has found: it raises, with the culprit's name, place and words, or warns.
+minutes by default), or with "Connection closed by peer". So a rank that waits is called each second, by the thread
+that waits, to look at what the watchdog has found. What is certain (``evidence.py``) it raises, with the culprit's
+name, place and words. What is suspected it logs, and goes on waiting, until the group's own timeout.
 
 On a device with streams (NCCL) nobody waits in backward: a collective is over for the host when it is enqueued. There
-each forward looks whether the watchdog has heard of a rank that failed, or seen one die.
+each forward looks whether the watchdog has heard of a rank that failed, or seen one that was ended.
 
 Costs nothing while collectives end within a second.
 """
@@ -14,10 +15,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import re
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,26 +26,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import _C
+from .. import _C, environment
 from ..ranks import waiting
-from . import watchdog
-from .verdict import CANNOT_COME, Fact, Kind, Wait, given_all, judge, lost, root_causes, slow
+from . import optimizer_guard, times, watchdog
+from .evidence import CERTAIN, Judged, Kind, Wait, has_passed, judge, lost, root_causes, slow
+from .location import exception_text
 from .watchdog import Watchdog
-from .whereabouts import exception_text
 
-WARN_SECONDS = 10
-# So long a rank that ended without an error may be gone before what it took part in must have ended here.
-_SETTLED_SECONDS = 5
-_NAMING_SECONDS = 5.0  # at most so long a collective's own error is held back until it is known who was lost
-_PLAINLY_LOST = (Kind.FAILED, Kind.GONE, Kind.LEFT, Kind.STOPPED)
+log = logging.getLogger("minddp")
+
 _PHASES = ("forward", "loss", "backward", "backward", "between")  # after each of the reducer's moments
 _LOST_PEER = re.compile(
     r"connection|socket|broken pipe|reset by peer|timed? ?out|has died|gave up|has left|did not take part|aborted|"
     r"no route|unreachable",
     re.IGNORECASE,
 )
-
-Judged = list[tuple[Fact, Kind]]
 
 # Reducers of one group are made in the same order on most programs' ranks: a name until they agree on one.
 _counters: dict[str, itertools.count[int]] = {}
@@ -59,8 +55,8 @@ class StallInspector:
     Args:
         group: the reducer's group.
         reducer: asked where it is; by other threads too.
-        names: the parameters'.
-        desync_timeout: seconds after which a rank that cannot come is waited for no more; ``None``: warns only.
+        names, parameter_ids: the parameters'.
+        desync_timeout: seconds after which a rank that is only suspected is waited for no more; ``None``: warns only.
         has_streams: backward does not wait for its collectives: :meth:`check_peers` has something to look at.
     """
 
@@ -69,6 +65,7 @@ class StallInspector:
         group: dist.ProcessGroup,
         reducer: _C.Reducer,
         names: Sequence[str],
+        parameter_ids: set[int],
         desync_timeout: float | None,
         has_streams: bool,
     ):
@@ -79,9 +76,11 @@ class StallInspector:
         self.rename(f"{name}/{next(_counters.setdefault(name, itertools.count()))}")
         self._reducer = weakref.ref(reducer)
         self._names = names
+        self._parameter_ids = parameter_ids
         self._ranks = tuple(dist.get_process_group_ranks(group))  # in the default group, by rank in this one
         self._rank = group.rank()
         self._reported = False
+        self._checked = (-1, float("inf"))  # by check_peers: an iteration, and when it was first called in it
         self._forward_ended_ns = -1  # by an exception, which the reducer does not see
         self._dog: Watchdog | None = watchdog.current(group)
         if self._dog is not None:
@@ -105,10 +104,18 @@ class StallInspector:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self._dog.tell(text, because=getattr(error, "lost_ranks", ()), wait=1.0)
 
+    def report_interrupted(self, why: str) -> None:
+        """An exception has ended this rank's backward, of which the reducer knows ``why`` or nothing."""
+        if why:
+            self.report_failure(why)
+        elif not self._reported and self._dog is not None:
+            self._reported = True
+            self._dog.tell_later("an exception ended its backward")
+
     def note_forward(self) -> None:
         """A forward begins, on this thread."""
         if self._dog is not None:
-            self._dog.note_thread()
+            self._dog.note_forward()
 
     def note_words(self, error: BaseException) -> None:
         """An exception has ended forward. The program may handle it: told to those who ask where this rank is."""
@@ -139,12 +146,13 @@ class StallInspector:
             phase = "between"
         iteration = position["iteration"] + (phase in ("forward", "loss"))
         missing = position["missing"] if phase == "backward" else []
-        return self.key, {"phase": phase, "iteration": iteration, "missing": missing}
+        stepped = phase == "between" and self._has_stepped()
+        return self.key, {"phase": phase, "iteration": iteration, "missing": missing, "stepped": stepped}
 
     # --- what it waits for ---
 
     def on_stall(self, seconds: float, bucket: int, error: str) -> None:
-        """Called each second while the collective of ``bucket`` does not end, and when it has failed with ``error``.
+        """Called once a look while the collective of ``bucket`` does not end, and when it has failed with ``error``.
 
         ``seconds`` is -1 when the program's own exception (Ctrl-C) has ended the wait.
 
@@ -169,46 +177,59 @@ class StallInspector:
         )
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
 
-    def is_on_its_way(self, rank: int) -> bool | None:
-        """Whether a rank of the group, waited for at the store, is in this iteration still, and in its own code.
+    def has_passed(self, rank: int, seconds: float, within: bool) -> bool:
+        """Whether a rank of the group, for whose word this one has waited so long, will certainly not say it.
 
-        Asks it where it is: to be called each second or so. ``None`` where that is not known, or says nothing.
+        Asks it where it is, and logs that it is late: to be called each second or so. ``within``: this rank is in a
+        backward, and has not sent its part.
         """
         if self._dog is None:
-            return None
-        wait = Wait(f"{self.key}|{waiting.ASKED}", waiting.ASKED, self._rank, self._ranks)
+            return False
+        what = waiting.ASKED
+        wait = Wait(f"{self.key}|{what}", what, self._rank, self._ranks, self.key, {}, "", self._iteration(), within)
         self._dog.waits(wait, urgent=False)
-        (fact,) = self._dog.facts([self._ranks[rank]])
-        here = None if fact.place is None else fact.place["places"].get(self.key)
-        if fact.place is None or here is None or judge(fact, wait, False, float("inf")) is not Kind.BUSY:
-            return None
-        last = self._reducer_iteration() + (here["phase"] in ("forward", "loss"))
-        if (fact.place["wait"] or "").startswith(f"{self.key}/") or here["iteration"] > last:
-            return False  # in a later backward
-        return None if fact.place["wait"] or fact.place["collective"] else True
+        facts = self._dog.facts([self._ranks[rank]])
+        if times.warning_is_due(seconds):
+            log.warning(slow(wait, seconds, judge(facts, wait), self._dog.store_is_silent()))
+        if self.desync_timeout is not None and seconds >= self.desync_timeout and self._dog.has_summary():
+            return True
+        return has_passed(facts[0], wait, self._has_stepped())
 
     def check_peers(self) -> None:
         """Before a forward on a device with streams, where no wait tells that a rank is lost.
 
+        Who was gone before a forward took no part in its backward, which this rank has launched since.
+
         Raises:
-            RuntimeError: another rank has failed, or is gone; says which, and why.
+            RuntimeError: another rank has failed, or was gone; says which, and why.
         """
-        if self._dog is None or not self._dog.absent:
+        if self._dog is None:
             return
-        iteration = self._reducer_iteration()
+        iteration, since = self._iteration(), self._checked
+        if since[0] != iteration:
+            self._checked = (iteration, time.monotonic())
+        if not self._dog.failed:
+            return
         wait = Wait("", f"iteration {iteration + 1}", self._rank, self._ranks, self.key)
-        facts = [fact for fact in self._dog.facts(wait.others()) if fact.rank in self._dog.absent]
-        judged: Judged = [(fact, judge(fact, wait, False, float("inf"))) for fact in facts]
-        causes: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
-        gone = [(fact, kind) for fact, kind in judged if kind is Kind.GONE]
-        if gone and self._dog.first_seen_gone(gone) >= _SETTLED_SECONDS:
-            causes += gone
+        facts = self._dog.facts([rank for rank in wait.others() if rank in self._dog.failed])
+        missed = set() if self.hook else {r for r, seen in self._dog.failed.items() if seen < since[1]}
+        causes: Judged = [
+            (fact, Kind.ENDED if kind is Kind.GONE else kind)
+            for fact, kind in ((fact, judge([fact], wait)[0][1]) for fact in facts)
+            if kind is Kind.FAILED or (since[0] < iteration and fact.rank in missed)
+        ]
         if causes:
             _give_up(self._dog, self.group, wait, None, root_causes(causes), "")
 
-    def _reducer_iteration(self) -> int:
+    def _iteration(self) -> int:
         reducer = self._reducer()
         return 0 if reducer is None else reducer.iteration()
+
+    def _has_stepped(self) -> bool:
+        """Since the last backward."""
+        reducer = self._reducer()
+        ended = 0 if reducer is None else max(reducer.position()["moments"][2:])
+        return optimizer_guard.has_stepped_since(self._parameter_ids, ended)
 
 
 def _weak_place(inspector: StallInspector) -> watchdog.Place:
@@ -230,8 +251,8 @@ def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> N
     inspectors = list(_inspectors)
     own = [inspector for inspector in inspectors if inspector.group is group]
     given = _constructors.patience or [inspector.desync_timeout for inspector in own or inspectors]
-    timeouts = [timeout for timeout in given if timeout is not None]
-    timeout = None if len(timeouts) < len(given) else max(timeouts, default=DEFAULT_DESYNC_TIMEOUT)
+    timeouts = [timeout for timeout in given or [environment.desync_timeout()] if timeout is not None]
+    timeout = max(timeouts) if len(timeouts) >= max(len(given), 1) else None
     ranks = tuple(dist.get_process_group_ranks(group))
     wait = Wait(f"{group.group_name}|{what}", what, group.rank(), ranks)
     look_into(dog, group, wait, seconds, error, timeout)
@@ -254,7 +275,6 @@ def construction(desync_timeout: float | None) -> Iterator[None]:
         _constructors.patience = ()
 
 
-DEFAULT_DESYNC_TIMEOUT = 30.0
 waiting.set_watcher(_watch)
 
 
@@ -268,25 +288,20 @@ def look_into(
     if error:
         return _name_the_lost(dog, group, wait, seconds, error)
     dog.waits(wait, urgent=False)
-    silent = dog.has_asked_for(dog.patience)
-    lasting = dog.patience if timeout is None else timeout
-    judged: Judged = [(fact, judge(fact, wait, silent, lasting)) for fact in dog.facts(wait.others())]
-    members = [kind for _, kind in judged]
-    if any(kind in (Kind.ELSEWHERE, Kind.LEFT) for kind in members):
-        everyone = [judge(fact, wait, silent, lasting) for fact in dog.facts(dog.others())]
-        judged = [(fact, given_all(kind, members, everyone)) for fact, kind in judged]
-    at_once: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
-    ended = [(fact, kind) for fact, kind in judged if kind in (Kind.GONE, Kind.LEFT)]
-    if ended and dog.first_seen_gone(ended) >= _SETTLED_SECONDS:
-        at_once += ended
-    absent = [(fact, kind) for fact, kind in judged if kind in CANNOT_COME]
-    if at_once:  # beside whom those that failed name, as far as this rank sees it, too
-        blamed = {rank for fact, _ in at_once for rank in (fact.failure or {}).get("because", ())}
-        at_once += [(fact, kind) for fact, kind in absent if fact.rank in blamed and (fact, kind) not in at_once]
-    if at_once or (absent and timeout is not None and seconds >= timeout):
-        _give_up(dog, group, wait, seconds, root_causes(at_once or absent), "")
-    if int(seconds) == WARN_SECONDS or (timeout is not None and seconds > WARN_SECONDS and seconds % timeout < 1):
-        warnings.warn(slow(wait, seconds, judged, dog.store_is_silent()), RuntimeWarning, stacklevel=3)
+    judged = judge(dog.facts(wait.others()), wait)
+    causes: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
+    ended: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.ENDED]
+    if ended and dog.seconds_gone([fact.rank for fact, _ in ended]) >= times.SETTLED * times.look:
+        causes += ended
+    absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
+    if not causes and timeout is not None and seconds >= timeout and dog.has_summary():
+        causes = absent
+    if causes:
+        blamed = {rank for fact, _ in causes for rank in (fact.failure or {}).get("because", ())}
+        causes += [(fact, kind) for fact, kind in absent if fact.rank in blamed and (fact, kind) not in causes]
+        _give_up(dog, group, wait, seconds, root_causes(causes), "")
+    if times.warning_is_due(seconds):
+        log.warning(slow(wait, seconds, judged, dog.store_is_silent()))
 
 
 def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, error: str) -> None:
@@ -294,26 +309,25 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
     suspicious = _LOST_PEER.search(error) is not None
     begin = time.monotonic()
     dog.waits(wait, urgent=True)
-    deadline = begin + (_NAMING_SECONDS if suspicious else 0.0)
     while True:
-        judged: Judged = [(fact, judge(fact, wait, False, 0.0)) for fact in dog.facts(wait.others())]
-        causes: Judged = [(fact, kind) for fact, kind in judged if kind in _PLAINLY_LOST]
-        strangers = all(fact.process is None for fact, kind in judged if kind is not Kind.COMES)
-        # A rank that nobody has waited for until now may have left words, which are still to be read.
-        wordless = any(kind is Kind.GONE for _, kind in causes) and not (dog.lost or dog.has_heard_since(begin))
-        over = time.monotonic() >= deadline or (not causes and (dog.lost or (strangers and dog.has_asked_for(1.0))))
-        if over or (causes and not wordless):
+        judged = judge(dog.facts(wait.others()), wait)
+        causes = [(fact, kind) for fact, kind in judged if kind in {*CERTAIN, Kind.GONE, Kind.STOPPED}]
+        # Its last words are still to be read, where nobody has waited for this rank until now.
+        wordless = any(fact.failure is None for fact, _ in causes) and not dog.has_heard_since(begin)
+        patience = times.NAMING * times.look * suspicious
+        if (causes and not wordless) or dog.lost or time.monotonic() - begin >= patience:
             break
         time.sleep(0.05)
     if not causes and suspicious:
-        causes = [(fact, kind) for fact, kind in judged if kind is not Kind.COMES]
+        causes = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
     if causes:
         _give_up(dog, group, wait, seconds, root_causes(causes), error)
     dog.waits_no_more()
 
 
 class LostPeer(RuntimeError):
-    """Another rank will not take part in what this one waits for: it has raised, is gone, stopped, or stands still.
+    """Another rank will not take part in what this one waits for: it has raised, or is gone; or it did not come
+    within the group's timeout, or ``desync_timeout``.
 
     The group is given up then. ``lost_ranks``: of the default group, those that this rank has given up.
     """

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from .. import environment
 from ..planner import BucketPlan
 from ..reduction.reducer import MIB
 
@@ -146,7 +147,7 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
         mixed_precision=arguments["mixed_precision"],
         check_finite=_finite_mode(arguments["check_finite"]),
         check_replicas_every=_every("check_replicas_every", arguments["check_replicas_every"]),
-        desync_timeout=_seconds("desync_timeout", arguments["desync_timeout"]),
+        desync_timeout=_seconds("desync_timeout", arguments["desync_timeout"]) or environment.desync_timeout(),
         **{name: bool(arguments[name]) for name in _FLAGS},
     )
 

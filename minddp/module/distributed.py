@@ -26,7 +26,7 @@ from ..guards import lifetime, optimizer_guard
 from ..guards.stall_inspector import construction
 from ..ranks.messages import work_on
 from ..ranks.waiting import wait_for
-from ..reduction.start import sync_module_states, verify_same_arguments, verify_same_model
+from ..reduction.start import sync_module_states, verify_same_start
 from ..timeline import StepTimes, step_times
 from . import delayed_params
 from .buffers import BufferSync
@@ -103,13 +103,12 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             ``"warn"``: the same as a warning. ``"skip"``: that step changes nothing, on all ranks alike, and clears
             the gradients; goes with a ``GradScaler``. Reads each bucket once more, and the host waits for the answer.
         check_replicas_every: compare the ranks' parameters (:meth:`check_replicas`) before each n-th forward.
-        desync_timeout: seconds after which ranks that wait raise, with the culprit's name, when another cannot come:
-            for so long it is stopped, cut off, stands still inside of forward or backward (not in its first
-            iteration), has lost the thread that trained by an exception, or waits for something else while no rank
-            is on its way. A rank that computes, or answers from elsewhere (an evaluation, a checkpoint, the loss) is
-            waited for as long as the group's timeout says, with a warning, and so is a rank that may be waiting for
-            it. ``None``: warn only. A rank that has raised or is gone is not waited for, whatever this is. Outside of
-            backward the largest of a group's wrappers counts; of all wrappers, where the group has none.
+        desync_timeout: seconds after which a wait for another rank ends with an error, whatever that rank does: it
+            may be stopped or cut off, wait in another collective, compute, evaluate or write a checkpoint. ``None``:
+            such a rank is waited for as long as the group's timeout says, and the log tells where it is. A rank that
+            has reported an exception, or is gone, is not waited for, whatever this is. Outside of backward the
+            largest of a group's wrappers counts; of all wrappers, where the group has none.
+            ``MINDDP_DESYNC_TIMEOUT`` sets it where it is not given.
 
     Raises:
         RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models
@@ -148,7 +147,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         bucket_plan: Any = None,
         check_finite: bool | str = False,
         check_replicas_every: int | None = None,
-        desync_timeout: float | None = 30.0,
+        desync_timeout: float | None = None,
     ):
         arguments = locals().copy()
         TorchBase.__init__(self)
@@ -172,19 +171,19 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         token = None
         if init_sync:
             with construction(self._config.desync_timeout):
-                token = verify_same_arguments(self._config.for_comparison(), self.process_group)
-                self._synchronize_model()
+                token = self._synchronize_model()
         self._take_parameters(token, self.broadcast_bucket_size)
 
-    def _synchronize_model(self) -> None:
+    def _synchronize_model(self) -> str:
         wrapped, group = self._wrapped, self.process_group
         self._assign_modules_buffers()
         names = [name for name, _ in self.module.named_parameters()]
-        verify_same_model("parameter", list(zip(wrapped.names, wrapped.reduced)), group, names)
         with_buffers = self._config.sync_buffers_at_start
-        if with_buffers:
-            verify_same_model("buffer", list(self.named_module_buffers.items()), group)
+        buffers = list(self.named_module_buffers.items()) if with_buffers else []
+        parameters = list(zip(wrapped.names, wrapped.reduced))
+        token = verify_same_start(self._config.for_comparison(), parameters, names, buffers, group)
         sync_module_states(self.module, group, self.broadcast_bucket_size, 0, wrapped.ignored, with_buffers)
+        return token
 
     def _take_parameters(self, token: str | None = None, broadcast_bytes: int | None = None) -> None:
         """The end of construction, and of unpickling: only now anything outside of this object knows of it."""

@@ -9,6 +9,7 @@ forward.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -81,6 +82,7 @@ class Engine:
         self.finite: FiniteCheck | None = None
         self.has_rebuilt_buckets = False
         self._checks_order = ordering.enabled()
+        self._process = os.getpid()
         self._made = False
         self._token: str | None = None  # what all ranks call this wrapper
         self._changed = False
@@ -179,22 +181,18 @@ class Engine:
 
     def _make_guards(self) -> None:
         has_store = dist.is_initialized() and not self.has_foreign_group
-        timeout = self.config.desync_timeout
-        self.inspector = (
-            StallInspector(
-                self.group, self.reducer, self.parameters.names, timeout, self.parameters.device.type != "cpu"
+        self.inspector = None
+        if has_store:
+            known, streams = self.parameters.names, self.parameters.device.type != "cpu"
+            self.inspector = StallInspector(
+                self.group, self.reducer, known, self.parameter_ids(), self.config.desync_timeout, streams
             )
-            if has_store
-            else None
-        )
-        if self.inspector is not None:
-            self.reducer.set_callbacks(
-                on_stall=weakly(self.inspector.on_stall), on_interrupted=weakly(self._on_interrupted)
-            )
+            stalls, interrupted = weakly(self.inspector.on_stall), weakly(self._on_interrupted)
+            self.reducer.set_callbacks(on_stall=stalls, on_interrupted=interrupted)
         store = dist.distributed_c10d._get_default_store() if has_store else None
         inspector = self.inspector
-        asked = ("", None) if inspector is None else (inspector.key, inspector.is_on_its_way)
-        self._local_gradients = LocalGradients(self.group, store, *asked)
+        asked = () if inspector is None else (inspector.has_passed,)
+        self._local_gradients = LocalGradients(self.group, store, "" if inspector is None else inspector.key, *asked)
         self.reducer.set_callbacks(on_taken=weakly(self._on_taken))
         skipped = 0 if self.finite is None else self.finite.skipped
         self.finite = None
@@ -280,7 +278,8 @@ class Engine:
 
         ``joining``: ranks may have run out of data.
         """
-        if self.mixed is None:  # which casts parameters itself
+        # Mixed precision casts parameters itself. One rank alone cannot drift.
+        if self.mixed is None and (self.group.size() > 1 or self.has_foreign_group):
             self._check_module()
         if self.inspector is not None:
             self.inspector.note_forward()
@@ -344,7 +343,7 @@ class Engine:
     def _on_interrupted(self, why: str) -> None:
         """An exception has ended a backward after its first gradient; whose, the reducer knows only of its own."""
         if self.inspector is not None:
-            self.inspector.report_failure(why or "an exception ended its backward")
+            self.inspector.report_interrupted(why)
 
     def _on_taken(self) -> None:
         """A backward past the wrapper is over, which a forward that waited for its own has taken."""
@@ -378,6 +377,8 @@ class Engine:
             stepped: ``id`` of each of the optimizer's parameters.
             others: who else reduces parameters, the same ones perhaps.
         """
+        if not self._has_others():
+            return self.group.size() == 1 and self.finite is not None and self.finite.check()
         self.report_failure(self._check_not_within)
         if not self._uses_nothing_unfinished(stepped, others):
             self.report_failure(self.reducer.check_finished)
@@ -395,6 +396,13 @@ class Engine:
             iteration = self.reducer.iteration()
             self.report_failure(lambda: self._local_gradients.check(named, last, iteration))
         return skips
+
+    def _has_others(self) -> bool:
+        """Whether there are ranks whose parameters could become others than this one's: not in a group of one, nor
+        once it is destroyed, nor in a process that was forked from the one that had it."""
+        if self.group.size() == 1 or self._process != os.getpid():
+            return False
+        return self.has_foreign_group or self.group in dist.distributed_c10d._world.pg_map
 
     def _check_not_within(self) -> None:
         """Where gradients are averaged at the end of backward, and nobody steps in a hook after that."""

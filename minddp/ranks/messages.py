@@ -27,16 +27,27 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return [json.loads(data) for data in _gather_bytes(mine, group)]
 
 
+_FIRST, _LENGTH = 512, 8  # bytes
+
+
 def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    device, what = _device(group), "what all ranks tell each other"
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
-    waiting.all_gather(group, sizes, torch.tensor([len(mine)], device=device), what)
-    longest = max(int(size) for size in sizes)
+    """In one collective, and in a second one what of anybody's does not fit into that."""
+    parts = _gather_equal((len(mine).to_bytes(_LENGTH, "little") + mine)[:_FIRST].ljust(_FIRST, b"\0"), group)
+    sizes = [int.from_bytes(part[:_LENGTH], "little") for part in parts]
+    firsts, room = [part[_LENGTH:] for part in parts], _FIRST - _LENGTH
+    rests = [b""] * len(sizes)
+    if (longest := max(sizes)) > room:
+        rests = _gather_equal(mine[room:].ljust(longest - room, b"\0"), group)
+    return [(first + rest)[:size] for first, rest, size in zip(firsts, rests, sizes)]
+
+
+def _gather_equal(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Of the same length on all ranks."""
     # Copied, since a group's thread may be the last one to hold it: no Python object is to be behind it.
-    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8).to(device, copy=True)
-    everyone = [torch.empty_like(padded) for _ in sizes]
-    waiting.all_gather(group, everyone, padded, what)
-    return [data[: int(size)].cpu().numpy().tobytes() for data, size in zip(everyone, sizes)]
+    tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_device(group), copy=True)
+    everyone = [torch.empty_like(tensor) for _ in range(group.size())]
+    waiting.all_gather(group, everyone, tensor, "what all ranks tell each other")
+    return [data.cpu().numpy().tobytes() for data in everyone]
 
 
 _devices: dict[str, torch.device] = {}  # by the group's name

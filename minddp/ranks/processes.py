@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import socket
+import time
 from typing import NamedTuple
 
 # Fields of /proc/<pid>/stat after the name; proc(5) counts from 3 there.
@@ -17,13 +18,12 @@ _STOPPED = ("T", "t")
 class Process(NamedTuple):
     """A process, to be recognized from elsewhere.
 
-    ``machine`` is the same where process ids mean the same, and empty where nobody can tell; ``network`` where one
-    cable serves both. ``started`` tells the process from a later one with its number.
+    ``machine`` is the same where process ids and boot times mean the same, and empty where nobody can tell.
+    ``started`` tells the process from a later one with its number.
     """
 
     host: str
     machine: str
-    network: str
     pid: int
     started: int
 
@@ -40,24 +40,22 @@ class Sight(NamedTuple):
 
 def here() -> Process:
     """This process."""
-    started = 0
+    machine, started = "", 0
     try:
-        machine, network = _machine(), os.readlink("/proc/self/ns/net")
-        started = int(_stat(os.getpid())[_STARTED])
+        machine, started = _machine(), int(_stat(os.getpid())[_STARTED])
     except OSError:
-        machine = network = ""
-    return Process(socket.gethostname(), machine, network, os.getpid(), started)
+        pass
+    return Process(socket.gethostname(), machine, os.getpid(), started)
 
 
-@functools.cache
-def began() -> float:
-    """When this process did, as :func:`time.time` counts, give or take a second; 0 where nobody can tell."""
-    try:
-        with open("/proc/stat") as file:
-            boot = next(int(line.split()[1]) for line in file if line.startswith("btime"))
-        return boot + int(_stat(os.getpid())[_STARTED]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, StopIteration):
-        return 0.0
+def began(process: Process) -> float:
+    """When a process of this machine did, in seconds since the machine has started; 0 where nobody can tell."""
+    return process.started / os.sysconf("SC_CLK_TCK")
+
+
+def now() -> float:
+    """On the same clock, which all processes of a machine share."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @functools.cache
@@ -66,13 +64,15 @@ def _machine() -> str:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def thread_seconds(thread: int) -> float:
-    """The processor time of one of this process's threads, by the kernel's number; 0 where nobody can tell."""
+def thread_state(thread: int) -> tuple[str, float]:
+    """Of one of this process's threads, by the kernel's number: the kernel's letter, and its processor time in
+    seconds; ``("", 0.0)`` where nobody can tell."""
     try:
         fields = _stat(f"self/task/{thread}")
     except OSError:
-        return 0.0
-    return (int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])) / os.sysconf("SC_CLK_TCK")
+        return "", 0.0
+    ticks = int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])
+    return fields[_STATE], ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(of: int | str) -> list[str]:

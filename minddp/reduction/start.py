@@ -33,63 +33,64 @@ def signature(named: Iterable[tuple[str, torch.Tensor]]) -> Signature:
     ]
 
 
-def verify_same_model(
-    kind: str, named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, names: Iterable[str] | None = None
-) -> None:
-    """Raises on every rank when the tensors' number, shapes, dtypes, strides or order differ. Collective.
+def verify_same_start(
+    arguments: dict[str, Any],
+    parameters: Sequence[tuple[str, torch.Tensor]],
+    parameter_names: Iterable[str],
+    buffers: Sequence[tuple[str, torch.Tensor]],
+    group: dist.ProcessGroup,
+) -> str:
+    """Raises on every rank when their arguments or models differ. Collective: one all-gather, where nothing does.
 
     Names may differ by rank without harm. But where all ranks have the same ones, those in the same place must be of
     one name: else a rank's tensor would be averaged with another one's.
 
     Args:
-        names: all names of the kind in the module, of which ``named`` may be a part; default: those of ``named``.
-
-    Raises:
-        RuntimeError: names the first tensor that differs, with each rank's shape, dtype and strides.
-    """
-    mine = signature(named)
-    everyone = gather_objects(
-        (
-            _digest([entry[1:] for entry in mine]),
-            _digest([entry[0] for entry in mine]),
-            _digest(sorted(names if names is not None else [entry[0] for entry in mine])),
-        ),
-        group,
-    )
-    shapes, order, known = (len(set(digests)) == 1 for digests in zip(*everyone))
-    if not shapes or (known and not order):
-        raise RuntimeError(_difference(kind, gather_objects(mine, group), by_name=shapes))
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-def verify_same_arguments(arguments: dict[str, Any], group: dist.ProcessGroup) -> str:
-    """Raises on every rank when the ranks pass different values of what decides their collectives. Collective.
+        arguments: what decides the ranks' collectives.
+        parameters, buffers: whose number, shapes, dtypes, strides and order must be the same.
+        parameter_names: of all of the module's, of which ``parameters`` may be a part.
 
     Returns:
         A token that all ranks have, and nothing else has.
 
     Raises:
         ValueError: names the arguments that differ, with each rank's value.
+        RuntimeError: names the first tensor that differs, with each rank's shape, dtype and strides.
     """
     watchdog.current(group)  # from now on this rank can be asked where it is
-    mine = {name: repr(value) for name, value in arguments.items()}
-    answers = gather_objects((mine, secrets.token_hex(8), here()), group)
-    everyone = [theirs for theirs, _, _ in answers]
-    differing = [name for name in arguments if len({theirs[name] for theirs in everyone}) > 1]
-    if differing:
-        what = "\n".join(
-            f"  {name}: " + ", ".join(f"{theirs[name]} on rank {rank}" for rank, theirs in enumerate(everyone))
-            for name in differing
-        )
-        raise ValueError(
-            f"DistributedDataParallel: the ranks' arguments differ:\n{what}\nTheir collectives would not fit "
-            "together: pass the same on every rank."
-        )
-    watchdog.introduce(group, [Process(*process) for _, _, process in answers])
-    return str(answers[0][1])
+    given = {name: repr(value) for name, value in arguments.items()}
+    models = {"parameter": signature(parameters), "buffer": signature(buffers)}
+    known = {"parameter": sorted(parameter_names), "buffer": sorted(name for name, _ in buffers)}
+    digests = {kind: _digests(models[kind], known[kind]) for kind in models}
+    answers = gather_objects((_digest(given), digests, secrets.token_hex(8), here()), group)
+    watchdog.introduce(group, [Process(*process) for *_, process in answers])
+    if len({theirs for theirs, *_ in answers}) > 1:
+        raise ValueError(_differing_arguments(gather_objects(given, group)))
+    for kind, mine in models.items():
+        shapes, order, names = (len(set(theirs)) == 1 for theirs in zip(*(answer[1][kind] for answer in answers)))
+        if not shapes or (names and not order):
+            raise RuntimeError(_difference(kind, gather_objects(mine, group), by_name=shapes))
+    return str(answers[0][2])
+
+
+def _digests(mine: Signature, known: Sequence[str]) -> tuple[str, str, str]:
+    return _digest([entry[1:] for entry in mine]), _digest([entry[0] for entry in mine]), _digest(known)
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=12).hexdigest()
+
+
+def _differing_arguments(everyone: Sequence[dict[str, str]]) -> str:
+    differing = [name for name in everyone[0] if len({theirs[name] for theirs in everyone}) > 1]
+    what = "\n".join(
+        f"  {name}: " + ", ".join(f"{theirs[name]} on rank {rank}" for rank, theirs in enumerate(everyone))
+        for name in differing
+    )
+    return (
+        f"DistributedDataParallel: the ranks' arguments differ:\n{what}\nTheir collectives would not fit "
+        "together: pass the same on every rank."
+    )
 
 
 def _difference(kind: str, signatures: list[list[Any]], by_name: bool) -> str:

@@ -1,4 +1,4 @@
-"""Ranks that do not come: named with their place and line, given up where they cannot come, else waited for."""
+"""Ranks that do not come: named with their place and line; given up when gone, or when `desync_timeout` says so."""
 
 import os
 import re
@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -17,8 +16,11 @@ from torch import nn
 
 import minddp
 import minddp.shm
-from minddp.guards import stall_inspector
+from minddp.guards import times
 from minddp.testing import RankPool, free_port
+from tests.faults.logged import logged
+
+LOOK = 0.1  # of the guards, in seconds
 
 
 class Slow(nn.Module):
@@ -37,7 +39,7 @@ def _net():
 
 @contextmanager
 def _group(rank, world_size, port, name, backend="gloo", timeout=60):
-    """A default group, with what is warned about meanwhile."""
+    """A default group, with what is logged meanwhile, and time that runs faster."""
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
     dist.init_process_group(
         backend,
@@ -47,9 +49,8 @@ def _group(rank, world_size, port, name, backend="gloo", timeout=60):
         timeout=timedelta(seconds=timeout),
     )
     dist.barrier()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield caught
+    with times.faster(LOOK), logged() as told:
+        yield told
     dist.destroy_process_group()
 
 
@@ -60,49 +61,25 @@ def _train(ddp, steps):
 
 def _stands_still_in_forward(rank, world_size, port):
     with _group(rank, world_size, port, "forward"):
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=3)
+        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=2.0)
         _train(ddp, 2)
         if rank == 1:
-            ddp.module[1].seconds = 12
+            ddp.module[1].seconds = 3
             with pytest.raises(RuntimeError, match="rank 0 will not take part.*Rank 0 .* says: rank 1 will not"):
                 _train(ddp, 3)  # what rank 0 had begun before it gave up still ends
             return
-        begin = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
             _train(ddp, 1)
-        assert time.monotonic() - begin < 11.5
     text = str(caught.value)
     assert re.search(r"rank 1 will not take part in the reduction of bucket 0 of iteration 3", text)
     where = r"Rank 1 \(process \d+ on \S+\) is in forward of iteration 3, at faults/test_watchdog.py:\d+ in forward"
-    assert re.search(where + "; it never produced (0|2).(weight|bias), ", text), text
-
-
-def _is_busy_between_iterations(rank, world_size, port):
-    """An evaluation on one rank, which takes longer than desync_timeout: a warning, and training goes on."""
-    with _group(rank, world_size, port, "busy") as caught:
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=2)
-        _train(ddp, 2)
-        if rank == 1:
-            with pytest.raises(ZeroDivisionError):
-                ddp.module[1].forward = lambda x: 1 // 0
-                ddp(torch.ones(1, 4))
-            del ddp.module[1].forward
-            time.sleep(8)
-        ddp.zero_grad()
-        ddp(torch.full((1, 4), float(rank))).sum().backward()
-        assert torch.equal(ddp.module[2].bias.grad, torch.ones(4))
-    told = [str(w.message) for w in caught if "has waited" in str(w.message)]
-    assert bool(told) == (rank == 0)
-    if rank == 0:
-        assert "Ranks [1] have not reported waiting" in told[0]
-        assert "is between iterations 2 and 3, at faults/test_watchdog.py:" in told[0], told[0]
-        assert "Its last error: ZeroDivisionError" in told[0], told[0]
+    assert re.search(where + ", where it sleeps or waits; it never produced (0|2).(weight|bias), ", text), text
 
 
 def _runs_another_collective(rank, world_size, port):
     with _group(rank, world_size, port, "elsewhere"):
-        other = dist.new_group(timeout=timedelta(seconds=14))
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=3)
+        other = dist.new_group(timeout=timedelta(seconds=3))
+        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=2.0)
         _train(ddp, 2)
         if rank == 1:
             with pytest.raises(RuntimeError):
@@ -123,25 +100,23 @@ def _leaves(rank, world_size, port):
 
 def _all_wait(rank, world_size, port):
     """Everybody is there, and the network is slow: nobody gives up."""
-    with _group(rank, world_size, port, "slow") as caught:
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=2)
+    with _group(rank, world_size, port, "slow") as told:
+        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=2.0)
         _train(ddp, 1)
 
         def hook(state, bucket):
             future = torch.futures.Future()
             import threading
 
-            threading.Timer(11.0, future.set_result, [bucket.buffer()]).start()
+            threading.Timer(1.5, future.set_result, [bucket.buffer()]).start()
             return future
 
         ddp.register_comm_hook(None, hook)
         _train(ddp, 1)
-    told = [str(w.message) for w in caught if "has waited" in str(w.message)]
     assert told and all("all ranks are there" in text for text in told), told
 
 
 def _scenarios(rank, world_size, port, names):
-    stall_inspector.WARN_SECONDS = 5
     for name in names:
         globals()[name](rank, world_size, port)
     return True
@@ -175,7 +150,7 @@ def _run(fn, *args, world_size=2):
 
 def test_ranks_that_do_not_come():
     names = [
-        "_stands_still_in_forward", "_is_busy_between_iterations", "_all_wait", "_leaves", "_runs_another_collective",
+        "_stands_still_in_forward", "_all_wait", "_leaves", "_runs_another_collective",
     ]  # fmt: skip
     with _store_host() as (_, port):
         assert _run(_scenarios, port, names) == [True, True]
@@ -183,21 +158,21 @@ def test_ranks_that_do_not_come():
 
 def _store_stops(rank, world_size, port, host, backend):
     """The store's host is stopped, and a rank does not come: the group's own timeout ends the wait."""
-    with _group(rank, world_size, port, backend, backend, timeout=5) as caught:
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=None)
+    with _group(rank, world_size, port, backend, backend, timeout=4) as told, times.faster(LOOK / 5):
+        ddp = minddp.DistributedDataParallel(_net())
         _train(ddp, 2)
         if rank == 1:
-            time.sleep(14)
+            time.sleep(8)
             return
         os.kill(host, signal.SIGSTOP)
         begin = time.monotonic()
         try:
             with pytest.raises(RuntimeError, match="(?i)timed out|did not take part"):
                 _train(ddp, 1)
-            assert time.monotonic() - begin < 13
+            assert time.monotonic() - begin < 8
         finally:
             os.kill(host, signal.SIGCONT)
-    return [str(w.message) for w in caught]
+    assert any("store does not answer" in text for text in told), told
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
@@ -255,7 +230,7 @@ def _waits_for_a_stopped_rank(rank, world_size, wait, text):
 
 def _stopped(rank, world_size, port):
     with _group(rank, world_size, port, "stopped"):
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=3)
+        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=2.0)
         _train(ddp, 2)
         text = r"Rank 1 \(process \d+ on \S+\) is stopped \(SIGSTOP"
         _waits_for_a_stopped_rank(rank, world_size, lambda: _train(ddp, 1), text)

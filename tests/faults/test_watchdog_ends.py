@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minddp import DistributedDataParallel as DDP
-from minddp.guards import board
+from minddp.guards import reports
 from minddp.testing import RankPool, run_ranks
 
 SECONDS = 10  # far less than a store's own timeout
@@ -17,7 +17,7 @@ SECONDS = 10  # far less than a store's own timeout
 
 def _wrapped(rank, world_size):
     DDP(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
-    return board._innermost(dist.distributed_c10d._get_default_store()).path
+    return reports.innermost(dist.distributed_c10d._get_default_store()).path
 
 
 def _watchdogs_left(rank, world_size):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import minddp
-from minddp.guards import lifetime, whereabouts
+from minddp.guards import lifetime, location
 from minddp.testing import RankPool, run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -43,7 +43,7 @@ def test_the_group_goes_after_the_reducer() -> None:
 
 def _looked_at() -> weakref.ref[torch.nn.Module]:
     module = torch.nn.Linear(1, 1)
-    whereabouts.training_threads({threading.current_thread(): 1.0})
+    location.of_thread(threading.current_thread())
     return weakref.ref(module)
 
 

@@ -1,10 +1,13 @@
 """Who asks the other ranks, about gradients made past a wrapper or steps that have not ended, and when."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from minddp.guards import local_gradients, optimizer_guard
+from minddp.guards import optimizer_guard, times
 from minddp.guards.local_gradients import LocalGradients
 
 
@@ -16,65 +19,49 @@ class _Group:
         return 2
 
 
-class _StandsStill:
-    """A store whose waits run out: the machine stood still, and the clock went on."""
-
-    def __init__(self, there):
-        self.values, self.there, self.waited = {}, there, []
-
-    def set(self, key, value):
-        self.values[key] = value
-        if self.there:
-            self.values[key.removesuffix("0") + "1"] = value
-
-    def get(self, key):
-        return self.values[key]
+class _StandsStill(dist.HashStore):
+    """A store that answers a question late, and the clock went on: meanwhile the other rank has come."""
 
     def check(self, keys):
-        return all(key in self.values for key in keys)
-
-    def wait(self, keys, timeout):
-        self.waited += keys
-        raise dist.DistStoreError(f"wait timeout after {timeout}")
-
-
-def _guard(there):
-    guard = LocalGradients(_Group(), dist.HashStore(), "wrapper")
-    guard._store = _StandsStill(there)
-    return guard
+        there = super().check(keys)
+        if not there:
+            self.set(keys[0], "{\"weight\": [1.4142135623730951, 1.764842187284489, 0.963558185417193]}")
+            time.sleep(0.03)
+        return there
 
 
-def test_a_rank_that_is_there_when_the_time_is_over_is_not_missed():
-    guard = _guard(there=True)
+def test_a_rank_that_is_there_when_the_time_is_over_is_not_missed(monkeypatch):
+    monkeypatch.setattr(times, "look", 0.01)
+    guard = LocalGradients(_Group(), dist.HashStore(), "wrapper", lambda rank, seconds, within: True)
+    guard._store = _StandsStill()
     guard.meet(1)
     guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
-    assert guard._store.waited == ["taken/1/1", "1/0/1"]  # nobody waits for his own word
 
 
-def test_a_rank_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setattr(local_gradients, "PATIENCE_SECONDS", 0.0)
+def test_a_rank_that_will_certainly_not_come_is_named():
+    guard = LocalGradients(_Group(), dist.HashStore(), "wrapper", lambda rank, seconds, within: True)
     with pytest.raises(RuntimeError, match="on rank 0 .* rank 1 has had no such backward"):
-        _guard(there=False).meet(1)
+        guard.meet(1)
     with pytest.raises(RuntimeError, match="rank 1 has shown none"):
-        _guard(there=False).check([("weight", torch.ones(2))], backward=3, iteration=1)
+        guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
 
 
-def test_a_rank_on_its_way_that_once_does_not_answer_is_waited_for(monkeypatch):
-    """Looks at its place run out, too, on a busy machine; patience begins with the last one that did not."""
-    monkeypatch.setattr(local_gradients, "PATIENCE_SECONDS", 1.5)
-    store, looks = dist.HashStore(), [True, True, None, True]
+def test_any_other_rank_is_waited_for_as_long_as_the_store_says(monkeypatch):
+    monkeypatch.setattr(times, "look", 0.02)
+    store, looks = dist.HashStore(), []
 
-    def on_its_way(rank):
-        if not looks:
+    def comes(rank, seconds, within):
+        looks.append((rank, within))
+        if len(looks) == 5:
             dist.PrefixStore("minddp/local/wrapper", store).set("taken/1/1", "")
-            return None
-        return looks.pop(0)
+        return False
 
-    LocalGradients(_Group(), store, "wrapper", on_its_way).meet(1)
-    assert not looks
-    looks += [True, True]
+    guard = LocalGradients(_Group(), store, "wrapper", comes)
+    guard.meet(1)
+    assert looks == [(1, True)] * 5
+    store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="rank 1 has had no such backward"):
-        LocalGradients(_Group(), store, "wrapper", lambda rank: looks.pop() if looks else None).meet(2)
+        guard.meet(2)
 
 
 class _Cares:

@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.guards import local_gradients
+from minddp.guards import times
 from minddp.testing import RankError, run_ranks, shutdown
 from tests.programs.beside_torch import those_that_differ
 
@@ -550,9 +550,9 @@ def test_what_torch_lets_drift_apart(world_size):
 # ---- on one rank alone
 
 
+@times.faster(0.2)
 def _taken_on_one_rank(rank, world_size, under_no_sync, frozen):
     """A forward waits for its backward, and one rank has one past the wrapper, or of a forward under no_sync."""
-    local_gradients.PATIENCE_SECONDS = 1.0
     model = minddp.DistributedDataParallel(_net())
     model.requires_grad_(not frozen)
     if rank == 0 or not under_no_sync:

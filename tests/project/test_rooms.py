@@ -19,7 +19,7 @@ ROOMS = {
     "_extension": set(),
     "environment": set(),
     "ranks": {"environment"},
-    "guards": {"ranks"},
+    "guards": {"environment", "ranks"},
     "reduction": {"ranks", "guards"},
     "planner": set(),
     "timeline": {"environment", "guards"},

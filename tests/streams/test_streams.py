@@ -5,6 +5,7 @@ What the host does in a step is counted, too: where it waits, and what it copies
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 import minddp
+from minddp.guards import watchdog
+from minddp.ranks.processes import Process, here
 from minddp.testing import run_ranks, shutdown
 from tests.streams import extension, programs
 
@@ -165,6 +168,8 @@ def _hears_of_a_failure(rank: int, world_size: int, path: str) -> str:
     dist.init_process_group(extension.NAME, rank=rank, world_size=2, store=store)
     model = minddp.DistributedDataParallel(programs.Branches(extension.NAME))
     x, side_x = programs.batches(extension.NAME)[0]
+    store.set(f"process{rank}", json.dumps(here()))  # the fake's exchange has told each of itself alone
+    watchdog.current(dist.group.WORLD).know({1 - rank: Process(*json.loads(store.get(f"process{1 - rank}")))})
 
     def fails(grad: torch.Tensor) -> None:
         raise ValueError("on rank 1 alone")

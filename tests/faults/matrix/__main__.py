@@ -27,7 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from .program import DESYNC_TIMEOUT, FAULTS, GROUP_TIMEOUT, PLACES, STEPS, Rank
+from .program import FAULTS, GROUP_TIMEOUT, PLACES, STEPS, Rank
 from .table import WELL, page, summary
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -336,7 +336,7 @@ def main() -> int:
     results = merged(before, fresh)
     if options.page:
         cut = bound({"fault": "cut"})
-        options.page.write_text(page(results, GROUP_TIMEOUT, DESYNC_TIMEOUT, cut, GIVEN_UP))
+        options.page.write_text(page(results, GROUP_TIMEOUT, cut, GIVEN_UP))
     print(summary(results))
     lost = [result for result in results if result["class"] == "minddp" and result["verdict"] not in WELL]
     return 1 if lost else 0

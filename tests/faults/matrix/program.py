@@ -19,7 +19,7 @@ PLACES = (
 )  # fmt: skip
 FAULTS = ("killed", "stopped", "exception", "swallowed", "cut", "out of memory")
 STEPS, FAULTY_STEP = 6, 3
-GROUP_TIMEOUT, DESYNC_TIMEOUT = 15, 4
+GROUP_TIMEOUT = 15
 
 
 class Planted(Exception):
@@ -143,7 +143,6 @@ class Rank:
             import minddp
 
             wrapper = minddp.DistributedDataParallel
-            arguments["desync_timeout"] = DESYNC_TIMEOUT
         try:
             ddp = wrapper(net, **arguments)
         except Planted:

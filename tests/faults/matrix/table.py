@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from minddp.guards.evidence import TABLE
+
 from .program import FAULTS, PLACES
 
 Results = Sequence[dict[str, Any]]
@@ -20,8 +22,20 @@ fault at the named place. "Told": each other rank raises within 10 seconds of th
 an error that names the faulty rank, its weights until then are those of a run without a fault (a swallowed exception
 gives the others another batch: not compared), and its process ends. "Unharmed": all ranks go on to the end, alike.
 Else: "not named" (an error that does not say who), "late", "stuck" (still running {stuck} seconds after the fault),
-"replicas differ" (all ended, with different weights). The group's timeout is {group} s, `desync_timeout` {desync} s;
-a stopped process goes on after twelve seconds. Where there is an entry, torch's class had the same cells.
+"replicas differ" (all ended, with different weights). The group's timeout is {group} s, all other
+arguments have their defaults; a stopped process goes on after twelve seconds. Where there is an entry, torch's
+class had the same cells.
+
+## What is certain, and what is suspected
+
+What is certain ends a wait at once, with the name. What is suspected is logged (`logging.getLogger("minddp")`): after
+10 seconds, after one minute, and each time that the wait has doubled, with the rank, its host, process, place and
+line, what it has not produced, and whether it computes, sleeps, waits or is stopped. It ends nothing before the
+group's own timeout, unless `desync_timeout` says so.
+
+{evidence}
+
+## What was seen
 
 {summary}
 
@@ -29,6 +43,11 @@ Seconds are the median over cells from the fault to the error in the other ranks
 
 {tables}
 """
+
+
+def _evidence() -> str:
+    rows = [f"| {evidence} | {certain} |" for evidence, certain, _ in TABLE.values()]
+    return "\n".join(["| of a rank that is waited for | |", "|---|---|", *rows])
 
 
 def summary(results: Results) -> str:
@@ -43,10 +62,10 @@ def summary(results: Results) -> str:
     return "\n".join(lines)
 
 
-def page(results: Results, group_timeout: int, desync_timeout: int, cut: float, stuck: int) -> str:
+def page(results: Results, group_timeout: int, cut: float, stuck: int) -> str:
     tables = "\n\n".join(_table(results, backend) for backend in ("gloo", "shm"))
     return _PAGE.format(
-        cut=cut, stuck=stuck, group=group_timeout, desync=desync_timeout, summary=summary(results), tables=tables
+        cut=cut, stuck=stuck, group=group_timeout, evidence=_evidence(), summary=summary(results), tables=tables
     )
 
 
@@ -55,7 +74,7 @@ def _table(results: Results, backend: str) -> str:
     for result in results:
         if result["backend"] == backend:
             groups[result["fault"], result["place"]][result["class"]].append(result)
-    lines = [f"## {backend}", "", "| fault | place | minddp | torch |", "|---|---|---|---|"]
+    lines = [f"### {backend}", "", "| fault | place | minddp | torch |", "|---|---|---|---|"]
     for fault, place in sorted(groups, key=lambda cell: (FAULTS.index(cell[0]), PLACES.index(cell[1]))):
         by_class = groups[fault, place]
         lines.append(f"| {fault} | {place} | {_entry(by_class['minddp'])} | {_entry(by_class['torch'])} |")

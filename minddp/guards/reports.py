@@ -1,0 +1,219 @@
+"""What ranks tell each other about their state, through the process group's store: keys, and who asks whom.
+
+=================  ===================================================================================================
+key                holds
+=================  ===================================================================================================
+``asked``          how often somebody has asked all ranks where they are
+``told``           how many failures have been told, by all ranks together; ``told/<n>`` is the n-th of them
+``summary``        where all ranks are, as one of those that wait has read it
+``report/<rank>``  a rank's process, and its answer to the last question
+``groups/...``     how many default groups a process has had on this store: keys are apart by that number
+=================  ===================================================================================================
+
+A turn of a rank is one request, for the first three keys. Of the ranks that wait one asks, the lowest as far as they
+know: it reads all reports in one request more, and writes the summary that the others read. So all ranks together
+make at most :data:`REQUESTS_A_SECOND`, however many wait.
+
+A launcher that starts ranks anew may give them the store of those before. A process that is known from the
+constructor's exchange is believed by its identity, another one of this machine if it wrote after this process began,
+and nobody else. No clock of another machine is read.
+
+Everything is JSON: nothing that comes from a peer is executed. Every call may wait for the store, and raise when it
+is gone: for the watchdog's thread only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..ranks import processes
+from ..ranks.processes import Process
+from . import times
+
+REQUESTS_A_SECOND = 100
+_FILE_TIMEOUT = timedelta(seconds=5)  # a request to a file that was removed looks for it so long
+_LISTED = 16  # absent ranks whose reports stand in a summary
+
+Report = dict[str, Any]
+
+
+def innermost(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+class Reports:
+    """One rank's view of the keys.
+
+    Args:
+        store: used by one thread alone.
+        rank, size: of the default group.
+        process: this one.
+        clock: seconds, of this process alone.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, process: Process, clock: Callable[[], float] = time.monotonic
+    ):
+        # What ranks have left on a store in an earlier default group says nothing about this one. A process that
+        # takes another's place counts as those do that have gone on, if the store is a new one.
+        era = store.add(f"minddp/watch/groups/{rank}/{process.pid}/{process.started}", 1)
+        self._store: Any = dist.PrefixStore(f"minddp/watch/{era}", store)
+        self._rank, self._size, self._clock = rank, size, clock
+        self._process = process
+        self.known: dict[int, Process] = {}
+        self.interval = max(times.look, 2 * size / REQUESTS_A_SECOND)  # a request and an answer a turn
+        self.patience = 2 * (self.interval + times.look)  # in which a rank that can answer does
+        self._question, self._read = 0, 0
+        self._asks: deque[tuple[float, int]] = deque(maxlen=8)  # when this rank has asked, and the question's number
+        self._first = 0  # of these questions, without a pause
+        self._waits_since: float | None = None
+        self._summary_text, self._summary_since = "", float("-inf")
+        self._summary: dict[str, Any] = {}
+        inner = innermost(store)
+        self._file = inner.path if isinstance(inner, dist.FileStore) else None  # type: ignore[attr-defined]
+        if self._file is not None:
+            store.set_timeout(_FILE_TIMEOUT)
+        for counter in ("asked", "told"):
+            self._store.add(counter, 0)
+        self._store.compare_set("summary", "", "{}")
+
+    def has_store(self) -> bool:
+        """Whether there is still what the store lies in: a request would make a file that was removed anew."""
+        return self._file is None or os.path.exists(self._file)
+
+    def turn(self, report: Callable[[], Report], waits: bool) -> list[Report]:
+        """Answers who asks, asks where nobody does for the ranks that wait, and returns what was told since the last
+        turn."""
+        asked, told, summary = self._get("asked", "told", "summary")
+        if int(asked) != self._question:
+            self._question = int(asked)
+            self.publish(report())
+        if waits:
+            self._follow_or_ask(summary.decode())
+        else:
+            self._waits_since = None
+            self._asks.clear()
+        return self._news(int(told))
+
+    def publish(self, report: Report) -> None:
+        mine = {"question": self._question, "process": self._process, "at": processes.now(), **report}
+        self._store.set(f"report/{self._rank}", json.dumps(mine))
+
+    def tell(self, failure: Report) -> None:
+        number = self._store.add("told", 1)
+        mine = {"rank": self._rank, "process": self._process, "at": processes.now(), **failure}
+        self._store.set(f"told/{number}", json.dumps(mine))
+
+    def of(self, rank: int) -> tuple[Report | None, bool]:
+        """What the summary says of a rank: its report, and whether it is silent."""
+        if self._waits_since is None or self._summary_since < self._waits_since:
+            return None, False
+        for key, ranks in self._summary.get("waiting", {}).items():
+            if any(first <= rank <= last for first, last in ranks):
+                return {"wait": key, "places": {}, "line": "", "words": ""}, False
+        return self._summary.get("absent", {}).get(str(rank)), rank in self._summary.get("silent", ())
+
+    def has_summary(self) -> bool:
+        """Whether ranks have had time to answer since this one waits."""
+        return self._waits_since is not None and self._summary_since >= self._waits_since and self._summary["settled"]
+
+    # --- who asks ---
+
+    def _follow_or_ask(self, summary: str) -> None:
+        now = self._clock()
+        if self._waits_since is None:
+            self._waits_since, self._summary_text = now, summary
+        if summary != self._summary_text:
+            self._take(summary)
+        heard = self._summary_since >= self._waits_since
+        follows = heard and self._summary["by"] < self._rank
+        # The lowest begins at once, the others one after the other, where nobody has begun.
+        patience = 3 * self.interval * (1.0 if follows else self._rank / self._size)
+        if now - max(self._summary_since, self._waits_since) >= patience or (self._asks and not follows):
+            self._ask(now)
+        else:
+            self._asks.clear()
+
+    def _take(self, summary: str) -> None:
+        self._summary_text, self._summary, self._summary_since = summary, json.loads(summary), self._clock()
+        for rank, process in self._summary["strangers"].items():
+            self.known.setdefault(int(rank), Process(*process))
+
+    def _ask(self, now: float) -> None:
+        if not self._asks or now - self._asks[-1][0] >= 2 * self.interval:
+            number = self._store.add("asked", 1)
+            self._first = self._first if self._asks else number
+            self._asks.append((now, number))
+        due = max((number for asked, number in self._asks if now - asked > self.patience), default=-1)
+        waiting: dict[str, list[list[int]]] = {}
+        absent: dict[int, Report | None] = {}
+        strangers: dict[int, list[Any]] = {}
+        silent: list[int] = []
+        for rank, report in enumerate(self._all_reports()):
+            if report is not None and not self.is_believed(rank, report):
+                report = None
+            if report is not None and len(strangers) < _LISTED and rank not in self.known:
+                strangers[rank] = report["process"]
+            answered = -1 if report is None else report["question"]
+            if answered < due:
+                silent.append(rank)
+            elif report is not None and report["wait"] and answered >= self._first:
+                _add_to_ranges(waiting.setdefault(report["wait"], []), rank)
+                continue
+            if len(absent) < _LISTED:
+                absent[rank] = report if answered >= self._first else None
+        facts = {"by": self._rank, "turn": now, "waiting": waiting, "absent": absent, "silent": silent}
+        facts["strangers"] = strangers
+        self._take(json.dumps(facts | {"settled": due >= 0}))
+        self._store.set("summary", self._summary_text)
+
+    def _all_reports(self) -> list[Report | None]:
+        keys = [f"report/{rank}" for rank in range(self._size)]
+        if self._store.check(keys):
+            return [json.loads(text) for text in self._get(*keys)]
+        return [json.loads(*self._get(key)) if self._store.check([key]) else None for key in keys]
+
+    # --- what is told ---
+
+    def _news(self, number: int) -> list[Report]:
+        found: list[Report] = []
+        while self._read < number:
+            key = f"told/{self._read + 1}"
+            if not self._store.check([key]):  # announced, not there yet
+                break
+            self._read += 1
+            entry = json.loads(*self._get(key))
+            if entry["rank"] != self._rank:
+                found.append(entry)
+        return [entry for entry in found if self.is_believed(entry["rank"], entry)]
+
+    def is_believed(self, rank: int, entry: Report) -> bool:
+        """Whether a rank of this group has written ``entry``, and not one of before that had its number."""
+        process = Process(*entry["process"])
+        if rank == self._rank:
+            return True
+        if rank in self.known:
+            return process == self.known[rank]
+        return process.machine == self._process.machine != "" and entry["at"] >= processes.began(self._process)
+
+    def _get(self, *keys: str) -> list[bytes]:
+        if self._store.has_extended_api():
+            return list(self._store.multi_get(list(keys)))
+        return [self._store.get(key) for key in keys]
+
+
+def _add_to_ranges(ranges: list[list[int]], rank: int) -> None:
+    if ranges and ranges[-1][1] == rank - 1:
+        ranges[-1][1] = rank
+    else:
+        ranges.append([rank, rank])

@@ -1,0 +1,42 @@
+"""How long the guards wait. All of it is counted in looks, of a second each; tests make looks shorter, here alone.
+
+==============================  ============================================================
+what                            in looks
+==============================  ============================================================
+a waiting rank looks            1
+it logs whom it waits for       after 10, 60, 120, 240, ...: each time that the wait has doubled
+a rank looks for questions      1, more where there are more than 50 ranks (``reports.py``)
+gone without a word             5, until what it had sent must have arrived
+a failed collective is named    within 5
+==============================  ============================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .. import _C
+
+look = 1.0  # seconds
+SETTLED, NAMING = 5, 5
+
+
+@contextmanager
+def faster(seconds: float) -> Iterator[None]:
+    """A look takes so long, in wrappers that are made inside: for tests."""
+    global look
+    before, look = look, seconds
+    _C.set_look_seconds(seconds)
+    try:
+        yield
+    finally:
+        look = before
+        _C.set_look_seconds(before)
+
+
+def warning_is_due(seconds: float) -> bool:
+    """Of a wait that has lasted so long. Asked once a look."""
+    looks = round(seconds / look)
+    minutes, rest = divmod(looks, 60)
+    return looks == 10 or (rest == 0 and minutes > 0 and minutes & (minutes - 1) == 0)

@@ -1,0 +1,234 @@
+"""From evidence to what is certain, what is suspected, and what is said: the table, cell by cell."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import minddp
+from minddp.guards import times
+from minddp.guards.evidence import (
+    CERTAIN,
+    TABLE,
+    Fact,
+    Kind,
+    Wait,
+    describe,
+    has_passed,
+    judge,
+    lost,
+    root_causes,
+    slow,
+)
+from minddp.ranks.processes import Process, Sight, here, look
+from minddp.ranks.waiting import ASKED, SHADOWED
+from minddp.testing import run_ranks
+
+NAMES = {3: "a.weight", 2: "a.bias"}
+WAIT = Wait("w/7|bucket 1 of iteration 7", "the reduction of bucket 1", 0, (4, 5, 6), "w", NAMES, iteration=7)
+OUTSIDE = Wait("group|buffers", "the buffers", 0, (4, 5, 6))
+PROCESS = Process("node7", "m", 77, 1)
+GONE, KILLED, EXITED = Sight("gone"), Sight("gone", "SIGKILL"), Sight("gone", "exit code 3")
+
+
+def report(phase="between", iteration=6, wait=None, collective="", missing=(), wrapper="w", does="", stepped=False):
+    place = {"phase": phase, "iteration": iteration, "missing": list(missing), "stepped": stepped}
+    said = {"line": "train.py:3 in f", "words": "", "does": does}
+    return {"places": {wrapper: place}, "wait": wait, "collective": collective, **said}
+
+
+def told(words="KeyError: x", left=False, because=(), phase="backward", iteration=7, wrapper="w"):
+    places = {wrapper: {"phase": phase, "iteration": iteration, "missing": [], "stepped": False}}
+    return {"words": words, "because": list(because), "left": left, "over": False, "places": places}
+
+
+RUNNING = Sight("running")
+
+
+def fact(rank=5, sight=RUNNING, **known):
+    return Fact(rank, PROCESS, sight, **known)
+
+
+BUSY = fact(rank=6, report=report())
+THERE = fact(rank=6, report=report(wait=WAIT.key))
+# (what is known of rank 5, of rank 6, the row, a part of what is said)
+CELLS = [
+    (fact(report=report(wait=WAIT.key)), BUSY, Kind.HERE, "waits for the same"),
+    (fact(report=report("forward", 8)), BUSY, Kind.HERE, ""),  # it has sent what is waited for
+    (fact(report=report("between", 7)), BUSY, Kind.HERE, ""),
+    (fact(report=report(wait=f"group|{SHADOWED}")), BUSY, Kind.HERE, ""),  # without data it takes part in anything
+    (fact(failure=told(left=True, phase="between"), sight=GONE), BUSY, Kind.HERE, ""),  # left, its part done
+    (fact(failure=told(phase="between")), BUSY, Kind.HERE, ""),  # it failed later
+    (fact(failure=told()), BUSY, Kind.FAILED, "rank 5 (process 77 on node7) says: KeyError: x"),
+    (fact(failure=told(), sight=GONE), THERE, Kind.FAILED, "says: KeyError: x"),
+    (fact(failure=told(wrapper="another")), BUSY, Kind.FAILED, "says"),
+    (fact(sight=KILLED), BUSY, Kind.ENDED, "is gone (SIGKILL), without a word"),
+    (fact(sight=EXITED, failure=told("has ended", left=True, wrapper="x")), BUSY, Kind.ENDED, "(exit code 3)"),
+    (fact(sight=GONE), THERE, Kind.ENDED, "is gone (its program has ended, or was killed"),
+    (fact(sight=GONE), fact(rank=6, report=report(wait="v/2|bucket 0 of iteration 2")), Kind.ENDED, "is gone"),
+    (fact(failure=told("it has destroyed", left=True, iteration=6)), BUSY, Kind.ENDED, "come any more: it has"),
+    (fact(failure=told(left=True, wrapper="another")), THERE, Kind.ENDED, "does not come any more"),
+    (fact(sight=GONE), BUSY, Kind.GONE, "is gone"),  # rank 6 may be the one that is waited for
+    (fact(sight=GONE), fact(rank=6, sight=Sight("stopped")), Kind.GONE, "is gone"),
+    (fact(failure=told(left=True, wrapper="another")), BUSY, Kind.GONE, "does not come any more"),
+    (fact(sight=Sight("stopped"), report=report()), THERE, Kind.STOPPED, "is stopped (SIGSTOP"),
+    (fact(silent=True), THERE, Kind.SILENT, "does not answer"),
+    (fact(silent=True, report=report(wait=WAIT.key)), THERE, Kind.SILENT, "seen: waits for bucket 1 of iteration 7"),
+    (fact(report=report(wait="w/6|bucket 0 of iteration 6")), THERE, Kind.WAITS, "waits for bucket 0 of iteration 6"),
+    (fact(report=report(wait=f"w|{ASKED}")), THERE, Kind.WAITS, f"waits for {ASKED}"),
+    (fact(report=report(collective="barrier")), THERE, Kind.WAITS, "in torch.distributed's barrier"),
+    (fact(report=report("forward", 7, does="computes")), THERE, Kind.BUSY,
+     "is in forward of iteration 7, at train.py:3 in f, where it computes; it never produced a.weight, a.bias"),
+    (fact(report=report("backward", 7, missing=[2], does="sleeps or waits")), THERE, Kind.BUSY, "produced a.bias"),
+    (fact(report=report("loss", 7)), THERE, Kind.BUSY, "is past forward of iteration 7"),
+    (fact(report=report()), THERE, Kind.BUSY, "is between iterations 6 and 7, at train.py:3 in f"),
+    (fact(report=report("backward", 9, wrapper="another")), THERE, Kind.BUSY, "is in backward of iteration 9"),
+    (fact(report={**report(), "places": {}}), THERE, Kind.BUSY, "is past its last DistributedDataParallel"),
+    (fact(), THERE, Kind.UNKNOWN, "has not said where it is"),
+    (Fact(5), THERE, Kind.UNKNOWN, "rank 5 has not said where it is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("five", "six", "kind", "words"), CELLS)
+def test_a_cell(five, six, kind, words):
+    judged = judge([five, six], WAIT)
+    assert judged[0] == (five, kind)
+    assert words in describe(five, kind, WAIT)
+
+
+def test_every_row_has_a_cell_and_two_are_certain():
+    assert {kind for _, _, kind, _ in CELLS} == set(Kind) == set(TABLE)
+    assert CERTAIN == {Kind.FAILED, Kind.ENDED}
+
+
+def test_the_docs_print_the_table():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "faults.md").read_text()
+    for evidence, certain, _ in TABLE.values():
+        assert f"| {evidence} | {certain} |" in text
+
+
+def test_outside_of_a_backward_no_iteration_tells_who_has_done_its_part():
+    gone = fact(sight=GONE, report=report("between", 99))
+    assert judge([gone, BUSY], OUTSIDE)[0][1] is Kind.GONE
+    assert judge([gone, fact(rank=6, report=report(wait=OUTSIDE.key))], OUTSIDE)[0][1] is Kind.ENDED
+
+
+ASKS = Wait(f"w|{ASKED}", ASKED, 0, (4, 5, 6), "w", iteration=7)
+
+
+@pytest.mark.parametrize(
+    ("known", "within", "passed"),
+    [
+        ({"failure": told()}, False, True),
+        ({"sight": GONE}, False, True),
+        ({"report": report("between", 7)}, False, False),  # before its step, or in it
+        ({"report": report("between", 7, stepped=True)}, False, True),
+        ({"report": report("between", 6, stepped=True)}, False, False),  # of the iteration before
+        ({"report": report("forward", 8)}, False, False),
+        ({"report": report("backward", 8)}, False, True),
+        ({"report": report("forward", 9)}, False, True),
+        ({"report": report(wait="w/7|bucket 0 of iteration 7")}, False, False),  # this rank has sent its part
+        ({"report": report(wait="w/7|bucket 0 of iteration 7")}, True, True),
+        ({"report": report(wait="w/8|bucket 0 of iteration 8")}, False, True),
+        ({"report": report("backward", 7)}, True, False),  # at whose end it may come
+        ({"report": report(collective="barrier")}, False, False),
+        ({"silent": True}, False, False),
+        ({"sight": Sight("stopped"), "report": report()}, False, False),
+    ],
+)
+def test_who_has_passed(known, within, passed):
+    assert has_passed(fact(**known), replace(ASKS, within=within), has_stepped=False) is passed
+
+
+def test_who_has_stepped_itself_knows_nothing_by_another_ranks_step():
+    assert not has_passed(fact(report=report("between", 7, stepped=True)), ASKS, has_stepped=True)
+
+
+def test_the_first_cause_is_named():
+    first, second = fact(sight=KILLED), fact(rank=6, failure=told("rank 5 will not", because=[5]))
+    both = [(second, Kind.FAILED), (first, Kind.ENDED)]
+    assert root_causes(both) == [(first, Kind.ENDED)]
+    assert root_causes(both[:1]) == both[:1]
+    victim = (fact(rank=6, report=report(wait="w/6|bucket 0 of iteration 6")), Kind.WAITS)
+    assert root_causes([victim, (first, Kind.STOPPED)]) == [(first, Kind.STOPPED)]
+    assert root_causes([victim]) == [victim]
+    text = lost(WAIT, 3.0, root_causes(both), "Connection closed\nat somewhere")
+    waits = "rank 5 will not take part in the reduction of bucket 1, for which rank 4 has waited 3 s. Rank 5 ("
+    assert text.startswith(waits)
+    assert text.endswith("The collective's own error: Connection closed")
+    assert "with ddp.join():" in lost(WAIT, 3.0, [(fact(sight=GONE), Kind.ENDED)], "")
+
+
+def test_the_warning():
+    text = slow(WAIT, 10.0, [(BUSY, Kind.BUSY), (fact(), Kind.HERE)], store_is_silent=True)
+    assert "rank 4 has waited 10 s for the reduction of bucket 1. rank 6 did not come yet" in text
+    assert "store does not answer" in text
+    assert slow(WAIT, 10.0, [(THERE, Kind.HERE)], False).endswith("all ranks are there: a slow network?")
+    hooked = slow(replace(WAIT, hook="my_hook"), 10.0, [(THERE, Kind.HERE)], False)
+    assert "my_hook, which must not wait for a collective in a callback" in hooked
+    pair = slow(replace(WAIT, ranks=(4, 6)), 10.0, [(THERE, Kind.HERE)], False)
+    assert pair.endswith("a slow network? Or a communication hook that one of the two ranks alone has?")
+
+
+def test_warnings_come_once_a_minute_and_rarer():
+    assert [second for second in range(1, 2000) if times.warning_is_due(second)] == [10, 60, 120, 240, 480, 960, 1920]
+    with times.faster(0.01):
+        due = [looks for looks in range(1, 300) if times.warning_is_due(looks * 0.01)]
+    assert due == [10, 60, 120, 240]
+
+
+def test_another_ranks_lack_of_memory_is_none_here():
+    """Programs look for "out of memory" in an error, and skip the batch."""
+    failed = fact(failure=told("OutOfMemoryError: CUDA out of memory"))
+    assert "CUDA out-of-memory" in lost(WAIT, 3.0, [(failed, Kind.FAILED)], "")
+
+
+_SLEEPS = """
+import time
+from minddp.ranks.processes import here
+print(*here()[2:], flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_becomes_of_a_process():
+    child = subprocess.Popen([sys.executable, "-c", _SLEEPS], stdout=subprocess.PIPE, text=True)
+    try:
+        pid, started = map(int, child.stdout.readline().split())
+        process = here()._replace(pid=pid, started=started)
+        assert look(process).state == "running"
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        assert look(process).state == "stopped"
+        assert look(process._replace(started=started - 1)).state == "gone"
+        assert look(process._replace(machine="another")).state == "elsewhere"
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert look(process) == Sight("gone", "SIGKILL")
+    child.wait()
+    assert look(process) == Sight("gone")
+
+
+def _bad_timeouts(rank, world_size):
+    for value, error in ((0, ValueError), (-1.0, ValueError), ("x", TypeError), (True, TypeError)):
+        with pytest.raises(error, match="desync_timeout must be a"):
+            minddp.DistributedDataParallel(nn.Linear(1, 1), desync_timeout=value)
+    assert minddp.DistributedDataParallel(nn.Linear(1, 1))._config.desync_timeout is None
+    os.environ["MINDDP_DESYNC_TIMEOUT"] = "7.5"
+    try:
+        assert minddp.DistributedDataParallel(nn.Linear(1, 1))._config.desync_timeout == 7.5
+        os.environ["MINDDP_DESYNC_TIMEOUT"] = "soon"
+        with pytest.raises(ValueError, match="MINDDP_DESYNC_TIMEOUT is 'soon': set it to a positive number"):
+            minddp.DistributedDataParallel(nn.Linear(1, 1))
+    finally:
+        del os.environ["MINDDP_DESYNC_TIMEOUT"]
+
+
+def test_timeouts_as_arguments_and_from_the_environment():
+    run_ranks(_bad_timeouts, 1)

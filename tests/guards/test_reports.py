@@ -1,0 +1,151 @@
+"""What ranks tell each other through the store, without processes: ranks take turns, and the clock is an argument."""
+
+import collections
+
+import pytest
+import torch.distributed as dist
+
+from minddp.guards.reports import REQUESTS_A_SECOND, Reports
+from minddp.ranks import processes
+from minddp.ranks.processes import Process, began, here
+
+ME = here()
+
+
+class Counted:
+    """A store that counts requests."""
+
+    def __init__(self):
+        self.store, self.requests = dist.HashStore(), 0
+
+    def __getattr__(self, name):
+        def request(*arguments):
+            self.requests += 1
+            return getattr(self.store, name)(*arguments)
+
+        return request
+
+    def has_extended_api(self):
+        return True
+
+
+class Ranks:
+    """``size`` ranks, whose turns come one after the other; some wait, some never answer."""
+
+    def __init__(self, size):
+        self.now, self.store, self.size = 0.0, Counted(), size
+        self.ranks = [self._rank(rank) for rank in range(size)]
+        for rank, reports in enumerate(self.ranks):
+            reports.publish(self.report(rank))
+        self.waiting, self.mute = {}, set()
+
+    def _rank(self, rank):
+        reports = Reports(dist.HashStore(), rank, self.size, ME, clock=lambda: self.now)
+        reports._store = self.store
+        for counter in ("asked", "told"):
+            self.store.add(counter, 0)
+        self.store.compare_set("summary", "", "{}")
+        return reports
+
+    def report(self, rank):
+        return {"wait": getattr(self, "waiting", {}).get(rank), "places": {}, "line": f"line {rank}"}
+
+    def turns(self, seconds):
+        """Returns the requests a second that all of them made."""
+        before, interval = self.store.requests, self.ranks[0].interval
+        for _ in range(round(seconds / interval)):
+            for rank, reports in enumerate(self.ranks):
+                self.now += interval / self.size
+                if rank not in self.mute:
+                    reports.turn(lambda rank=rank: self.report(rank), rank in self.waiting)
+        return (self.store.requests - before) / seconds
+
+
+@pytest.mark.parametrize("size", [2, 16, 64, 1024])
+def test_requests_grow_no_faster_than_ranks(size):
+    ranks = Ranks(size)
+    idle = ranks.turns(20 * ranks.ranks[0].interval)
+    ranks.waiting = {rank: "w/1|bucket 0" for rank in range(size) if rank != size // 2}
+    waiting = ranks.turns(40 * ranks.ranks[0].interval)
+    assert idle <= size / ranks.ranks[0].interval
+    assert waiting <= 1.6 * size / ranks.ranks[0].interval + 5
+    assert idle <= REQUESTS_A_SECOND and waiting <= REQUESTS_A_SECOND + 5
+    for rank in (0, size - 1):
+        report, silent = ranks.ranks[rank].of(size // 2)
+        if rank != size // 2:
+            assert report["line"] == f"line {size // 2}" and not silent
+    assert collections.Counter(reports._asks != collections.deque() for reports in ranks.ranks)[True] == 1, "one asks"
+
+
+def test_another_asks_once_the_one_that_did_is_mute():
+    ranks = Ranks(8)
+    ranks.waiting = dict.fromkeys((1, 3, 5, 7), "w/1|bucket 0")
+    ranks.turns(10)
+    assert ranks.ranks[1]._asks and ranks.ranks[7].of(3)[0]["wait"] == "w/1|bucket 0"
+    ranks.mute = {1}
+    ranks.turns(20)
+    assert ranks.ranks[3]._asks and not ranks.ranks[5]._asks
+    assert ranks.ranks[7].of(1) == (None, True) or ranks.ranks[7].of(1)[1]
+    assert ranks.ranks[7].has_summary()
+    ranks.mute = set()
+    ranks.turns(20)
+    assert ranks.ranks[7].of(1)[0]["wait"] == "w/1|bucket 0", "it answers again"
+
+
+def test_a_report_of_before_says_nothing_of_this_wait():
+    ranks = Ranks(2)
+    ranks.waiting = {0: "w/1|bucket 0", 1: "w/1|bucket 0"}
+    ranks.turns(10)
+    ranks.waiting = {}
+    ranks.turns(5)
+    ranks.waiting = {0: "w/1|bucket 0"}
+    ranks.mute = {1}
+    ranks.turns(3)
+    assert ranks.ranks[0].of(1) == (None, False)
+
+
+FAILURE = {"words": "KeyError", "because": [], "over": False, "left": False}
+
+
+def _news(reports):
+    return [entry["words"] for entry in reports.turn(lambda: {"wait": None, "places": {}}, False)]
+
+
+def test_what_earlier_ranks_left_on_the_store_is_passed_over(monkeypatch):
+    """A launcher may give restarted ranks the store of those that failed."""
+    store, other = dist.HashStore(), ME._replace(pid=1)
+    earlier = Reports(store, 1, 2, other)
+    earlier.tell(FAILURE)
+    assert _news(Reports(store, 0, 2, ME)) == ["KeyError"]
+    monkeypatch.setattr(processes, "began", lambda process: processes.now() + 10)
+    later = Reports(store, 0, 2, ME._replace(pid=2))
+    assert _news(later) == []
+    later.known[1] = other  # from the constructor's exchange: whatever the clocks say
+    earlier.tell({**FAILURE, "words": "again"})
+    assert _news(later) == ["again"]
+
+
+def test_of_another_machine_only_a_process_that_is_known_is_believed():
+    store, far = dist.HashStore(), Process("far", "another boot", 7, 1)
+    Reports(store, 1, 2, far).tell(FAILURE)
+    assert _news(Reports(store, 0, 2, ME)) == []
+    knows = Reports(store, 0, 2, ME._replace(pid=2))
+    knows.known[1] = far
+    assert _news(knows) == ["KeyError"]
+    replaced = Reports(store, 0, 2, ME._replace(pid=3))
+    replaced.known[1] = far._replace(pid=8)
+    assert _news(replaced) == []
+
+
+def test_each_group_on_a_store_has_words_of_its_own():
+    """A rank that goes on, and one whose process is another than before, meet on a new store."""
+    store = dist.HashStore()
+    Reports(store, 1, 2, ME).tell(FAILURE)
+    assert _news(Reports(store, 1, 2, ME)) == []  # its next group
+    another = dist.HashStore()
+    Reports(another, 1, 2, ME).tell(FAILURE)
+    assert _news(Reports(another, 0, 2, ME._replace(pid=1))) == ["KeyError"]
+
+
+def test_when_this_process_began():
+    assert 0 < began(ME) <= processes.now()
