@@ -201,6 +201,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
     backward_.takes_part = hooks_->taking_part();
   if (known) return;
   backward_.makes_graph = c10::GradMode::is_enabled();
+  backward_.goes_to_all = GraphTaskNodes().goes_to_all();
   backward_.begin = at::sequence_number::peek();
   await_end_of(graph_task);
 }
@@ -419,7 +420,8 @@ void Reducer::finalize_backward() {
 void Reducer::backward_is_gone(int graph_task) {
   auto lock = guard();
   if (!backward_.has(graph_task)) return;
-  interrupted_in_ = backward_.origin == Origin::kSynchronized ? graph_task : ParamUsage::kNone;
+  const bool owes = backward_.origin == Origin::kSynchronized && (phase_ == Phase::kBackward || backward_.goes_to_all);
+  interrupted_in_ = owes ? graph_task : ParamUsage::kNone;
   backward_ = {};
   if ((phase_ != Phase::kBackward && !interrupted()) || !callbacks_.on_interrupted) return;
   try {

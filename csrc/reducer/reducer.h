@@ -258,6 +258,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     Origin origin = Origin::kBypassed;
     bool taken = false;            // for a forward that waits, of which the graph holds no sign
     bool makes_graph = false;      // create_graph=True
+    bool goes_to_all = false;      // autograd.grad() goes to given inputs, and may bring no gradient at all
     uint64_t begin = 0;            // of the nodes that it makes
     ParamUsage::Flags takes_part;  // empty where nobody asks
   } backward_;

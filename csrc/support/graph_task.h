@@ -22,6 +22,8 @@ class GraphTaskNodes {
     if (!nodes_.empty()) return std::ranges::any_of(nodes_, is);
     return std::ranges::any_of(notes_, [&](const auto& note) { return is(note.first); });
   }
+  // Whether it goes to all leaves, and not to given inputs alone, as of autograd.grad().
+  bool goes_to_all() const { return notes_.empty(); }
   // Whether it will run an AccumulateGrad node, as far as its own graph tells.
   bool accumulates(Node* node) const {
     const auto note = notes_.find(node);

@@ -133,9 +133,10 @@ def _alone(fact: Fact, wait: Wait) -> Kind:
     report = fact.report or {}
     if _has_sent_its_part(fact, wait):
         return Kind.HERE
-    if fact.failure is not None and not fact.failure["left"]:
+    left = fact.failure is not None and fact.failure["left"]
+    if fact.failure is not None and not left and not _has_failed_before(fact, wait):
         return Kind.FAILED
-    if fact.failure is not None or (fact.sight is not None and fact.sight.state == "gone"):
+    if left or (fact.sight is not None and fact.sight.state == "gone"):
         return Kind.GONE
     if fact.sight is not None and fact.sight.state == "stopped":
         return Kind.STOPPED
@@ -156,6 +157,13 @@ def _has_sent_its_part(fact: Fact, wait: Wait) -> bool:
         return False
     done = place["iteration"] - (place["phase"] != "between")
     return bool(done >= wait.iteration)
+
+
+def _has_failed_before(fact: Fact, wait: Wait) -> bool:
+    """In an iteration that this rank has given up as well, and its program may go on as this one's does."""
+    assert fact.failure is not None
+    place = fact.failure["places"].get(wait.wrapper)
+    return not fact.failure["ends"] and place is not None and place["iteration"] < wait.iteration
 
 
 def _is_certainly_missed(fact: Fact, wait: Wait) -> bool:

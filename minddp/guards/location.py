@@ -25,9 +25,12 @@ class Activity:
     def __init__(self) -> None:
         self._looked, self._used = time.monotonic(), 0.0
 
-    def __call__(self, thread: threading.Thread) -> str:
-        """"computes", "sleeps or waits", or "waits for a disk"; empty where nobody can tell."""
-        state, used = thread_state(thread.native_id or 0)
+    def __call__(self, native_id: int) -> str:
+        """"computes", "sleeps or waits", or "waits for a disk"; empty where nobody can tell.
+
+        ``native_id``: the kernel's, as the thread itself was told; after a fork Python's ``Thread`` has its parent's.
+        """
+        state, used = thread_state(native_id)
         now = time.monotonic()
         computes = state == "R" or used - self._used > _COMPUTES * (now - self._looked)
         self._looked, self._used = now, used

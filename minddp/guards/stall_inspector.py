@@ -341,7 +341,7 @@ def _give_up(
     dog.waits_no_more()
     raised = LostPeer(lost(wait, seconds, causes, error))
     raised.lost_ranks = [fact.rank for fact, _ in causes]
-    dog.tell(str(raised), because=raised.lost_ranks, wait=0.5)
+    dog.tell(str(raised), because=raised.lost_ranks, ends=True, wait=0.5)
     _abandon(group)
     raise raised
 

@@ -70,7 +70,7 @@ class Watchdog:
         self._words = ""
         self._told = False
         self._later: tuple[float, str] | None = None
-        self._trains = threading.main_thread()  # who has run the last forward
+        self._trains, self._native_id = threading.main_thread(), os.getpid()  # who has run the last forward
         self._activity = location.Activity()
         self._turn_began = time.monotonic()
         self._stopping = self.lost = False
@@ -102,7 +102,7 @@ class Watchdog:
 
     def note_forward(self) -> None:
         """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
-        self._trains = threading.current_thread()
+        self._trains, self._native_id = threading.current_thread(), threading.get_native_id()
         self._wait = None
 
     def note_uncaught(self, error: BaseException) -> None:
@@ -112,7 +112,7 @@ class Watchdog:
         """
         thread = threading.current_thread()
         if thread is self._trains and thread is threading.main_thread():
-            self.tell(f"its program ended with {location.exception_text(error)}")
+            self.tell(f"its program ended with {location.exception_text(error)}", ends=True)
         elif thread is self._trains:
             self.note_words(f"{location.exception_text(error)}, which ended the thread that trained")
 
@@ -120,12 +120,15 @@ class Watchdog:
         """Of an exception that the program may handle: told only to those who ask where this rank is."""
         self._words = words
 
-    def tell(self, words: str, because: Sequence[int] = (), over: bool = False, wait: float = 0.0) -> None:
+    def tell(
+        self, words: str, because: Sequence[int] = (), ends: bool = False, over: bool = False, wait: float = 0.0
+    ) -> None:
         """Tells all ranks that this one will not come, or (``over``) that this has passed. The first words stand.
 
         Args:
             words: why.
             because: the ranks whose failure this one follows from.
+            ends: its program, and not an iteration.
             over: what was told before holds no more.
             wait: at most so many seconds until it has been told: the process may be about to end.
         """
@@ -133,7 +136,7 @@ class Watchdog:
         if self._told and not over:
             return
         self._told = not over
-        self._outbox.append(self._message(words, because, over))
+        self._outbox.append(self._message(words, because, ends, over))
         self._wake.set()
         if wait and threading.current_thread() is not self._thread:
             with self._sent:
@@ -251,12 +254,15 @@ class Watchdog:
             "places": self._where(),
             "line": line,
             "collective": collective,
-            "does": self._activity(trains),
+            "does": self._activity(self._native_id),
             "words": self._words,
         }
 
-    def _message(self, words: str, because: Sequence[int] = (), over: bool = False, left: bool = False) -> Report:
-        return {"words": words, "because": list(because), "over": over, "left": left, "places": self._where()}
+    def _message(
+        self, words: str, because: Sequence[int] = (), ends: bool = False, over: bool = False, left: bool = False
+    ) -> Report:
+        facts = {"words": words, "because": list(because), "ends": ends, "over": over, "left": left}
+        return {**facts, "places": self._where()}
 
     def end(self) -> None:
         """The interpreter ends: says so, and lets the thread end before it does.
@@ -275,7 +281,7 @@ class Watchdog:
     def _say_goodbye(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:
-            self._outbox.append(self._message(f"its program ended with {location.exception_text(error)}"))
+            self._outbox.append(self._message(f"its program ended with {location.exception_text(error)}", ends=True))
         elif self._later is not None:
             self.tell(self._later[1])
         else:

@@ -42,9 +42,10 @@ def report(phase="between", iteration=6, wait=None, collective="", missing=(), w
     return {"places": {wrapper: place}, "wait": wait, "collective": collective, **said}
 
 
-def told(words="KeyError: x", left=False, because=(), phase="backward", iteration=7, wrapper="w"):
+def told(words="KeyError: x", left=False, because=(), phase="backward", iteration=7, wrapper="w", ends=False):
     places = {wrapper: {"phase": phase, "iteration": iteration, "missing": [], "stepped": False}}
-    return {"words": words, "because": list(because), "left": left, "over": False, "places": places}
+    said = {"words": words, "because": list(because), "ends": ends, "left": left, "over": False}
+    return {**said, "places": places}
 
 
 RUNNING = Sight("running")
@@ -67,6 +68,8 @@ CELLS = [
     (fact(failure=told()), BUSY, Kind.FAILED, "rank 5 (process 77 on node7) says: KeyError: x"),
     (fact(failure=told(), sight=GONE), THERE, Kind.FAILED, "says: KeyError: x"),
     (fact(failure=told(wrapper="another")), BUSY, Kind.FAILED, "says"),
+    (fact(failure=told(iteration=6, ends=True)), BUSY, Kind.FAILED, "says"),
+    (fact(failure=told(iteration=6), report=report()), BUSY, Kind.BUSY, "is between"),  # as this rank has, in that one
     (fact(sight=KILLED), BUSY, Kind.ENDED, "is gone (SIGKILL), without a word"),
     (fact(sight=EXITED, failure=told("has ended", left=True, wrapper="x")), BUSY, Kind.ENDED, "(exit code 3)"),
     (fact(sight=GONE), THERE, Kind.ENDED, "is gone (its program has ended, or was killed"),

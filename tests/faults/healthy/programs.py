@@ -402,7 +402,24 @@ def steps_late_on_gradients_made_alike(ddp_class, rank, seconds):
     return ddp
 
 
+def loses_a_gradient_of_the_input(ddp_class, rank, seconds):
+    """An exception ends ``autograd.grad`` to the input alone, which owes no other rank anything."""
+
+    def fails(grad):
+        raise ValueError("no gradient for this attack")
+
+    ddp, optimizer = _made(ddp_class)
+    _steps(ddp, optimizer, 2)
+    x = torch.ones(2, 4, requires_grad=True)
+    x.register_hook(fails)
+    with contextlib.suppress(ValueError):
+        torch.autograd.grad(ddp(x).sum(), x)
+    time.sleep(seconds * (rank == 1))
+    _steps(ddp, optimizer)
+    return ddp
+
+
 EVENTS = (
     rests_between_two_backwards_of_one_iteration, shows_an_exception, is_interrupted_in_forward, threads_end,
-    steps_raise, steps_late_on_gradients_made_alike,
+    steps_raise, steps_late_on_gradients_made_alike, loses_a_gradient_of_the_input,
 )  # fmt: skip
