@@ -420,7 +420,8 @@ void Reducer::finalize_backward() {
 void Reducer::backward_is_gone(int graph_task) {
   auto lock = guard();
   if (!backward_.has(graph_task)) return;
-  const bool owes = backward_.origin == Origin::kSynchronized && (phase_ == Phase::kBackward || backward_.goes_to_all);
+  const bool owes =
+      backward_.origin == Origin::kSynchronized && (phase_ == Phase::kBackward || backward_.goes_to_all);
   interrupted_in_ = owes ? graph_task : ParamUsage::kNone;
   backward_ = {};
   if ((phase_ != Phase::kBackward && !interrupted()) || !callbacks_.on_interrupted) return;

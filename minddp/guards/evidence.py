@@ -160,10 +160,12 @@ def _has_sent_its_part(fact: Fact, wait: Wait) -> bool:
 
 
 def _has_failed_before(fact: Fact, wait: Wait) -> bool:
-    """In an iteration that this rank has given up as well, and its program may go on as this one's does."""
+    """In the backward of an iteration that this rank has given up as well: its program may go on as this one does."""
     assert fact.failure is not None
     place = fact.failure["places"].get(wait.wrapper)
-    return not fact.failure["ends"] and place is not None and place["iteration"] < wait.iteration
+    if fact.failure["ends"] or place is None or place["phase"] != "backward":
+        return False
+    return bool(place["iteration"] < wait.iteration)
 
 
 def _is_certainly_missed(fact: Fact, wait: Wait) -> bool:

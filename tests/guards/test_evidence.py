@@ -69,7 +69,8 @@ CELLS = [
     (fact(failure=told(), sight=GONE), THERE, Kind.FAILED, "says: KeyError: x"),
     (fact(failure=told(wrapper="another")), BUSY, Kind.FAILED, "says"),
     (fact(failure=told(iteration=6, ends=True)), BUSY, Kind.FAILED, "says"),
-    (fact(failure=told(iteration=6), report=report()), BUSY, Kind.BUSY, "is between"),  # as this rank has, in that one
+    (fact(failure=told(iteration=6, phase="between")), BUSY, Kind.FAILED, "says"),
+    (fact(failure=told(iteration=6), report=report()), BUSY, Kind.BUSY, "is between"),  # as this rank has
     (fact(sight=KILLED), BUSY, Kind.ENDED, "is gone (SIGKILL), without a word"),
     (fact(sight=EXITED, failure=told("has ended", left=True, wrapper="x")), BUSY, Kind.ENDED, "(exit code 3)"),
     (fact(sight=GONE), THERE, Kind.ENDED, "is gone (its program has ended, or was killed"),
