@@ -72,7 +72,7 @@ def _slow_peer(rank, world_size):
     with times.faster(0.05), logged() as said:
         ddp = DistributedDataParallel(Two())
         if rank == 1:
-            time.sleep(0.8)
+            time.sleep(2)
         ddp(torch.ones(2, 4), False).sum().backward()
     grad = ddp.module.used.weight.grad.clone()
     dist.broadcast(grad, 0)
