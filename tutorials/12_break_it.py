@@ -224,8 +224,8 @@ def break_models() -> None:
 #
 # Rank 1 calls `ddp.module(x)` in place of `ddp(x)`, in an `if rank == 1` that was meant for a print. That goes past
 # the wrapper: its gradients are its own. With torch's class rank 1 takes a step of its own and trains on, while
-# rank 0 waits. With minddp's, rank 1 asks rank 0 for its gradients, waits ten seconds for an answer, and raises
-# before the step. Rank 0 is told.
+# rank 0 waits. With minddp's, rank 1 asks rank 0 for its gradients, hears that rank 0 is in its next forward, waiting
+# for rank 1, and raises before the step. Rank 0 is told.
 
 # %%
 

@@ -17,6 +17,8 @@ from ..ranks.processes import Process, Sight
 from ..ranks.waiting import SHADOWED
 
 _LISTED = 3
+# In the key of a wait outside of backward, between the wrapper's and how many such collectives it has begun.
+COLLECTIVE = "/collective "
 
 
 @dataclass(frozen=True)
@@ -175,22 +177,26 @@ def _is_certainly_missed(fact: Fact, wait: Wait) -> bool:
     return place is not None and wait.iteration > 0  # and has not sent its part
 
 
-def has_passed(fact: Fact, wait: Wait, has_stepped: bool) -> bool:
-    """Whether a rank will certainly not say the word that this one waits for.
+def has_passed(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool:
+    """Whether a rank will certainly not say the word that this one waits for, which is at its ``own`` place.
 
-    It has failed or is gone; has gone on to a later iteration, or waits in a backward of ``wait.iteration`` or later;
-    or has stepped since its last backward, where this rank has not (``has_stepped``).
+    It has failed or is gone; has gone on to a later iteration, or waits in a backward of ``wait.iteration`` or later,
+    or in a collective of this wrapper's that this rank has not begun; or has stepped since its last backward, where
+    this rank has not.
     """
     if judge([fact], wait)[0][1] in CERTAIN:
         return True
     report = fact.report or {}
-    whose, _, iteration = (report.get("wait") or "").partition("|")[0].rpartition("/")
+    waits = (report.get("wait") or "").partition("|")[0]
+    if waits.startswith(wait.wrapper + COLLECTIVE):
+        return int(waits.rpartition(COLLECTIVE)[2]) > own["collectives"]
+    whose, _, iteration = waits.rpartition("/")
     if whose == wait.wrapper:
         return int(iteration) > wait.iteration - wait.within
     place = report.get("places", {}).get(wait.wrapper)
     return place is not None and (
         place["iteration"] - (place["phase"] in ("forward", "loss")) > wait.iteration
-        or (place["stepped"] and not has_stepped and place["iteration"] == wait.iteration)
+        or (place["stepped"] and not own["stepped"] and place["iteration"] == wait.iteration)
     )
 
 

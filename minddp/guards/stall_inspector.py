@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from .. import _C, environment
 from ..ranks import waiting
 from . import optimizer_guard, times, watchdog
-from .evidence import CERTAIN, Judged, Kind, Wait, has_passed, judge, lost, root_causes, slow
+from .evidence import CERTAIN, COLLECTIVE, Judged, Kind, Wait, has_passed, judge, lost, root_causes, slow
 from .location import exception_text
 from .watchdog import Watchdog
 
@@ -81,6 +81,7 @@ class StallInspector:
         self._rank = group.rank()
         self._reported = False
         self._checked = (-1, float("inf"))  # by check_peers: an iteration, and when it was first called in it
+        self._collectives = 0  # outside of backward, begun by this rank
         self._forward_ended_ns = -1  # by an exception, which the reducer does not see
         self._dog: Watchdog | None = watchdog.current(group)
         if self._dog is not None:
@@ -146,10 +147,15 @@ class StallInspector:
             phase = "between"
         iteration = position["iteration"] + (phase in ("forward", "loss"))
         missing = position["missing"] if phase == "backward" else []
-        stepped = phase == "between" and self._has_stepped()
-        return self.key, {"phase": phase, "iteration": iteration, "missing": missing, "stepped": stepped}
+        place = {"phase": phase, "iteration": iteration, "missing": missing, "collectives": self._collectives}
+        return self.key, {**place, "stepped": phase == "between" and self._has_stepped()}
 
     # --- what it waits for ---
+
+    def collective(self) -> AbstractContextManager[None]:
+        """Inside, this thread's waits are those of a collective outside of backward. All ranks begin one."""
+        self._collectives += 1
+        return _waits_of(f"{self.key}{COLLECTIVE}{self._collectives}", self.desync_timeout)
 
     def on_stall(self, seconds: float, bucket: int, error: str) -> None:
         """Called once a look while the collective of ``bucket`` does not end, and when it has failed with ``error``.
@@ -193,7 +199,8 @@ class StallInspector:
             log.warning(slow(wait, seconds, judge(facts, wait), self._dog.store_is_silent()))
         if self.desync_timeout is not None and seconds >= self.desync_timeout and self._dog.has_summary():
             return True
-        return has_passed(facts[0], wait, self._has_stepped())
+        own = self.place()
+        return own is not None and has_passed(facts[0], wait, own[1])
 
     def check_peers(self) -> None:
         """Before a forward on a device with streams, where no wait tells that a rank is lost.
@@ -247,32 +254,41 @@ def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> N
     dog = watchdog.current(group)
     if dog is None:
         return
-    # Whose wait it is nobody says here: the most patient of the group's wrappers decides.
-    inspectors = list(_inspectors)
-    own = [inspector for inspector in inspectors if inspector.group is group]
-    given = _constructors.patience or [inspector.desync_timeout for inspector in own or inspectors]
-    timeouts = [timeout for timeout in given or [environment.desync_timeout()] if timeout is not None]
-    timeout = max(timeouts) if len(timeouts) >= max(len(given), 1) else None
+    given: Sequence[float | None] = _owner.patience
+    if not given:  # Whose wait it is nobody says: the most patient of the group's wrappers decides.
+        inspectors = list(_inspectors)
+        own = [inspector for inspector in inspectors if inspector.group is group]
+        given = [inspector.desync_timeout for inspector in own or inspectors] or [environment.desync_timeout()]
+    timeouts = [timeout for timeout in given if timeout is not None]
+    timeout = max(timeouts) if len(timeouts) == len(given) else None
     ranks = tuple(dist.get_process_group_ranks(group))
-    wait = Wait(f"{group.group_name}|{what}", what, group.rank(), ranks)
+    wait = Wait(f"{_owner.key or group.group_name}|{what}", what, group.rank(), ranks)
     look_into(dog, group, wait, seconds, error, timeout)
 
 
-class _Constructors(threading.local):
+class _Owner(threading.local):
+    """Whose wait this thread's is: a key that all ranks give it, and the wrapper's ``desync_timeout``."""
+
+    key = ""
     patience: tuple[float | None, ...] = ()
 
 
-_constructors = _Constructors()
+_owner = _Owner()
 
 
 @contextmanager
-def construction(desync_timeout: float | None) -> Iterator[None]:
-    """A wrapper is being made on this thread: its waits are as patient as it will be."""
-    _constructors.patience = (desync_timeout,)
+def _waits_of(key: str, desync_timeout: float | None) -> Iterator[None]:
+    outer = _owner.key, _owner.patience
+    _owner.key, _owner.patience = key, (desync_timeout,)
     try:
         yield
     finally:
-        _constructors.patience = ()
+        _owner.key, _owner.patience = outer
+
+
+def construction(desync_timeout: float | None) -> AbstractContextManager[None]:
+    """A wrapper is being made on this thread: its waits are as patient as it will be."""
+    return _waits_of("", desync_timeout)
 
 
 waiting.set_watcher(_watch)

@@ -106,8 +106,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         desync_timeout: seconds after which a wait for another rank ends with an error, whatever that rank does: it
             may be stopped or cut off, wait in another collective, compute, evaluate or write a checkpoint. ``None``:
             such a rank is waited for as long as the group's timeout says, and the log tells where it is. A rank that
-            has reported an exception, or is gone, is not waited for, whatever this is. Outside of backward the
-            largest of a group's wrappers counts; of all wrappers, where the group has none.
+            has reported an exception, or is gone, is not waited for, whatever this is. In a wait of no wrapper's
+            the largest of a group's wrappers counts; of all wrappers, where the group has none.
             ``MINDDP_DESYNC_TIMEOUT`` sets it where it is not given.
 
     Raises:
@@ -239,7 +239,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         if grad and not engine.reducer.is_settled:
             engine.rebuild_buckets()
         if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
+            with engine.collective():
+                self._sync_buffers()
         if self._join_config.enable:
             agree_on_sync(self, is_joined_rank=False)
         inputs, kwargs = self._move_inputs(inputs, kwargs)
@@ -255,7 +256,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         if engine is None:
             return output
         if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
+            with engine.collective():
+                self._sync_buffers()
         grad = torch.is_grad_enabled()
         synchronized = grad and engine.reducer.sync_enabled
         self.__dict__["require_forward_param_sync"] = synchronized

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -310,7 +311,7 @@ class Engine:
     def rebuild_buckets(self) -> None:
         """Along the order of arrival, once. Collective."""
         before = {frozenset(bucket) for bucket in self.reducer.buckets()}
-        if not self.reducer._rebuild_buckets():
+        if not self.reducer._rebuild_buckets(self.collective):
             return
         if self.reducer.agreed_token is not None:
             self.name(self.reducer.agreed_token)
@@ -318,6 +319,10 @@ class Engine:
         if changed or not self.config.find_unused_parameters:
             self.has_rebuilt_buckets = True
             self.logger.note_rebuilt(self.reducer)
+
+    def collective(self) -> AbstractContextManager[None]:
+        """Inside, the other ranks know whose collective this one waits in."""
+        return nullcontext() if self.inspector is None else self.inspector.collective()
 
     def name(self, token: str) -> None:
         """What all ranks call this wrapper. Counting is no name: a copy on one rank alone would shift the rest."""

@@ -10,6 +10,7 @@ import math
 import secrets
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,9 +141,10 @@ class Reducer(_C.Reducer):
         arrived, absent = ready_order(self.last_step()["ready_ns"])
         return arrived + absent
 
-    def _rebuild_buckets(self) -> bool:
+    def _rebuild_buckets(self, collective: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
         """Once, after the first synchronized backward: buckets along rank 0's order. Collective.
 
+        ``collective``: a context in which the ranks meet, if they do.
         With unused parameters to find, what no rank has used lies apart, and nobody is asked: all know the same. Not
         where unused buckets are skipped.
         With a static graph after the second, as in torch: a forward on one rank alone meets nobody before.
@@ -153,7 +155,8 @@ class Reducer(_C.Reducer):
         self.is_settled = True
         order = ready_order(self.last_step()["ready_ns"])
         if self._agrees_on_order:
-            order, token = agree_on_order(order, secrets.randbits(62), self.group, self._device)
+            with collective():
+                order, token = agree_on_order(order, secrets.randbits(62), self.group, self._device)
             self.agreed_token = f"{token:x}"
             if self._pair is not None:
                 self._pair.ask(self._has_hook)

@@ -37,7 +37,7 @@ GONE, KILLED, EXITED = Sight("gone"), Sight("gone", "SIGKILL"), Sight("gone", "e
 
 
 def report(phase="between", iteration=6, wait=None, collective="", missing=(), wrapper="w", does="", stepped=False):
-    place = {"phase": phase, "iteration": iteration, "missing": list(missing), "stepped": stepped}
+    place = {"phase": phase, "iteration": iteration, "missing": list(missing), "stepped": stepped, "collectives": 3}
     said = {"line": "train.py:3 in f", "words": "", "does": does}
     return {"places": {wrapper: place}, "wait": wait, "collective": collective, **said}
 
@@ -122,6 +122,7 @@ def test_outside_of_a_backward_no_iteration_tells_who_has_done_its_part():
     assert judge([gone, fact(rank=6, report=report(wait=OUTSIDE.key))], OUTSIDE)[0][1] is Kind.ENDED
 
 
+OWN = report("between", 7)["places"]["w"]
 ASKS = Wait(f"w|{ASKED}", ASKED, 0, (4, 5, 6), "w", iteration=7)
 
 
@@ -139,6 +140,10 @@ ASKS = Wait(f"w|{ASKED}", ASKED, 0, (4, 5, 6), "w", iteration=7)
         ({"report": report(wait="w/7|bucket 0 of iteration 7")}, False, False),  # this rank has sent its part
         ({"report": report(wait="w/7|bucket 0 of iteration 7")}, True, True),
         ({"report": report(wait="w/8|bucket 0 of iteration 8")}, False, True),
+        ({"report": report(wait="w/collective 4|the buffers")}, False, True),
+        ({"report": report(wait="w/collective 4|the buffers")}, True, True),
+        ({"report": report(wait="w/collective 3|the buffers")}, False, False),  # this rank has begun it
+        ({"report": report(wait="v/collective 4|the buffers")}, False, False),
         ({"report": report("backward", 7)}, True, False),  # at whose end it may come
         ({"report": report(collective="barrier")}, False, False),
         ({"silent": True}, False, False),
@@ -146,11 +151,11 @@ ASKS = Wait(f"w|{ASKED}", ASKED, 0, (4, 5, 6), "w", iteration=7)
     ],
 )
 def test_who_has_passed(known, within, passed):
-    assert has_passed(fact(**known), replace(ASKS, within=within), has_stepped=False) is passed
+    assert has_passed(fact(**known), replace(ASKS, within=within), OWN) is passed
 
 
 def test_who_has_stepped_itself_knows_nothing_by_another_ranks_step():
-    assert not has_passed(fact(report=report("between", 7, stepped=True)), ASKS, has_stepped=True)
+    assert not has_passed(fact(report=report("between", 7, stepped=True)), ASKS, {**OWN, "stepped": True})
 
 
 def test_the_first_cause_is_named():

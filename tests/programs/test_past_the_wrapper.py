@@ -585,6 +585,31 @@ def test_a_backward_that_one_rank_alone_has_is_not_sent(world_size, under_no_syn
         shutdown()
 
 
+@times.faster(0.2)
+def _past_it_on_one_rank(rank, world_size, iteration, with_buffers):
+    """The others wait in their next forward (for new buckets, or buffers), or in its backward."""
+    layers = [_net(), nn.BatchNorm1d(2)] if with_buffers else [_net()]
+    model = minddp.DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = _sgd(model)
+    with pytest.raises(RuntimeError) as raised:
+        for i in range(5):
+            optimizer.zero_grad()
+            forward = model.module if rank == 1 and i == iteration else model
+            forward(_batch(rank, i)).pow(2).sum().backward()
+            optimizer.step()
+    expected = "would use gradients that were never averaged" if rank == 1 else "rank 1 will not take part"
+    assert i == iteration and expected in str(raised.value)
+
+
+@pytest.mark.parametrize("with_buffers", [False, True], ids=["", "buffers"])
+@pytest.mark.parametrize(("world_size", "iteration"), [(2, 1), (3, 2)])
+def test_a_rank_that_goes_past_it_alone_is_stopped_before_its_step(world_size, iteration, with_buffers):
+    try:
+        run_ranks(_past_it_on_one_rank, world_size, iteration, with_buffers)
+    finally:
+        shutdown()
+
+
 def _sparse_of_two_wrappers(rank, world_size):
     """Torch's class divides it once for each wrapper whose forward ran."""
     grads = []
