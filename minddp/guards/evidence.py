@@ -29,6 +29,7 @@ class Wait:
     default group, whose numbers all texts have. ``wrapper`` and ``iteration``: whose backward waits; neither is there
     outside of one. ``within``: this rank has still to send its part of that backward. ``parameters``: names by index
     of those whose gradients are waited for. ``hook``: the communication hook that sends them, if one does.
+    ``given_up``: the last iteration that this rank gave up.
     """
 
     key: str
@@ -40,6 +41,7 @@ class Wait:
     hook: str = ""
     iteration: int = 0
     within: bool = False
+    given_up: int = 0
 
     @property
     def here(self) -> int:
@@ -167,7 +169,7 @@ def _has_failed_before(fact: Fact, wait: Wait) -> bool:
     place = fact.failure["places"].get(wait.wrapper)
     if fact.failure["ends"] or place is None or place["phase"] != "backward":
         return False
-    return bool(place["iteration"] < wait.iteration)
+    return bool(place["iteration"] <= wait.given_up < wait.iteration)
 
 
 def _is_certainly_missed(fact: Fact, wait: Wait) -> bool:

@@ -80,6 +80,7 @@ class StallInspector:
         self._ranks = tuple(dist.get_process_group_ranks(group))  # in the default group, by rank in this one
         self._rank = group.rank()
         self._reported = False
+        self._given_up = 0  # an iteration
         self._checked = (-1, float("inf"))  # by check_peers: an iteration, and when it was first called in it
         self._collectives = 0  # outside of backward, begun by this rank
         self._forward_ended_ns = -1  # by an exception, which the reducer does not see
@@ -99,6 +100,7 @@ class StallInspector:
 
     def report_failure(self, error: BaseException | str) -> None:
         """This rank will not finish its backward: tells the others why, in the words of the first who knows."""
+        self.note_given_up()
         if self._reported or self._dog is None:
             return
         self._reported = True
@@ -107,6 +109,7 @@ class StallInspector:
 
     def report_interrupted(self, why: str) -> None:
         """An exception has ended this rank's backward, of which the reducer knows ``why`` or nothing."""
+        self.note_given_up()
         if why:
             self.report_failure(why)
         elif not self._reported and self._dog is not None:
@@ -123,6 +126,10 @@ class StallInspector:
         self._forward_ended_ns = time.monotonic_ns()
         if self._dog is not None:
             self._dog.note_words(exception_text(error))
+
+    def note_given_up(self) -> None:
+        """Without a word: another rank may have told of the same iteration."""
+        self._given_up = self._iteration()
 
     def take_back(self) -> None:
         """What this rank has reported is over. Costs nothing where it has reported nothing."""
@@ -180,6 +187,7 @@ class StallInspector:
             {index: self._names[index] for index in indices},
             self.hook,
             iteration,
+            given_up=self._given_up,
         )
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
 

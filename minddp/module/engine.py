@@ -332,6 +332,8 @@ class Engine:
 
     def abort_iteration(self) -> None:
         """Gives up the iteration that is under way: back to the state between two."""
+        if self.inspector is not None and self.reducer.phase() != _C.Phase.IDLE:
+            self.inspector.note_given_up()
         self.reducer.abort_iteration()
         if self.reducer.weights is not None:
             self.reducer.weights.forget()

@@ -70,7 +70,7 @@ CELLS = [
     (fact(failure=told(wrapper="another")), BUSY, Kind.FAILED, "says"),
     (fact(failure=told(iteration=6, ends=True)), BUSY, Kind.FAILED, "says"),
     (fact(failure=told(iteration=6, phase="between")), BUSY, Kind.FAILED, "says"),
-    (fact(failure=told(iteration=6), report=report()), BUSY, Kind.BUSY, "is between"),  # as this rank has
+    (fact(failure=told(iteration=6), report=report()), BUSY, Kind.FAILED, "says"),  # which this rank has ended well
     (fact(sight=KILLED), BUSY, Kind.ENDED, "is gone (SIGKILL), without a word"),
     (fact(sight=EXITED, failure=told("has ended", left=True, wrapper="x")), BUSY, Kind.ENDED, "(exit code 3)"),
     (fact(sight=GONE), THERE, Kind.ENDED, "is gone (its program has ended, or was killed"),
@@ -114,6 +114,13 @@ def test_the_docs_print_the_table():
     text = (Path(__file__).resolve().parents[2] / "docs" / "faults.md").read_text()
     for evidence, certain, _ in TABLE.values():
         assert f"| {evidence} | {certain} |" in text
+
+
+def test_a_failure_of_an_iteration_that_this_rank_has_given_up_as_well_is_past():
+    failed = fact(failure=told(iteration=6), report=report())
+    assert judge([failed, BUSY], replace(WAIT, given_up=6))[0][1] is Kind.BUSY
+    assert judge([failed, BUSY], replace(WAIT, given_up=5))[0][1] is Kind.FAILED
+    assert judge([fact(failure=told()), BUSY], replace(WAIT, given_up=7))[0][1] is Kind.FAILED  # of this one
 
 
 def test_outside_of_a_backward_no_iteration_tells_who_has_done_its_part():
