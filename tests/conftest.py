@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 
+import minddp.testing
+from tests import zygote
+
+minddp.testing.start_rank = zygote.start_rank
+
 
 def _part(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/(\d+)", text)
