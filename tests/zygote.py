@@ -1,8 +1,8 @@
 """Fresh ranks in hundredths of a second: processes that have imported torch once, and fork.
 
 Life cycle: who first needs a rank starts :data:`SERVERS` zygotes (``python -m tests.zygote FOLDER INDEX``), each with
-a hash seed of its own, so that sets of strings are walked in other orders on rank 0 than on rank 1. The workers of one
-pytest share them by :data:`FOLDER`'s sockets. A zygote ends when its last user has.
+a hash seed of its own, so that sets of strings are walked in other orders on rank 0 than on rank 1. The workers of
+one pytest share them by :data:`FOLDER`'s sockets. A zygote ends when its last user has.
 
 What always holds: a zygote has one thread and has run no collective when it forks; whatever starts a thread there
 raises with the thread's name. A rank gets its user's environment, folder, ``sys.path``, standard input, output and
