@@ -30,15 +30,17 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import types
 from collections.abc import Callable
 from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REAL_STARTS", "Rank", "hash_seeds", "start_rank", "started"]
+__all__ = ["REAL_STARTS", "Program", "Rank", "hash_seeds", "start_rank", "started"]
 
 # Tests that start processes as a user does, with the reason; everything else goes through `start_rank`.
 REAL_STARTS = {
@@ -99,7 +101,13 @@ class Rank:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def start_rank(target: Callable[..., None], args: tuple[Any, ...], rank: int, pipe: Connection) -> Rank:
+def start_rank(
+    target: Callable[..., None],
+    args: tuple[Any, ...],
+    rank: int,
+    pipe: Connection,
+    streams: tuple[int, int, int] = (0, 1, 2),
+) -> Rank:
     """``target(*args, pipe)`` in a new process; ``pipe`` is this process's no longer.
 
     Args:
@@ -107,6 +115,7 @@ def start_rank(target: Callable[..., None], args: tuple[Any, ...], rank: int, pi
         args: picklable.
         rank: which of a group it is: neighbours have other hash seeds.
         pipe: the child's end of a pipe.
+        streams: what become its standard input, output and error; stay this process's, too.
 
     Returns:
         The process, running.
@@ -123,7 +132,7 @@ def start_rank(target: Callable[..., None], args: tuple[Any, ...], rank: int, pi
     line = _connect(_folder() / f"{rank % SERVERS}.socket")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    socket.send_fds(line, [_LENGTH.pack(len(data))], [0, 1, 2, pipe.fileno()])
+    socket.send_fds(line, [_LENGTH.pack(len(data))], [*streams, pipe.fileno()])
     line.sendall(data)
     pipe.close()
     answer = _read(line, _NUMBER.size)
@@ -131,6 +140,77 @@ def start_rank(target: Callable[..., None], args: tuple[Any, ...], rank: int, pi
         raise RuntimeError("the zygote died; its stderr says why")
     started += 1
     return Rank(line, _NUMBER.unpack(answer)[0])
+
+
+class Program:
+    """``python -c source arguments...`` from a zygote, with the methods of ``subprocess.Popen`` that tests call.
+
+    ``stdout`` and ``stderr`` are text, to be read while it runs, or by :meth:`communicate`.
+
+    Args:
+        source: a program's text; it finds ``sys.argv`` and ``__name__ == "__main__"`` as usual.
+        arguments: of the command line.
+        rank: which of a group it is: neighbours have other hash seeds.
+    """
+
+    def __init__(self, source: str, *arguments: str, rank: int = 0):
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        ours, theirs = multiprocessing.Pipe()
+        ours.close()
+        try:
+            with open(os.devnull) as null:
+                streams = (null.fileno(), out_end, err_end)
+                self._rank = start_rank(_run_program, (source, arguments), rank, theirs, streams)
+        finally:
+            os.close(out_end)
+            os.close(err_end)
+            self.stdout, self.stderr = os.fdopen(out), os.fdopen(err)
+        self.pid = self._rank.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._rank.exitcode
+
+    def poll(self) -> int | None:
+        self._rank.join(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._rank.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(f"program {self.pid}", timeout or 0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it has written and nobody has read, once it has ended."""
+        texts = ["", ""]
+
+        def read(index: int, stream: Any) -> None:
+            texts[index] = stream.read()
+
+        readers = [
+            threading.Thread(target=read, args=pair, daemon=True) for pair in enumerate((self.stdout, self.stderr))
+        ]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join()
+        return texts[0], texts[1]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._rank.kill()
+
+
+def _run_program(source: str, arguments: tuple[str, ...], pipe: Connection) -> None:
+    pipe.close()
+    sys.argv = ["-c", *arguments]
+    sys.modules["__main__"] = main_module = types.ModuleType("__main__")
+    exec(compile(source, "<string>", "exec"), main_module.__dict__)
 
 
 def hash_seeds() -> str:

@@ -92,6 +92,36 @@ def test_its_end_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     assert rank.exitcode == 1 and "ValueError: as any program" in capfd.readouterr().err
 
 
+_PROGRAM = """
+import pickle, sys, torch
+def local(): pass
+assert __name__ == "__main__" and pickle.loads(pickle.dumps(local)) is local
+print(sys.argv, flush=True)
+print("x" * 200_000, file=sys.stderr)
+if len(sys.argv) > 2:
+    import time
+    time.sleep(60)
+sys.exit(3)
+"""
+
+
+def test_a_program_is_as_of_the_command_line() -> None:
+    program = zygote.Program(_PROGRAM, "one")
+    assert program.communicate(20) == ("['-c', 'one']\n", "x" * 200_000 + "\n")
+    assert program.returncode == program.poll() == 3
+    program = zygote.Program(_PROGRAM, "one", "two", rank=1)
+    try:
+        assert program.stdout.readline() == "['-c', 'one', 'two']\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            program.wait(0.05)
+        assert program.poll() is None
+        program.send_signal(signal.SIGTERM)
+        program.communicate(20)
+    finally:
+        program.kill()
+    assert program.returncode == -signal.SIGTERM
+
+
 _USER = """
 import sys, time
 from multiprocessing import Pipe
