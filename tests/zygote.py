@@ -40,7 +40,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REAL_STARTS", "Program", "Rank", "hash_seeds", "start_rank", "started"]
+__all__ = ["REAL_STARTS", "Program", "Rank", "hash_seeds", "run_module", "start_rank", "started"]
 
 # Tests that start processes as a user does, with the reason; everything else goes through `start_rank`.
 REAL_STARTS = {
@@ -49,7 +49,7 @@ REAL_STARTS = {
     "tests/engines": "the engines' own starts",
     "tests/guards/test_lifetime.py": "the end of a program",
     "tests/guards/test_verdict.py": "a process to be told of",
-    "tests/launching/test_command.py": "the command",
+    "tests/launching/test_command.py": "the program is started by the command",
     "tests/launching/test_install.py": "the start is what is changed",
     "tests/libraries": "scripts under torchrun",
     "tests/package": "wheels, in empty environments",
@@ -204,6 +204,17 @@ class Program:
 
     def kill(self) -> None:
         self._rank.kill()
+
+
+def run_module(name: str, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """``python -m name arguments...`` from a zygote, in this process's folder; its end and what it wrote."""
+    source = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    program = Program(source, *arguments)
+    try:
+        out, err = program.communicate(timeout)
+    finally:
+        program.kill()
+    return subprocess.CompletedProcess([name, *arguments], program.wait(), out, err)
 
 
 def _run_program(source: str, arguments: tuple[str, ...], pipe: Connection) -> None:
