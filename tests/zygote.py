@@ -435,6 +435,7 @@ def _live(data: bytes, descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(task["environment"])
     spawn.prepare(task["prepare"])
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # which Python before 3.13 leaves as it was
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -31,6 +32,7 @@ def _look(pipe: Any) -> None:
             "hash": hash("minddp"),
             "random": random.random(),
             "threads": zygote._threads(),
+            "native": threading.main_thread().native_id == threading.get_native_id(),
             "sockets": [link for link in map(_link, Path("/proc/self/fd").iterdir()) if "socket" in link],
             "pipe": os.fstat(pipe.fileno()).st_ino,
         }
@@ -72,7 +74,7 @@ def test_a_rank_is_as_a_new_process(
         assert {**os.environ, **one["environment"]} == one["environment"]
         assert one["folder"] == str(tmp_path) and one["torch"]
         assert set(sys.path) <= {*one["path"], ""}
-        assert len(one["threads"]) == 1
+        assert len(one["threads"]) == 1 and one["native"]
         assert one["sockets"] == [f"socket:[{one['pipe']}]"], "it has the pipe, and none of the zygote's"
     assert seen[0]["hash"] == seen[2]["hash"] != seen[1]["hash"], "sets have another order on the next rank"
     assert len({one["random"] for one in seen}) == 3
@@ -163,7 +165,7 @@ def _listens(folder: Path) -> bool:
 
 def test_starts_as_users_do_them_are_listed() -> None:
     """By their folder, or by their file."""
-    start = "sys.execut" "able"
+    start = ".".join(("sys", "executable"))
     starters = {str(path.relative_to(HERE)) for path in (HERE / "tests").rglob("*.py") if start in path.read_text()}
     listed = {path for path in starters for place in zygote.REAL_STARTS if path == place or place in _folders(path)}
     assert starters - listed == {"tests/zygote.py"}
