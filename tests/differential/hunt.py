@@ -36,9 +36,7 @@ def _may_race(program: dict[str, Any]) -> bool:
 class Pair:
     """Two classes on the same processes: :meth:`difference` runs one program with both and gives the verdict."""
 
-    def __init__(
-        self, world: int, reference: str = "torch", candidate: str = "minddp", seconds: float = RUN_SECONDS
-    ):
+    def __init__(self, world: int, reference: str = "torch", candidate: str = "minddp", seconds: float = RUN_SECONDS):
         self.ranks = RankProcesses(world, seconds)
         self.reference, self.candidate = reference, candidate
 
