@@ -1,5 +1,7 @@
 # make demo         trains a small convolutional net on two ranks (TORCH_DDP=1: with PyTorch's class)
-# make test         the tests
+# make test         the tests: every promise once; ARGS="-k planner", ARGS="tests/module -n 0"
+# make test-all     all that the project has: three ranks, matrices whole, other torches, engines, soak... (a night)
+# make test-part    the part of test-all that the commit's hash chooses;  make status  when each was last green
 # make libraries    Accelerate, Lightning, PEFT, ignite and more, with torch's class and with ours: a table
 # make engines      one script under torchrun, Ray, SLURM's variables, mpirun...; ARGS="--only ray"
 # make package      sdist and wheel, built and installed in empty environments
@@ -32,7 +34,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test test-libraries libraries engines package lint format conformance conformance-shm fuzz faults kills soak sanitize mutants tutorials docs
+.PHONY: build demo test test-rest test-all test-part status note test-libraries libraries engines package lint format conformance conformance-shm fuzz faults faults-part kills soak sanitize mutants tutorials docs
 .PHONY: exercises bench check-torch check-newest check-cuda gpu-check clean distclean
 
 ifdef PYTHON
@@ -95,8 +97,28 @@ demo: $(BUILT) $(call needs,tutorials)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	  $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
 
+# What is in `test` and what in `test-rest`: tests/conftest.py. Ranks take a processor each: more workers than two wait.
+WORKERS ?= 2
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 20 \
+	--ignore tests/libraries --ignore tests/package --ignore tests/docs
+
 test: $(BUILT) $(call needs,test)
-	$(PY) -m pytest --ignore tests/libraries --ignore tests/package --ignore tests/docs $(ARGS)
+	$(PYTEST) --tier test $(ARGS)
+
+test-rest: $(BUILT) $(call needs,test)
+	$(PYTEST) --tier rest $(ARGS)
+
+test-all: test
+	$(PY) -m tests.parts run $(ARGS)
+
+test-part: $(BUILT)
+	$(PY) -m tests.parts run --of HEAD
+
+status: | $(BASE)
+	@$(PY) -m tests.parts status
+
+note: | $(BASE)
+	@$(PY) -m tests.parts green "$(PART)" "$(SECONDS_TAKEN)"
 
 # Users' libraries, by unmodified scripts under torchrun, and by test programs that they ship. ARGS="--only peft"
 libraries: $(BUILT) $(call needs,test) $(call needs,libraries) $(call needs,suites)
@@ -146,6 +168,10 @@ faults: $(BUILT) $(call needs,test)
 	@mkdir -p build
 	OMP_NUM_THREADS=1 $(PY) -m tests.faults.matrix --json build/faults.json --page docs/faults.md --jobs 4 $(ARGS)
 
+# Some cells, drawn at random; no page.
+faults-part: $(BUILT) $(call needs,test)
+	OMP_NUM_THREADS=1 $(PY) -m tests.faults.matrix --sample 20 --jobs 2 $(ARGS)
+
 kills: $(BUILT) $(call needs,test)
 	$(PY) -m tests.faults.kills $(ARGS)
 
@@ -191,7 +217,7 @@ check-torch-%: .venv-%/.installed
 	PYTHONPATH= $(MAKE) -C build/torch-$* PYTHON=$(CURDIR)/.venv-$*/bin/python MINDDP_CUDA=0 $(TARGET)
 
 .PRECIOUS: .venv-%/.installed
-.venv-%/.installed:
+.venv-%/.installed: pyproject.toml
 	@test -x .venv-$*/bin/python || $(SYSTEM_PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -q "torch==$*" numpy "setuptools>=77" wheel ninja
 	.venv-$*/bin/python -c '$(EXTRA)' test > .venv-$*/extra-test.txt

@@ -9,6 +9,8 @@ Overview
 What always holds
     A call ends within ``timeout`` seconds. When a rank raises, the others get ``grace`` seconds to
     end by themselves; what still runs then is killed, by process id, and the next call starts anew.
+    Ranks that have all answered are kept, also where one raised, if each says that it is clean: its
+    process groups are destroyed, no call to them is under way, and a call that raised has left no thread.
     The parent's exit ends the ranks.
 
 ``fn`` must be importable by name (a module-level function), and its arguments and result picklable;
@@ -19,19 +21,24 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["RankError", "RankPool", "free_port", "run_ranks", "shutdown"]
+__all__ = ["Process", "RankError", "RankPool", "Start", "free_port", "run_ranks", "shutdown", "spawn", "start_rank"]
+
+CLEAN_SECONDS = 5.0  # in which a rank that has answered ends its groups; else it is not used again
+THREADS_SECONDS = 1.0  # of these, for threads to end
 
 
 class RankError(AssertionError):
@@ -45,6 +52,33 @@ class RankError(AssertionError):
         super().__init__(message)
         self.failures = failures
         self.results = results
+
+
+class Process(Protocol):
+    """What a pool needs of a rank's process; ``multiprocessing``'s have it."""
+
+    pid: int | None
+    exitcode: int | None
+
+    def is_alive(self) -> bool: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def kill(self) -> None: ...
+
+
+# start(target, args, rank, pipe): calls target(*args, pipe) in a new process, and closes the pipe's end in this one.
+Start = Callable[[Callable[..., None], tuple[Any, ...], int, Connection], Process]
+
+
+def spawn(target: Callable[..., None], args: tuple[Any, ...], rank: int, pipe: Connection) -> Process:
+    """A new Python, which imports what it needs (``multiprocessing``'s ``spawn``)."""
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(*args, pipe), daemon=True)
+    process.start()
+    pipe.close()
+    return process  # type: ignore[return-value]
+
+
+# How ranks start where a pool is not told. A test suite may put a quicker way here, for all its pools.
+start_rank: Start = spawn
 
 
 def free_port() -> int:
@@ -70,8 +104,26 @@ def _deserialize(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def _rank_main(rank: int, world_size: int, pipe: Connection, threads: int) -> None:
-    """The loop of one rank: receive a call, run it in a process group of its own, answer."""
+def _threads() -> int:
+    """How many this process has, those of libraries included where the system tells."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except FileNotFoundError:
+        return threading.active_count()
+
+
+def _threads_are_gone(before: int) -> bool:
+    """Whether there is no thread that was not there before a call that raised: one that waits for a rank in a
+    collective, a server, a user's own. Those of groups end soon after the last reference to their group."""
+    gc.collect()  # what the failure's frames held
+    deadline = time.monotonic() + THREADS_SECONDS
+    while _threads() > before and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return _threads() <= before
+
+
+def _rank_main(rank: int, world_size: int, threads: int, pipe: Connection) -> None:
+    """The loop of one rank: receive a call, run it in a process group of its own, answer, say whether it is clean."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     faulthandler.enable()  # a rank that dies of a signal says where
     import torch
@@ -88,6 +140,7 @@ def _rank_main(rank: int, world_size: int, pipe: Connection, threads: int) -> No
         call, store_path, backend, env = message
         saved = {name: os.environ.get(name) for name in env}
         os.environ.update(env)
+        before = _threads()
         try:
             fn, args = pickle.loads(call)
             torch.manual_seed(0)
@@ -107,39 +160,53 @@ def _rank_main(rank: int, world_size: int, pipe: Connection, threads: int) -> No
                     os.environ[name] = value
         try:
             pipe.send(answer)
-            if backend is not None and dist.is_initialized():
+            well, _ = answer
+            if dist.is_initialized() and (backend is not None or not well):
                 dist.destroy_process_group()
+            pipe.send(well or _threads_are_gone(before))
         except (BrokenPipeError, OSError):
             return
 
 
 class RankPool:
-    """``world_size`` processes that run one function at a time, together."""
+    """``world_size`` processes that run one function at a time, together.
 
-    def __init__(self, world_size: int, threads: int = 1):
+    Args:
+        world_size: how many.
+        threads: intra-op threads of each.
+        start: how a rank's process starts; None: as ``start_rank`` says.
+    """
+
+    def __init__(self, world_size: int, threads: int = 1, start: Start | None = None):
         self.world_size = world_size
         self._threads = threads
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._start_rank = start
+        self._processes: list[Process] = []
         self._pipes: list[Connection] = []
         # Of the ranks' stores. As long as the ranks: what a rank has left of a group may end at any time, its store
         # with it, and a FileStore whose file goes in that very moment ends the process.
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._runs = 0
+        self._dirty = False  # the ranks have answered a call, and not been asked yet whether they left it behind
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="minddp-ranks-", ignore_cleanup_errors=True)
+        start = self._start_rank or start_rank
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank_main,
-                args=(rank, self.world_size, theirs, self._threads),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
+            ours, theirs = multiprocessing.Pipe()
+            self._processes.append(start(_rank_main, (rank, self.world_size, self._threads), rank, theirs))
             self._pipes.append(ours)
+
+    def _is_clean(self) -> bool:
+        """Whether every rank is there, and has left its last call behind."""
+        deadline = time.monotonic() + CLEAN_SECONDS
+        try:
+            for pipe in self._pipes if self._dirty else []:
+                if not pipe.poll(max(deadline - time.monotonic(), 0)) or not pipe.recv():
+                    return False
+        except (EOFError, OSError):
+            return False
+        return all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
         """Ends the ranks: asks, then kills by process id."""
@@ -155,7 +222,7 @@ class RankPool:
                 process.join(10)
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._dirty = [], [], False
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -173,8 +240,8 @@ class RankPool:
 
         Raises :class:`RankError` when a rank raises, dies, or does not answer in ``timeout`` seconds.
         """
-        if not all(process.is_alive() for process in self._processes):
-            self.close()  # a test killed one
+        if not self._is_clean():
+            self.close()  # a test killed one, or it kept something of its call
         if not self._processes:
             self._start()
         assert self._folder is not None
@@ -183,9 +250,11 @@ class RankPool:
         message = (pickle.dumps((fn, args)), store, backend, env or {})
         for pipe in self._pipes:
             pipe.send(message)
-        results, failures = self._collect(timeout, grace)
-        if failures:
+        results, failures, answered = self._collect(timeout, grace)
+        self._dirty = True
+        if not answered:
             self.close()
+        if failures:
             text = "\n".join(f"--- rank {rank}\n{failures[rank]}" for rank in sorted(failures))
             raise RankError(text, failures, results)
         return [results[rank] for rank in range(self.world_size)]
@@ -197,7 +266,9 @@ class RankPool:
                 os.kill(process.pid, signal.SIGABRT)
                 process.join(2)
 
-    def _collect(self, timeout: float, grace: float) -> tuple[dict[int, Any], dict[int, str]]:
+    def _collect(self, timeout: float, grace: float) -> tuple[dict[int, Any], dict[int, str], bool]:
+        """Results, failures, and whether every rank has answered."""
+        answered = True
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         pending = dict(enumerate(self._pipes))
@@ -207,6 +278,7 @@ class RankPool:
             ready = wait(list(pending.values()), max(left, 0))
             if not ready:
                 why = "did not end after another rank failed" if failures else f"did not end within {timeout} s"
+                answered = False
                 self._show_where(pending)
                 failures |= dict.fromkeys(pending, why)
                 break
@@ -216,6 +288,7 @@ class RankPool:
                     ok, payload = pipe.recv()
                 except (EOFError, OSError):
                     self._processes[rank].join(1)
+                    answered = False
                     ok, payload = False, f"process died, exit code {self._processes[rank].exitcode}"
                 if ok:
                     results[rank] = _deserialize(payload)
@@ -223,7 +296,7 @@ class RankPool:
                     if not failures:
                         deadline = min(deadline, time.monotonic() + grace)
                     failures[rank] = payload
-        return results, failures
+        return results, failures, answered
 
 
 _pools: dict[tuple[int, int], RankPool] = {}

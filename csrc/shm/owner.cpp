@@ -20,7 +20,6 @@ struct Guarded {
 
 // How many forks lie between the process that loaded this code and this process.
 std::atomic<uint32_t> forks{0};
-pid_t this_pid = ::getpid();  // written in a forked child before it has other threads
 
 // Never destroyed: a fork during exit still finds them.
 std::mutex& guarded_mutex = *new std::mutex;
@@ -47,7 +46,6 @@ void make_private(const Guarded& memory) {
 // child's own children inherit its private mappings as they are.
 void in_child() {
   forks.fetch_add(1, std::memory_order_relaxed);
-  this_pid = ::getpid();
   for (const Guarded& memory : guarded) make_private(memory);
   guarded.clear();
   guarded_mutex.unlock();
@@ -61,7 +59,7 @@ uint32_t forks_until_now() {
 
 }  // namespace
 
-Owner::Owner() : forks_(forks_until_now()), pid_(this_pid) {}
+Owner::Owner() : forks_(forks_until_now()), pid_(::getpid()) {}
 
 bool Owner::here() const { return forks_ == forks.load(std::memory_order_relaxed); }
 

@@ -12,7 +12,7 @@ from typing import Any
 from .compare import judge, meant
 from .numbers import Difference, has_low_precision
 from .program import listing, to_json
-from .ranks import RankProcesses
+from .ranks import RUN_SECONDS, RankProcesses
 from .shrink import shrink
 from .strategies import nth_program
 
@@ -36,8 +36,8 @@ def _may_race(program: dict[str, Any]) -> bool:
 class Pair:
     """Two classes on the same processes: :meth:`difference` runs one program with both and gives the verdict."""
 
-    def __init__(self, world: int, reference: str = "torch", candidate: str = "minddp"):
-        self.ranks = RankProcesses(world)
+    def __init__(self, world: int, reference: str = "torch", candidate: str = "minddp", seconds: float = RUN_SECONDS):
+        self.ranks = RankProcesses(world, seconds)
         self.reference, self.candidate = reference, candidate
 
     def run(self, program: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

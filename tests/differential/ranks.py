@@ -1,6 +1,6 @@
 """Processes that run one program after another, each rank a process, joined by Gloo on loopback.
 
-What always holds: a run ends within ``RUN_SECONDS``; what still runs then is killed by process id, and the next run
+What always holds: a run ends within ``seconds``; what still runs then is killed by process id, and the next run
 has new processes. A group that carried an exception is not used again. Processes are forked from a server that has
 imported torch once (``multiprocessing``'s forkserver), so that new ones cost some hundredths of a second.
 """
@@ -75,12 +75,13 @@ def _fork_server() -> Any:
 
 
 class RankProcesses:
-    """``world`` ranks; :meth:`run` gives each rank's result of one program with one class."""
+    """``world`` ranks; :meth:`run` gives each rank's result of one program with one class, within ``seconds``."""
 
-    def __init__(self, world: int):
+    def __init__(self, world: int, seconds: float = RUN_SECONDS):
         import torch.distributed as dist
 
         self.world = world
+        self.seconds = seconds
         self._context = _fork_server()
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=30))
         self._generation = 0
@@ -129,7 +130,7 @@ class RankProcesses:
             except OSError:
                 pass  # it has died: reading says so
         results: list[Any] = [None] * self.world
-        deadline = time.monotonic() + RUN_SECONDS
+        deadline = time.monotonic() + self.seconds
         pending = dict(zip(self._pipes, range(self.world)))
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
@@ -141,7 +142,7 @@ class RankProcesses:
                     results[rank] = {"end": "died", "at": -1, "error": "the process died", "observations": []}
             if not ready:
                 for rank in pending.values():
-                    error = f"did not end in {RUN_SECONDS} s"
+                    error = f"did not end in {self.seconds:g} s"
                     results[rank] = {"end": "hung", "at": -1, "error": error, "observations": []}
                 break
         if any(result["end"] != "ok" or result["left_over"] for result in results):

@@ -14,6 +14,7 @@ from .compare import _entries
 from .hunt import Hunt, Pair
 from .numbers import Difference
 from .program import VERBS, listing, to_json
+from .ranks import RUN_SECONDS
 from .shrink import shrink
 from .strategies import SCENES, nth_program, programs
 
@@ -58,9 +59,9 @@ def test_a_rank_that_never_returns_is_ended_and_the_next_program_runs():
     program["nets"], program["wrappers"] = [{"blocks": [{"kind": "linear"}]}], [{"net": 0}]
     program["optimizers"] = [{"kind": "sgd", "of": [0]}]
     program["steps"] = [["forward", {"out": "a"}], ["forward", {"out": "b"}]]
-    pair = Pair(2, "torch", "tests.differential.planted:WaitsForever")
+    pair = Pair(2, "torch", "tests.differential.planted:WaitsForever", seconds=6)
     assert pair.difference(program).kind == "hangs"
-    pair.candidate = "torch"
+    pair.candidate, pair.ranks.seconds = "torch", RUN_SECONDS
     assert pair.difference(program) is None
     pair.close()
 

@@ -13,6 +13,7 @@ from tests.engines.page import blocks, headings
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.all
 def test_slurms_variables_end_with_the_weights_of_torchs_class(tmp_path: Path) -> None:
     engine = next(engine for engine in ENGINES if engine.run is by_slurm)
     whole = reference(tmp_path / "whole", engine.ranks)

@@ -10,14 +10,13 @@ import pytest
 
 from minddp import testing
 from minddp.launching import command, doctor
+from tests import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def minddp(*arguments: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "minddp", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout
-    )
+def minddp(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return zygote.run_module("minddp", *arguments)
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)
@@ -40,7 +39,8 @@ def test_run_gives_the_program_its_own_arguments(tmp_path: Path) -> None:
     program.write_text(
         "import sys, torch\nprint(torch.nn.parallel.DistributedDataParallel.__module__, sys.argv[1:], __name__)\n"
     )
-    done = minddp("run", str(program), "--lr", "1")
+    command = [sys.executable, "-m", "minddp", "run", str(program), "--lr", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.stdout == "minddp.module.distributed ['--lr', '1'] __main__\n", done.stderr
 
 

@@ -16,6 +16,7 @@ import torch
 
 import minddp
 from minddp.launching.install import _torch_class, install, uninstall
+from tests.zygote import run_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,11 +149,11 @@ def test_run_module(program: Path) -> None:
     assert arguments == [str(program / "script.py"), "x"]
 
 
-def test_run_says_what_is_wrong(tmp_path: Path) -> None:
-    absent = run_python("-m", "minddp.run", "no_such_script.py", cwd=tmp_path)
+def test_run_says_what_is_wrong() -> None:
+    absent = run_module("minddp.run", "no_such_script.py")
     assert absent.returncode == 1
     assert "there is no file 'no_such_script.py'" in absent.stderr
     for arguments in ([], ["-m"], ["--nproc", "2"]):
-        ended = run_python("-m", "minddp.run", *arguments)
+        ended = run_module("minddp.run", *arguments)
         assert ended.returncode == 2, arguments
         assert "usage: minddp run" in ended.stderr

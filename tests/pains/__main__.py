@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 
+import minddp.testing
+from tests import zygote
+
 from . import outcome
 from .page import PAGE, page
 from .programs import PAINS
 
 
 def main() -> int:
+    minddp.testing.start_rank = zygote.start_rank
     found = []
     for index, pain in enumerate(PAINS):
         torchs, ours = (outcome.run(index, which) for which in outcome.CLASSES)

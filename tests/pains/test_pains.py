@@ -24,7 +24,8 @@ def test_with_minddp(index):
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("index", ROWS)
 def test_with_torch(index):
-    theirs, pain = outcome.run(index, "torch"), PAINS[index]
+    pain = PAINS[index]
+    theirs = outcome.run(index, "torch", outcome.SURELY if pain.torch == "waits" else outcome.LIMIT)
     assert theirs.kind == pain.torch, theirs
 
 

@@ -113,6 +113,7 @@ def test_tuning_rests_while_ranks_may_run_out_of_data():
     assert results[0][:2] == (False, True)
 
 
+@pytest.mark.all
 @pytest.mark.timeout(240)
 def test_the_command_writes_a_plan_that_the_model_takes(tmp_path):
     models = (

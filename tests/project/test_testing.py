@@ -1,13 +1,16 @@
 """The harness itself: results in rank order, errors with every rank's text, no survivors."""
 
 import os
+import signal
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from minddp.testing import RankError, run_ranks, shutdown
+import minddp
+from minddp.testing import RankError, RankPool, run_ranks, shutdown, spawn
 
 
 def _sum(rank, world_size, base):
@@ -46,7 +49,74 @@ def test_a_hang_ends_in_time_and_the_next_call_works(capfd):
     run_ranks(_sum, 2, 1)  # started here, where their stderr is looked at, and ready
     start = time.monotonic()
     with pytest.raises(RankError, match="did not end within"):
-        run_ranks(_sleep, 2, timeout=4)
+        run_ranks(_sleep, 2, timeout=1)
     assert "in _sleep" in capfd.readouterr().err, "who is stuck shows where"
     assert time.monotonic() - start < 20
     assert len(run_ranks(_sum, 2, 1)) == 2
+
+
+@pytest.fixture
+def pool():
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def _process(rank, world_size):
+    dist.all_reduce(torch.ones(1))
+    return os.getpid()
+
+
+def _one_raises_in_a_wrapper(rank, world_size):
+    ddp = minddp.DistributedDataParallel(torch.nn.Linear(3, 3))
+    ddp(torch.ones(2, 3)).sum().backward()
+    _fail_on_one(rank, world_size)
+
+
+def _one_is_waited_for(rank, world_size):
+    _fail_on_one(rank, world_size)
+    dist.all_reduce(torch.ones(1))
+
+
+def _leaves_a_group(rank, world_size, path):
+    dist.init_process_group("gloo", store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
+    raise ValueError("in a group of its own")
+
+
+def _leaves_a_thread(rank, world_size):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    raise ValueError("with a thread")
+
+
+def _dies(rank, world_size):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_ranks_that_have_all_answered_are_kept(pool, tmp_path):
+    before = pool.run(_process)
+    for fn in (_fail_on_one, _one_raises_in_a_wrapper, _one_is_waited_for, _leaves_a_group):
+        own = [str(tmp_path / "store")] if fn is _leaves_a_group else []
+        with pytest.raises(RankError, match="rank one fails|of its own"):
+            pool.run(fn, *own, backend=None if own else "gloo")
+        assert pool.run(_process) == before, fn
+
+
+@pytest.mark.parametrize("fn, says", [(_leaves_a_thread, "with a thread"), (_dies, "exit code -9")])
+def test_ranks_that_cannot_go_on_are_not(pool, fn, says):
+    before = pool.run(_process)
+    with pytest.raises(RankError, match=says):
+        pool.run(fn)
+    assert not set(pool.run(_process)) & set(before)
+
+
+def test_spawned_ranks_do_the_same():
+    """What users get, who have no zygote."""
+    pool = RankPool(2, start=spawn)
+    try:
+        before = pool.run(_process)
+        with pytest.raises(RankError, match="rank one fails"):
+            pool.run(_fail_on_one)
+        assert pool.run(_process) == before
+    finally:
+        pool.close()

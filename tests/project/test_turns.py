@@ -16,7 +16,8 @@ ITEMS = [SimpleNamespace(path=Path(f"test_{file}.py"), name=f"{file}{i}") for fi
 def _chosen(turn: str | None) -> list[str]:
     items: list[Any] = list(ITEMS)
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
-    pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: turn, hook=hook), items)
+    options = {"--turn": turn, "--tier": "all"}
+    pytest_collection_modifyitems(SimpleNamespace(getoption=options.get, hook=hook), items)
     return [item.name for item in items]
 
 
