@@ -32,7 +32,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable
 from multiprocessing import spawn
@@ -317,7 +316,8 @@ def _read(line: socket.socket, size: int) -> bytes:
 # --- the zygote ------------------------------------------------------------------------------------------
 
 
-def _warm() -> None:
+def warm() -> None:
+    """Imports what forked ranks would each import, and starts no thread."""
     for name in PRELOAD:
         importlib.import_module(name)
     import torch
@@ -444,14 +444,10 @@ def _live(data: bytes, descriptors: list[int]) -> None:
 
 
 def main(folder: str, index: str) -> None:
-    _warm()
+    warm()
     task = _Server(Path(folder), int(index)).serve()
     if task is not None:
-        try:
-            task()
-        except Exception:
-            traceback.print_exc()
-            sys.exit(1)
+        task()
 
 
 if __name__ == "__main__":

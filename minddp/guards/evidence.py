@@ -17,7 +17,7 @@ from ..ranks.processes import Process, Sight
 from ..ranks.waiting import SHADOWED
 
 _LISTED = 3
-# In the key of a wait outside of backward, between the wrapper's and how many such collectives it has begun.
+# In the key of a wait outside of backward, between the wrapper's and the collective's number.
 COLLECTIVE = "/collective "
 
 
@@ -27,9 +27,9 @@ class Wait:
 
     ``key``: the same on all ranks that wait for it. ``rank``: this one, in the group. ``ranks``: the group's, in the
     default group, whose numbers all texts have. ``wrapper`` and ``iteration``: whose backward waits; neither is there
-    outside of one. ``within``: this rank has still to send its part of that backward. ``parameters``: names by index
-    of those whose gradients are waited for. ``hook``: the communication hook that sends them, if one does.
-    ``given_up``: the last iteration that this rank gave up.
+    outside of one. ``collective``: the number of a wrapper's, outside of backward. ``within``: this rank has still to
+    send its part of that backward. ``parameters``: names by index of those whose gradients are waited for. ``hook``:
+    the communication hook that sends them, if one does. ``given_up``: the last iteration that this rank gave up.
     """
 
     key: str
@@ -41,6 +41,7 @@ class Wait:
     hook: str = ""
     iteration: int = 0
     within: bool = False
+    collective: int = 0
     given_up: int = 0
 
     @property
@@ -157,10 +158,12 @@ def _has_sent_its_part(fact: Fact, wait: Wait) -> bool:
         if waits == wait.key or waits.endswith(SHADOWED) or wait.what == SHADOWED:
             return True  # a rank without data takes part in whatever the others send
     place = (fact.failure or fact.report or {}).get("places", {}).get(wait.wrapper)
-    if place is None or not wait.iteration:
+    if place is None:
         return False
+    if wait.collective:
+        return bool(place["collectives"] >= wait.collective)
     done = place["iteration"] - (place["phase"] != "between")
-    return bool(done >= wait.iteration)
+    return bool(wait.iteration and done >= wait.iteration)
 
 
 def _has_failed_before(fact: Fact, wait: Wait) -> bool:
@@ -176,7 +179,7 @@ def _is_certainly_missed(fact: Fact, wait: Wait) -> bool:
     if fact.sight is not None and fact.sight.how:
         return True
     place = (fact.failure or {}).get("places", {}).get(wait.wrapper)
-    return place is not None and wait.iteration > 0  # and has not sent its part
+    return place is not None and wait.iteration + wait.collective > 0  # and has not sent its part
 
 
 def has_passed(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool:

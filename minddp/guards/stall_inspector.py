@@ -82,7 +82,7 @@ class StallInspector:
         self._reported = False
         self._given_up = 0  # an iteration
         self._checked = (-1, float("inf"))  # by check_peers: an iteration, and when it was first called in it
-        self._collectives = 0  # outside of backward, begun by this rank
+        self._collectives = 0  # outside of backward, that have ended on this rank
         self._forward_ended_ns = -1  # by an exception, which the reducer does not see
         self._dog: Watchdog | None = watchdog.current(group)
         if self._dog is not None:
@@ -159,10 +159,13 @@ class StallInspector:
 
     # --- what it waits for ---
 
-    def collective(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def collective(self) -> Iterator[None]:
         """Inside, this thread's waits are those of a collective outside of backward. All ranks begin one."""
-        self._collectives += 1
-        return _waits_of(f"{self.key}{COLLECTIVE}{self._collectives}", self.desync_timeout)
+        number = self._collectives + 1
+        with _waits_of(f"{self.key}{COLLECTIVE}{number}", self.desync_timeout):
+            yield
+        self._collectives = number
 
     def on_stall(self, seconds: float, bucket: int, error: str) -> None:
         """Called once a look while the collective of ``bucket`` does not end, and when it has failed with ``error``.
@@ -270,7 +273,10 @@ def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> N
     timeouts = [timeout for timeout in given if timeout is not None]
     timeout = max(timeouts) if len(timeouts) == len(given) else None
     ranks = tuple(dist.get_process_group_ranks(group))
-    wait = Wait(f"{_owner.key or group.group_name}|{what}", what, group.rank(), ranks)
+    wrapper, _, number = _owner.key.partition(COLLECTIVE)
+    wait = Wait(
+        f"{_owner.key or group.group_name}|{what}", what, group.rank(), ranks, wrapper, collective=int(number or 0)
+    )
     look_into(dog, group, wait, seconds, error, timeout)
 
 
@@ -315,7 +321,7 @@ def look_into(
     judged = judge(dog.facts(wait.others()), wait)
     causes: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
     ended: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.ENDED]
-    if ended and dog.seconds_gone([fact.rank for fact, _ in ended]) >= times.SETTLED * times.look:
+    if ended and dog.seconds_gone([fact.rank for fact, _ in ended]) >= dog.seconds_until_settled():
         causes += ended
     absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
     if not causes and timeout is not None and seconds >= timeout and dog.has_summary():

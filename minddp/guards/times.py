@@ -6,7 +6,8 @@ what                            in looks
 a waiting rank looks            1
 it logs whom it waits for       after 10, 60, 120, 240, ...: each time that the wait has doubled
 a rank looks for questions      1, more where there are more than 50 ranks (``reports.py``)
-gone without a word             5, until what it had sent must have arrived
+gone                            5, until what it had sent must have arrived, and three turns of the watchdog, until
+                                where the others are was asked anew
 a failed collective is named    within 5
 ==============================  ============================================================
 """
@@ -19,20 +20,25 @@ from contextlib import contextmanager
 from .. import _C
 
 look = 1.0  # seconds
-SETTLED, NAMING = 5, 5
+SETTLED, ANEW, NAMING = 5, 3, 5
+
+
+def set_look(seconds: float) -> None:
+    """In wrappers that are made from now on: for tests."""
+    global look
+    look = seconds
+    _C.set_look_seconds(seconds)
 
 
 @contextmanager
 def faster(seconds: float) -> Iterator[None]:
-    """A look takes so long, in wrappers that are made inside: for tests."""
-    global look
-    before, look = look, seconds
-    _C.set_look_seconds(seconds)
+    """:func:`set_look`, inside."""
+    before = look
+    set_look(seconds)
     try:
         yield
     finally:
-        look = before
-        _C.set_look_seconds(before)
+        set_look(before)
 
 
 def warning_is_due(seconds: float) -> bool:

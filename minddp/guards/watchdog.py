@@ -171,6 +171,11 @@ class Watchdog:
         now = time.monotonic()
         return max(now - self._gone.setdefault(rank, now) for rank in ranks)
 
+    def seconds_until_settled(self) -> float:
+        """What a rank had sent has arrived by then, and where the others are was asked anew."""
+        interval = times.look if self._reports is None else self._reports.interval
+        return times.SETTLED * times.look + times.ANEW * interval
+
     def has_heard_since(self, when: float) -> bool:
         """Whether what ranks have told was read in a turn that began later."""
         return self._heard > when

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,18 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from .engine import BUILTIN_HOOK_DTYPES
+
+BUILTIN_HOOK_DTYPES = {"FP16_COMPRESS": torch.float16, "ALLREDUCE": None}
+
+
+def waits_in_callbacks(state: object) -> bool:
+    """Whether the hook of this state is PowerSGD, which sends more, and waits for it, once a collective is over.
+
+    On the CPU it does so on the process group's own threads: with several buckets under way none is left to send
+    anything, and what they send has another order on each rank. There one bucket goes after the other.
+    """
+    module = sys.modules.get("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+    return module is not None and isinstance(state, module.PowerSGDState)
 
 
 class HookRegistration:
@@ -25,6 +37,10 @@ class HookRegistration:
     def _steps_in_backward(self) -> bool:
         """Whether an optimizer steps in a bucket's hook."""
         return self._engine is not None and self._engine.reducer.optimizer_in_backward
+
+    @property
+    def has_comm_hook(self) -> bool:
+        return self._engine is not None and self._engine.hook is not None
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """``hook(state, bucket) -> torch.futures.Future[torch.Tensor]`` reduces buckets from the next backward on.

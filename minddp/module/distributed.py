@@ -32,6 +32,7 @@ from . import delayed_params
 from .buffers import BufferSync
 from .comm_hooks import HookRegistration
 from .config import make_config
+from .copies import Copies
 from .engine import Engine
 from .finalization import ManualFinalization
 from .find_tensors import find_tensors
@@ -45,8 +46,6 @@ from .torch_names import TorchNames
 __all__ = ["DistributedDataParallel"]
 
 _NO_RANGE = nullcontext()
-# Made anew where the module is unpickled or copied, and given up when the interpreter ends.
-_TIED_TO_GROUP = ("process_group", "_engine", "_delayed", "_wrapped")
 
 
 def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
@@ -55,7 +54,7 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 class DistributedDataParallel(  # type: ignore[override,misc]
-    BufferSync, HookRegistration, ManualFinalization, Replicas, TorchNames, TorchBase
+    BufferSync, Copies, HookRegistration, ManualFinalization, Replicas, TorchNames, TorchBase
 ):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
@@ -454,43 +453,6 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     @property
     def join_process_group(self) -> Any:
         return self.process_group
-
-    # ----------------------------------------------------------------------------------------
-    # The end, and copies
-    # ----------------------------------------------------------------------------------------
-
-    @property
-    def has_comm_hook(self) -> bool:
-        return self._engine is not None and self._engine.hook is not None
-
-    def let_go(self) -> None:
-        """Of the process group and all that works with it; nothing can be done with the wrapper any more."""
-        for name in _TIED_TO_GROUP:
-            self.__dict__.pop(name, None)
-        self.__dict__["_engine"] = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not dist.group.WORLD:
-            raise RuntimeError(
-                "DDP pickling is only supported with the default process group: construct without "
-                "process_group= to pickle or copy the wrapper, or save ddp.module.state_dict()."
-            )
-        state = {name: value for name, value in self.__dict__.items() if name not in _TIED_TO_GROUP}
-        state["broadcast_buffers"] = self.forward_sync_buffers
-        state["_hook"] = None if self._engine is None else self._engine.hook
-        state["_names"] = self._wrapped.for_copies()
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        state.pop("broadcast_buffers", None)
-        hook, names = state.pop("_hook", None), state.pop("_names")
-        torch.nn.Module.__setstate__(self, state)
-        self.process_group = dist.group.WORLD
-        self._wrapped = Parameters.like(self.module, names)
-        self._take_parameters()
-        if hook is not None and self._engine is not None:
-            self._engine.set_hook(*hook)
 
 
 # Without their wrappers against torch.compile, which cost some five microseconds each.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -29,22 +28,11 @@ from ..planner.autotune import AutoTuner
 from ..ranks import ordering
 from ..reduction.reducer import Reducer, ReducerSettings, weakly, wire_dtype
 from ..timeline import recording
+from .comm_hooks import BUILTIN_HOOK_DTYPES, waits_in_callbacks
 from .config import Config
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
 from .parameters import Parameters
-
-BUILTIN_HOOK_DTYPES = {"FP16_COMPRESS": torch.float16, "ALLREDUCE": None}
-
-
-def waits_in_callbacks(state: object) -> bool:
-    """Whether the hook of this state is PowerSGD, which sends more, and waits for it, once a collective is over.
-
-    On the CPU it does so on the process group's own threads: with several buckets under way none is left to send
-    anything, and what they send has another order on each rank. There one bucket goes after the other.
-    """
-    module = sys.modules.get("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
-    return module is not None and isinstance(state, module.PowerSGDState)
 
 
 class Engine:

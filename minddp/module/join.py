@@ -53,7 +53,8 @@ class DDPJoinHook(JoinHook):
         ddp._engine.check_finished()  # its last own iteration may wait for finalize_backward(), or for gradients
         ddp._rebuild_buckets()
         if ddp._check_sync_bufs_pre_fwd():
-            ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))
+            with ddp._engine.collective():
+                ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))
         synchronizes = agree_on_sync(ddp, is_joined_rank=True)
         ddp.require_forward_param_sync = synchronizes
         if self.empty_batch is not None:

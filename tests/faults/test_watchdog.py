@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,8 +17,10 @@ import minddp.shm
 from minddp.guards import times
 from minddp.testing import RankPool, free_port
 from tests.faults.logged import logged
+from tests.zygote import Program
 
-LOOK = 0.1  # of the guards, in seconds
+LOOK = 0.05  # of the guards, in seconds
+DESYNC_TIMEOUT = 20 * LOOK
 
 
 class Slow(nn.Module):
@@ -61,10 +61,10 @@ def _train(ddp, steps):
 
 def _stands_still_in_forward(rank, world_size, port):
     with _group(rank, world_size, port, "forward"):
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=2.0)
+        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
         _train(ddp, 2)
         if rank == 1:
-            ddp.module[1].seconds = 3
+            ddp.module[1].seconds = 1.5 * DESYNC_TIMEOUT
             with pytest.raises(RuntimeError, match="rank 0 will not take part.*Rank 0 .* says: rank 1 will not"):
                 _train(ddp, 3)  # what rank 0 had begun before it gave up still ends
             return
@@ -78,8 +78,8 @@ def _stands_still_in_forward(rank, world_size, port):
 
 def _runs_another_collective(rank, world_size, port):
     with _group(rank, world_size, port, "elsewhere"):
-        other = dist.new_group(timeout=timedelta(seconds=3))
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=2.0)
+        other = dist.new_group(timeout=timedelta(seconds=2))
+        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
         _train(ddp, 2)
         if rank == 1:
             with pytest.raises(RuntimeError):
@@ -101,14 +101,14 @@ def _leaves(rank, world_size, port):
 def _all_wait(rank, world_size, port):
     """Everybody is there, and the network is slow: nobody gives up."""
     with _group(rank, world_size, port, "slow") as told:
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=2.0)
+        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
         _train(ddp, 1)
 
         def hook(state, bucket):
             future = torch.futures.Future()
             import threading
 
-            threading.Timer(1.5, future.set_result, [bucket.buffer()]).start()
+            threading.Timer(15 * LOOK, future.set_result, [bucket.buffer()]).start()
             return future
 
         ddp.register_comm_hook(None, hook)
@@ -131,7 +131,7 @@ def _store_host():
         f"s = d.TCPStore('127.0.0.1', {port}, None, True, wait_for_workers=False); print('up', flush=True); "
         "time.sleep(300)"
     )
-    host = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    host = Program(source)
     try:
         assert host.stdout.readline() == "up\n"
         yield host, port
@@ -158,18 +158,18 @@ def test_ranks_that_do_not_come():
 
 def _store_stops(rank, world_size, port, host, backend):
     """The store's host is stopped, and a rank does not come: the group's own timeout ends the wait."""
-    with _group(rank, world_size, port, backend, backend, timeout=4) as told, times.faster(LOOK / 5):
+    with _group(rank, world_size, port, backend, backend, timeout=2) as told, times.faster(LOOK / 5):
         ddp = minddp.DistributedDataParallel(_net())
         _train(ddp, 2)
         if rank == 1:
-            time.sleep(8)
+            time.sleep(4)
             return
         os.kill(host, signal.SIGSTOP)
         begin = time.monotonic()
         try:
             with pytest.raises(RuntimeError, match="(?i)timed out|did not take part"):
                 _train(ddp, 1)
-            assert time.monotonic() - begin < 8
+            assert time.monotonic() - begin < 4
         finally:
             os.kill(host, signal.SIGCONT)
     assert any("store does not answer" in text for text in told), told
@@ -195,10 +195,7 @@ dist.destroy_process_group()
 
 def test_a_rank_that_has_fewer_batches_and_ends_well_has_ended_and_join_is_named():
     with _store_host() as (_, port):
-        ranks = [
-            subprocess.Popen([sys.executable, "-c", _UNEVEN, str(rank), str(port)], stderr=subprocess.PIPE, text=True)
-            for rank in range(2)
-        ]
+        ranks = [Program(_UNEVEN, str(rank), str(port), rank=rank) for rank in range(2)]
         try:
             told = [rank.communicate(timeout=60)[1] for rank in ranks]
         finally:
@@ -224,13 +221,13 @@ def _waits_for_a_stopped_rank(rank, world_size, wait, text):
         assert told.value.lost_ranks == [1]
     finally:
         if rank == 0:
-            time.sleep(1.5)
+            time.sleep(10 * LOOK)  # the others are told
             os.kill(pids[1], signal.SIGCONT)
 
 
 def _stopped(rank, world_size, port):
     with _group(rank, world_size, port, "stopped"):
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=2.0)
+        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
         _train(ddp, 2)
         text = r"Rank 1 \(process \d+ on \S+\) is stopped \(SIGSTOP"
         _waits_for_a_stopped_rank(rank, world_size, lambda: _train(ddp, 1), text)

@@ -6,7 +6,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -20,19 +19,20 @@ from torch import nn
 import minddp
 import minddp.shm
 import minddp.testing
-from tests.faults.test_watchdog import _group, _net, _run, _store_host, _train
+from tests.faults.test_watchdog import DESYNC_TIMEOUT, LOOK, _group, _net, _run, _store_host, _train
+from tests.zygote import Program
 
 
 def _in_a_thread(rank, world_size, port):
     with _group(rank, world_size, port, "thread"):
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=0.5)
+        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
         errors = []
 
         def train():
             try:
                 _train(ddp, 2)
                 if rank == 1:
-                    ddp.module[1].forward = lambda x: (time.sleep(3), x * 1.0)[1]
+                    ddp.module[1].forward = lambda x: (time.sleep(1.5 * DESYNC_TIMEOUT), x * 1.0)[1]
                 _train(ddp, 1)
             except RuntimeError as error:
                 errors.append(str(error))
@@ -53,15 +53,15 @@ def test_the_thread_that_trains_is_looked_at():
 def _one_warns_only(rank, world_size, port):
     with _group(rank, world_size, port, "patient"):
         patient = minddp.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(4), _net()), desync_timeout=None)
-        other = minddp.DistributedDataParallel(_net(), desync_timeout=0.3)
+        other = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT / 2)
         for step in range(4):
             if step == 2 and rank == 0:
-                subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+                subprocess.Popen(["sh", "-c", f"sleep {2 * DESYNC_TIMEOUT}; kill -CONT {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
             patient(torch.randn(2, 4)).sum().backward()
         _train(other, 1)
         del patient
-        time.sleep(2 * (rank == 1))
+        time.sleep(DESYNC_TIMEOUT * (rank == 1))
         minddp.DistributedDataParallel(_net(), desync_timeout=None)
 
 
@@ -73,6 +73,7 @@ def test_a_wrapper_that_only_warns_goes_on_waiting_beside_one_that_does_not():
 _ENDS_EARLY = """
 import sys, time, torch, torch.distributed as dist, minddp, minddp.shm
 rank, port, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+minddp.guards.times.set_look(float(sys.argv[4]))
 store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
 dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=2)
 ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -80,7 +81,7 @@ for step in range(5):
     if step == 3 and rank == 1:
         raise ValueError("the label file of shard 1 is truncated")
     if step == 3:
-        time.sleep(3)  # until rank 1 has been gone for long
+        time.sleep(20 * float(sys.argv[4]))  # until rank 1 has been gone for long
     ddp(torch.ones(1, 4)).sum().backward()
 """
 
@@ -88,11 +89,7 @@ for step in range(5):
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_words_are_read_long_after_they_were_left(backend):
     with _store_host() as (_, port):
-        ranks = [
-            subprocess.Popen([sys.executable, "-c", _ENDS_EARLY, str(rank), str(port), backend],
-                             stderr=subprocess.PIPE, text=True)
-            for rank in range(2)
-        ]  # fmt: skip
+        ranks = [Program(_ENDS_EARLY, str(rank), str(port), backend, str(LOOK), rank=rank) for rank in range(2)]
         try:
             told = [rank.communicate(timeout=90)[1] for rank in ranks]
         finally:
@@ -111,9 +108,9 @@ dist.init_process_group(backend, store=store, rank=rank, world_size=2)
 class Slow:
     sleep = staticmethod(time.sleep)
     def __del__(self):  # while Python shuts down
-        self.sleep(2)
+        self.sleep(1)
 
-minddp.guards.times.look = 0.1
+minddp.guards.times.set_look(float(sys.argv[6]))
 ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4))
 ddp(torch.ones(1, 4)).sum().backward()
 dist.barrier()
@@ -127,21 +124,18 @@ else:
 """
 
 
-@pytest.mark.parametrize("seconds", [0.2, 3.0])
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_process_ends_though_its_store_is_stopped_and_comes_back(backend, seconds):
     """A thread that is in a request to it then would abort the process."""
     with _store_host() as (host, port):
         ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", _STORE_STOPS, str(rank), str(port), backend, str(host.pid), str(seconds)],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
+            Program(_STORE_STOPS, str(rank), str(port), backend, str(host.pid), str(seconds), str(LOOK), rank=rank)
             for rank in range(2)
-        ]  # fmt: skip
+        ]
         try:
             assert ranks[0].stdout.readline() == "ends\n"
-            time.sleep(2.5)  # at exit it waits for its thread, then Python shuts down
+            time.sleep(1.5)  # at exit it waits for its thread, then Python shuts down
             os.kill(host.pid, signal.SIGCONT)
             told = ranks[0].communicate(timeout=60)[1]
         finally:

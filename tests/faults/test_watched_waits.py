@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -15,8 +13,19 @@ from torch import nn
 
 import minddp
 import minddp.functional
+from minddp.guards import times
 from minddp.testing import RankPool
-from tests.faults.test_watchdog import _group, _net, _run, _store_host, _train, _waits_for_a_stopped_rank
+from tests.faults.test_watchdog import (
+    DESYNC_TIMEOUT,
+    LOOK,
+    _group,
+    _net,
+    _run,
+    _store_host,
+    _train,
+    _waits_for_a_stopped_rank,
+)  # fmt: skip
+from tests.zygote import Program
 
 
 def _in_join(ddp):
@@ -40,15 +49,15 @@ def _in_another_group(ddp):  # which has no wrapper of its own
 def _wrapped(place):
     if place == "SyncBatchNorm":
         net = nn.Sequential(nn.Linear(4, 4), minddp.SyncBatchNorm(4))
-        return minddp.DistributedDataParallel(net, desync_timeout=2.0, broadcast_buffers=False)
+        return minddp.DistributedDataParallel(net, desync_timeout=DESYNC_TIMEOUT, broadcast_buffers=False)
     if place == "delayed":
-        os.environ["MINDDP_DESYNC_TIMEOUT"] = "2"  # nothing holds a timeout of such a wrapper's own
+        os.environ["MINDDP_DESYNC_TIMEOUT"] = str(DESYNC_TIMEOUT)  # nothing holds a timeout of such a wrapper's own
         net = nn.Linear(4, 4)
         return minddp.DistributedDataParallel(
-            net, desync_timeout=2.0, delay_all_reduce_named_params=list(net.named_parameters()),
+            net, desync_timeout=DESYNC_TIMEOUT, delay_all_reduce_named_params=list(net.named_parameters()),
             param_to_hook_all_reduce=net.weight,
         )  # fmt: skip
-    return minddp.DistributedDataParallel(_net(), desync_timeout=2.0)
+    return minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
 
 
 PLACES = {
@@ -83,21 +92,21 @@ def test_a_stopped_rank_is_named_within_join_over_shared_memory():
 
 def _another_wrappers_forward(rank, world_size, port):
     with _group(rank, world_size, port, "two"):
-        first = minddp.DistributedDataParallel(_net(), desync_timeout=2.0)
-        second = minddp.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), desync_timeout=2.0)
+        first = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
+        second = minddp.DistributedDataParallel(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), desync_timeout=DESYNC_TIMEOUT
+        )
         for _ in range(2):
             _train(first, 1)
             second(torch.ones(2, 4)).sum().backward()
         if rank == 1:
-            first.module[1].seconds = 3
+            first.module[1].seconds = 1.5 * DESYNC_TIMEOUT
             with pytest.raises(RuntimeError, match="says: rank 1 will not take part"):
                 _train(first, 3)
             return
-        where = r"(?s)rank 1 will not take part.*Rank 1 .* is in forward of iteration 3, at faults/test_watchdog.py"
+        where = r"(?s)rank 1 will not.*Rank 1 .* between iterations 2 and 3, at faults/test_watchdog.py:\d+ in forward"
         with pytest.raises(minddp.LostPeer, match=where):
-            second(
-                torch.ones(2, 4)
-            )  # which begins with the buffers of rank 0; this rank waits for the others to come
+            second(torch.ones(2, 4))  # which begins with the buffers of rank 0, which waits for the others to come
             second(torch.ones(2, 4)).sum().backward()
 
 
@@ -110,12 +119,12 @@ def _of_two(rank, world_size, port):
     with _group(rank, world_size, port, "subgroup"):
         group = dist.new_group([1, 2])
         if rank == 0:
-            time.sleep(4)
+            time.sleep(2 * DESYNC_TIMEOUT)
             return
-        ddp = minddp.DistributedDataParallel(_net(), process_group=group, desync_timeout=2.0)
+        ddp = minddp.DistributedDataParallel(_net(), process_group=group, desync_timeout=DESYNC_TIMEOUT)
         _train(ddp, 2)
         if rank == 2:
-            ddp.module[1].seconds = 3
+            ddp.module[1].seconds = 1.5 * DESYNC_TIMEOUT
             with pytest.raises(RuntimeError):
                 _train(ddp, 3)
             return
@@ -137,10 +146,10 @@ def _interrupted(rank, world_size, port):
         ddp = minddp.DistributedDataParallel(_net())
         _train(ddp, 2)
         if rank == 1:
-            time.sleep(9)
+            time.sleep(4)
             return True
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             _train(ddp, 1)
@@ -148,7 +157,7 @@ def _interrupted(rank, world_size, port):
         del ddp
         took = time.monotonic() - begin
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the end destroys
-    return took < 5
+    return took < 3
 
 
 def test_a_wait_that_is_interrupted_does_not_hold_the_process():
@@ -159,9 +168,10 @@ def test_a_wait_that_is_interrupted_does_not_hold_the_process():
 _RAISES = """
 import sys, threading, time, torch, torch.distributed as dist, minddp
 rank, port, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+minddp.guards.times.set_look(float(sys.argv[4]))
 store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4), desync_timeout=4)
+ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4), desync_timeout=1)
 
 def train():
     for step in range(6):
@@ -193,35 +203,30 @@ else:
 )
 def test_an_exception_that_leaves_the_process_alive_is_told(where, words):
     with _store_host() as (_, port):
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", _RAISES, str(rank), str(port), where], stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(2)
-        ]
+        ranks = [Program(_RAISES, str(rank), str(port), where, str(LOOK), rank=rank) for rank in range(2)]
         try:
             told = ranks[0].communicate(timeout=55)[1]
             assert ranks[1].poll() is None
         finally:
             for rank in ranks:
                 rank.kill()
-                rank.communicate()
     assert re.search(rf"LostPeer: rank 1 will not .*{words}", told), told
 
 
 def _another_thread_trains_on(rank, world_size):
-    ddp = minddp.DistributedDataParallel(nn.Linear(2, 2))
+    with times.faster(LOOK):
+        ddp = minddp.DistributedDataParallel(nn.Linear(2, 2))
 
-    def fails():
+        def fails():
+            ddp(torch.ones(1, 2)).sum().backward()
+            raise ValueError("on all ranks")
+
+        for _ in range(2):
+            thread = threading.Thread(target=fails)
+            thread.start()
+            thread.join()
+        time.sleep(LOOK if rank else 20 * LOOK)
         ddp(torch.ones(1, 2)).sum().backward()
-        raise ValueError("on all ranks")
-
-    for _ in range(2):
-        thread = threading.Thread(target=fails)
-        thread.start()
-        thread.join()
-    time.sleep(0.1 if rank else 2.5)
-    ddp(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_thread_that_ends_holds_nobody_from_training_on():

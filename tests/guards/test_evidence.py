@@ -42,8 +42,11 @@ def report(phase="between", iteration=6, wait=None, collective="", missing=(), w
     return {"places": {wrapper: place}, "wait": wait, "collective": collective, **said}
 
 
-def told(words="KeyError: x", left=False, because=(), phase="backward", iteration=7, wrapper="w", ends=False):
-    places = {wrapper: {"phase": phase, "iteration": iteration, "missing": [], "stepped": False}}
+def told(
+    words="KeyError: x", left=False, because=(), phase="backward", iteration=7, wrapper="w", ends=False, collectives=3
+):
+    place = {"phase": phase, "iteration": iteration, "missing": [], "stepped": False, "collectives": collectives}
+    places = {wrapper: place}
     said = {"words": words, "because": list(because), "ends": ends, "left": left, "over": False}
     return {**said, "places": places}
 
@@ -127,6 +130,22 @@ def test_outside_of_a_backward_no_iteration_tells_who_has_done_its_part():
     gone = fact(sight=GONE, report=report("between", 99))
     assert judge([gone, BUSY], OUTSIDE)[0][1] is Kind.GONE
     assert judge([gone, fact(rank=6, report=report(wait=OUTSIDE.key))], OUTSIDE)[0][1] is Kind.ENDED
+
+
+@pytest.mark.parametrize(
+    ("known", "kind"),
+    [
+        ({"failure": told("has ended", left=True, collectives=4)}, Kind.HERE),  # it was sent the last buffers
+        ({"failure": told("has ended", left=True, collectives=3)}, Kind.ENDED),
+        ({"failure": told(collectives=4)}, Kind.HERE),  # it failed later
+        ({"failure": told(collectives=3)}, Kind.FAILED),
+        ({"report": report()}, Kind.BUSY),  # of three collectives
+        ({"report": report("forward", 99, wrapper="another")}, Kind.BUSY),
+    ],
+)
+def test_the_number_of_a_collective_tells_who_has_done_its_part(known, kind):
+    fourth = replace(OUTSIDE, key="w/collective 4|the buffers", wrapper="w", collective=4)
+    assert judge([fact(**known), BUSY], fourth)[0][1] is kind
 
 
 OWN = report("between", 7)["places"]["w"]

@@ -328,7 +328,7 @@ def test_other_default_dtypes_and_devices():
 
 
 def _one_rank_reduces_otherwise(rank, world_size, by_hand):
-    group = dist.new_group(timeout=timedelta(seconds=4))
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
     ddp = OURS(_net(), process_group=group)
     _steps(ddp, rank)
     if rank == 0 and not by_hand:

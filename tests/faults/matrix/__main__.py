@@ -27,14 +27,22 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from .program import FAULTS, GROUP_TIMEOUT, PLACES, STEPS, Rank
+from .program import FAULTS, PLACES, STEPS, Rank
 from .table import WELL, page, summary
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-GIVEN_UP = GROUP_TIMEOUT + 25  # seconds after the fault at which what still runs is killed, and counts as stuck
-CONTINUED = 12  # seconds after which a stopped process goes on
+
+def given_up(facts: dict[str, Any]) -> float:
+    """Seconds after the fault at which what still runs is killed, and counts as stuck."""
+    return float(facts["group timeout"] + 25)
+
+
+def continued(facts: dict[str, Any]) -> float:
+    """Seconds after which a stopped process goes on."""
+    return 0.8 * float(facts["group timeout"])
+
 
 # (fault, place, ranks, faulty, backend): at least one of each fault, place, number of ranks and backend.
 CI_CELLS = [
@@ -103,34 +111,33 @@ class InChild(Exception):
 
 
 class Cell:
-    """One cell, while it runs."""
+    """One cell, while it runs: :meth:`start`, :meth:`look` until that says that it is over, :meth:`end`."""
 
-    def __init__(self, facts: dict[str, Any], folder: Path):
-        self.facts, self.folder = facts, folder
+    def __init__(self, facts: dict[str, Any]):
+        self.facts = facts
         self.pids: dict[int, int] = {}
         self.exits: dict[int, tuple[float, int]] = {}
+        self._stack = contextlib.ExitStack()
+        self._network: Any = None
+        self._fault_at: float | None = None
+        self._cut = self._continued = False
 
-    def run(self) -> dict[str, Any]:
-        with contextlib.ExitStack() as stack:
-            network = None
-            if self.facts["fault"] == "cut":
-                from links import ShapedNetwork
+    def start(self) -> None:
+        self.folder = self._stack.enter_context(_folder())
+        if self.facts["fault"] == "cut":
+            from links import ShapedNetwork
 
-                network = stack.enter_context(in_parent(ShapedNetwork("1gbit", self.facts["ranks"])))
-            ends = [network.endpoint(rank) for rank in range(self.facts["ranks"])] if network else []
-            address = ends[0].address if ends else "127.0.0.1"
-            port = free_port()
-            for rank in range(self.facts["ranks"]):
-                pid = os.fork()
-                if pid == 0:
-                    self._become(rank, ends[rank] if ends else None)
-                    raise InChild(Rank(self.facts, rank, self.folder, address, port))
-                self.pids[rank] = pid
-            try:
-                self._watch(network)
-            finally:
-                self._kill_all()
-        return self._result()
+            self._network = self._stack.enter_context(in_parent(ShapedNetwork("1gbit", self.facts["ranks"])))
+        self._began = time.time()
+        ends = [self._network.endpoint(rank) for rank in range(self.facts["ranks"])] if self._network else []
+        address = ends[0].address if ends else "127.0.0.1"
+        port = free_port()
+        for rank in range(self.facts["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                self._become(rank, ends[rank] if ends else None)
+                raise InChild(Rank(self.facts, rank, self.folder, address, port))
+            self.pids[rank] = pid
 
     def _become(self, rank: int, end: Any) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -147,24 +154,30 @@ class Cell:
         path = self.folder / f"{rank}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def _watch(self, network: Any) -> None:
-        faulty, cut, continued = self.facts["faulty"], False, False
-        begin, fault_at = time.time(), None
-        while len(self.exits) < len(self.pids):
-            time.sleep(0.02)
-            self._reap()
-            fault_at = fault_at or self.note(faulty).get("fault_at")
-            since = time.time() - fault_at if fault_at else -1.0
-            if since >= 0 and network is not None and not cut:
-                end = network.endpoint(faulty)
-                subprocess.run(["ip", "-n", end.namespace, "link", "set", end.interface, "down"], check=True)
-                (self.folder / "cut").touch()
-                cut = True
-            if since > CONTINUED and self.facts["fault"] == "stopped" and not continued:
-                os.kill(self.pids[faulty], signal.SIGCONT)
-                continued = True
-            if since > GIVEN_UP or time.time() - begin > GIVEN_UP + 60:
-                return
+    def look(self) -> bool:
+        """Does to the faulty rank what is due. Whether all is over, or taken for stuck."""
+        self._reap()
+        faulty = self.facts["faulty"]
+        self._fault_at = self._fault_at or self.note(faulty).get("fault_at")
+        since = time.time() - self._fault_at if self._fault_at else -1.0
+        if since >= 0 and self._network is not None and not self._cut:
+            end = self._network.endpoint(faulty)
+            subprocess.run(["ip", "-n", end.namespace, "link", "set", end.interface, "down"], check=True)
+            (self.folder / "cut").touch()
+            self._cut = True
+        if since > continued(self.facts) and self.facts["fault"] == "stopped" and not self._continued:
+            os.kill(self.pids[faulty], signal.SIGCONT)
+            self._continued = True
+        stuck = since > given_up(self.facts) or time.time() - self._began > given_up(self.facts) + 60
+        return stuck or len(self.exits) == len(self.pids)
+
+    def end(self) -> dict[str, Any]:
+        """Ends what still runs. The cell's result."""
+        try:
+            self._kill_all()
+            return self._result()
+        finally:
+            self._stack.close()
 
     def _reap(self) -> None:
         for rank, pid in self.pids.items():
@@ -231,7 +244,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 def bound(result: dict[str, Any]) -> float:
     """Ten seconds; where a link is cut, the group's timeout, and as long again to find out."""
-    return GROUP_TIMEOUT + 10.0 if result["fault"] == "cut" else 10.0
+    return float(result["group timeout"] + 10) if result["fault"] == "cut" else 10.0
 
 
 def wrong_weights(result: dict[str, Any], unbroken: Sequence[str]) -> bool:
@@ -244,65 +257,54 @@ def wrong_weights(result: dict[str, Any], unbroken: Sequence[str]) -> bool:
     return any(survivor["digests"] != unbroken[: len(survivor["digests"])] for survivor in result["survivors"])
 
 
-def run_cells(cells: Sequence[dict[str, Any]], keep: Any, verbose: bool = True) -> list[dict[str, Any]]:
+def run_all(cells: Sequence[dict[str, Any]], jobs: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each cell's index and result, as they come; ``jobs`` at a time."""
+    waiting = list(enumerate(cells))[::-1]
+    running: dict[int, Cell] = {}
+    owner = os.getpid()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                index, facts = waiting.pop()
+                running[index] = Cell(facts)
+                running[index].start()
+            time.sleep(0.02)
+            for index in [index for index, one in running.items() if one.look()]:
+                yield index, running.pop(index).end()
+    finally:
+        for one in running.values() if os.getpid() == owner else ():
+            one.end()
+
+
+def run_cells(cells: Sequence[dict[str, Any]], keep: Any, jobs: int = 1) -> list[dict[str, Any]]:
     """``keep(results)`` after each."""
+
+    def healthy(facts: dict[str, Any]) -> tuple[Any, ...]:
+        return facts["class"], facts["ranks"], facts["backend"], facts["place"] in ("comm hook", "finalize")
+
+    without = {healthy(facts): {**facts, "fault": "none", "faulty": 0} for facts in cells}
     unbroken: dict[tuple[Any, ...], list[str]] = {}
+    for index, result in run_all(list(without.values()), jobs):
+        unbroken[list(without)[index]] = result["digests"]
+        assert len(result["digests"]) == STEPS, f"a run without a fault did not end: {result}"
     results = []
-    for facts in cells:
-        key = (facts["class"], facts["ranks"], facts["backend"], facts["place"] in ("comm hook", "finalize"))
-        if key not in unbroken:
-            without = {**facts, "fault": "none", "faulty": 0}
-            unbroken[key] = _run_one(without)["digests"]
-            assert len(unbroken[key]) == STEPS, f"a run without a fault did not end: {without}"
-        result = _run_one(facts)
+    for index, result in run_all(cells, jobs):
         result["verdict"] = verdict(result)
-        if wrong_weights(result, unbroken[key]):
+        if wrong_weights(result, unbroken[healthy(cells[index])]):
             result["verdict"] = "wrong weights"
         results.append(result)
         keep(results)
-        if verbose:
-            told = [survivor["told"] for survivor in result["survivors"]]
-            exited = [survivor["exited"] for survivor in result["survivors"]]
-            what = " / ".join(str(facts[name]) for name in ("class", "fault", "place", "ranks", "faulty", "backend"))
-            print(f"{what}: {result['verdict']}; told after {told} s, exited {exited} s later", flush=True)
+        told = [survivor["told"] for survivor in result["survivors"]]
+        exited = [survivor["exited"] for survivor in result["survivors"]]
+        what = " / ".join(str(result[name]) for name in ("class", "fault", "place", "ranks", "faulty", "backend"))
+        print(f"{what}: {result['verdict']}; told after {told} s, exited {exited} s later", flush=True)
     return results
-
-
-def _run_one(facts: dict[str, Any]) -> dict[str, Any]:
-    with _folder() as folder:
-        return Cell(facts, folder).run()
 
 
 def merged(before: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last result of each cell."""
     names = list(cell("", "", 0, 0, ""))
     return list({tuple(result[name] for name in names): result for result in [*before, *results]}.values())
-
-
-def _in_parts(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The cells' results from ``--jobs`` runs of this program, each of which takes a part of the cells."""
-    with _folder() as folder:
-        asked = ["--only", options.only, "--without", options.without, *(["--ci"] if options.ci else [])]
-        asked += ["--sample", str(options.sample)] if options.sample else []
-        parts = [folder / f"{index}.json" for index in range(options.jobs)]
-        program = [sys.executable, "-m", "tests.faults.matrix", *asked]
-        runs = [
-            subprocess.Popen([*program, "--part", f"{index}/{options.jobs}", "--json", part], cwd=ROOT)
-            for index, part in enumerate(parts)
-        ]
-        try:
-            codes = [run.wait() for run in runs]
-        finally:
-            for run in runs:
-                run.kill()
-        assert set(codes) <= {0, 1}, f"a part of the run ended with exit status {max(codes, key=abs)}"
-        return [result for part in parts if part.exists() for result in json.loads(part.read_text())]
-
-
-def _part(cells: Sequence[dict[str, Any]], part: str) -> Sequence[dict[str, Any]]:
-    """Every n-th pair of cells (each with both classes), from the one of that index: "0/4"."""
-    index, count = map(int, part.split("/"))
-    return [facts for number, facts in enumerate(cells) if number // 2 % count == index]
 
 
 def main() -> int:
@@ -314,7 +316,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="results, added to those of the file")
     parser.add_argument("--page", type=Path, help="write the table of --json here")
     parser.add_argument("--jobs", type=int, default=1, help="so many cells at a time")
-    parser.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
+    parser.add_argument("--group-timeout", type=int, default=15, help="seconds; all other times are counted in it")
     options = parser.parse_args()
     cells = [cell(*facts) for facts in CI_CELLS] if options.ci else list(all_cells())
     words = [word for word in options.only.split(",") if word]
@@ -329,22 +331,20 @@ def main() -> int:
         if options.json:
             options.json.write_text(json.dumps(merged(before, results), indent=1))
 
-    if options.jobs > 1:
-        keep(fresh := _in_parts(options))
-    else:
-        fresh = run_cells(_part(cells, options.part), keep)
-    results = merged(before, fresh)
+    cells = [{**facts, "group timeout": options.group_timeout} for facts in cells]
+    results = merged(before, run_cells(cells, keep, options.jobs))
     if options.page:
-        cut = bound({"fault": "cut"})
-        options.page.write_text(page(results, GROUP_TIMEOUT, cut, GIVEN_UP))
+        any_cell = {"fault": "cut", "group timeout": options.group_timeout}
+        options.page.write_text(page(results, options.group_timeout, bound(any_cell), given_up(any_cell)))
     print(summary(results))
     lost = [result for result in results if result["class"] == "minddp" and result["verdict"] not in WELL]
     return 1 if lost else 0
 
 
 if __name__ == "__main__":
-    import minddp  # noqa: F401  # before the forks
+    from tests.zygote import warm
 
+    warm()
     try:
         code = main()
     except InChild as child:

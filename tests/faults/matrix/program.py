@@ -19,7 +19,6 @@ PLACES = (
 )  # fmt: skip
 FAULTS = ("killed", "stopped", "exception", "swallowed", "cut", "out of memory")
 STEPS, FAULTY_STEP = 6, 3
-GROUP_TIMEOUT = 15
 
 
 class Planted(Exception):
@@ -97,7 +96,7 @@ class Rank:
             store=store,
             rank=self.rank,
             world_size=self.cell["ranks"],
-            timeout=timedelta(seconds=GROUP_TIMEOUT),
+            timeout=timedelta(seconds=self.cell["group timeout"]),
         )
         dist.barrier()
         self.at("construction")

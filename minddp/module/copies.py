@@ -1,0 +1,52 @@
+"""Pickles and copies of the wrapper, which have a reducer of their own; and its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .parameters import Parameters
+
+# Made anew where the module is unpickled or copied, and given up when the interpreter ends.
+_TIED_TO_GROUP = ("process_group", "_engine", "_delayed", "_wrapped")
+
+
+class Copies:
+    """The part of :class:`DistributedDataParallel` that is pickled, copied and given up."""
+
+    module: torch.nn.Module
+    forward_sync_buffers: bool
+    _wrapped: Parameters
+    _engine: Any
+    _take_parameters: Any
+
+    def let_go(self) -> None:
+        """Of the process group and all that works with it; nothing can be done with the wrapper any more."""
+        for name in _TIED_TO_GROUP:
+            self.__dict__.pop(name, None)
+        self.__dict__["_engine"] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError(
+                "DDP pickling is only supported with the default process group: construct without "
+                "process_group= to pickle or copy the wrapper, or save ddp.module.state_dict()."
+            )
+        state = {name: value for name, value in self.__dict__.items() if name not in _TIED_TO_GROUP}
+        state["broadcast_buffers"] = self.forward_sync_buffers
+        state["_hook"] = None if self._engine is None else self._engine.hook
+        state["_names"] = self._wrapped.for_copies()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        state.pop("broadcast_buffers", None)
+        hook, names = state.pop("_hook", None), state.pop("_names")
+        torch.nn.Module.__setstate__(self, state)  # type: ignore[arg-type]
+        self.process_group = dist.group.WORLD
+        self._wrapped = Parameters.like(self.module, names)
+        self._take_parameters()
+        if hook is not None and self._engine is not None:
+            self._engine.set_hook(*hook)
