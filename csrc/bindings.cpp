@@ -1,5 +1,6 @@
 // Python's view of the reducer: pybind11 only, no logic of its own.
 #include "bindings_comm_hook.h"
+#include "bindings_find_tensors.h"
 #include "reducer/reducer.h"
 #include "support/watched_wait.h"
 
@@ -336,6 +337,10 @@ PYBIND11_MODULE(_C, module) {
       py::arg("on_stall") = nullptr);
   module.def("group_broadcast", &group_broadcast, Release(), py::arg("group"), py::arg("tensor"), py::arg("src"),
       py::arg("on_stall") = nullptr);
+  module.def(
+      "find_tensors",
+      [](py::handle output, py::type references) { return TensorsInOutput(output, references).take(); },
+      py::arg("output"), py::arg("references"));
   module.def("scaled_copy", &scaled_copy_tensors, py::arg("src"), py::arg("dst"), py::arg("scale"),
       py::arg("reference") = false);
 #ifdef MINDDP_WITH_CUDA

@@ -44,42 +44,51 @@ void Bucket::check(Slot& slot, const at::Tensor& grad) const {
 }
 
 // Waits for every stream that made a gradient; the collective's stream will wait for this one.
-void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution) {
+void Bucket::pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution, bool may_grow) {
   c10::NoGradGuard no_grad;
   producers_.wait();
   state_ = State::kPacked;
   if (options_.sparse)
     pack_sparse(scale);
   else if (can_borrow(used, contribution))
-    borrow(scale);
+    borrow(scale, may_grow);
   else
-    pack_dense(0, slots_->size(), scale);
+    pack_dense(0, slots_->size(), scale, may_grow);
   producers_.note_packed();
 }
 
 // See bucket.h; packing the rest later skips what is packed.
-void Bucket::pack_early(size_t i, double scale) {
-  constexpr size_t kLarge = 32 << 10;  // below, one pass over all is cheaper
-  if (slots_->size() > 1 && device_.is_cpu() && (*slots_)[i].parameter.nbytes() >= kLarge)
-    pack_dense(i, i + 1, scale);
+void Bucket::pack_early(size_t i, double scale, bool may_grow) {
+  if (slots_->size() > 1 && device_.is_cpu()) pack_dense(i, i + 1, scale, may_grow);
 }
 
 // Where the scale has been applied to the memory that grew, the two contributions cannot be told apart.
 bool Bucket::repack(size_t i, double scale) {
   Slot& slot = (*slots_)[i];
   const at::Tensor& grad = slot.grad();
-  bool scaled_in_place = slot.packed && scale != 1.0 && (borrowed_ || (grad.defined() && grad.is_same(slot.view)));
+  const bool in_place = borrowed_ ? !options_.sparse : grad.defined() && grad.is_same(slot.view);
+  const bool scaled_in_place = slot.packed && in_place && scale != 1.0 && slot.left == 1.0;
   if (state_ == State::kLaunched || scaled_in_place) return false;
   slot.packed = false;
   state_ = State::kFilling;
+  if (borrowed_) release();
   return true;
+}
+
+// What was packed before it was known whether it would grow is scaled now.
+void Bucket::before_launch() {
+  producers_.wait_packed();
+  for (Slot& slot : *slots_)
+    if (const double left = std::exchange(slot.left, 1.0); left != 1.0)
+      buffer_.narrow(0, slot.offset, slot.parameter.numel()).mul_(left);
 }
 
 // Gradients of one dtype in one piece are gathered to segments, so that one call of the copying pass serves them all;
 // the others are copied by torch's operators, one by one.
-void Bucket::pack_dense(size_t begin, size_t end, double scale) {
+void Bucket::pack_dense(size_t begin, size_t end, double scale, bool may_grow) {
   c10::NoGradGuard no_grad;
   if (!buffer_.defined()) allocate();
+  const double left = may_grow && options_.gradient_as_view ? std::exchange(scale, 1.0) : 1.0;
   segments_.clear();
   at::ScalarType dtype = grad_dtype_;  // of the segments so far; under mixed precision gradients may have another
   auto copy_segments = [&] {
@@ -90,6 +99,7 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale) {
   for (size_t i = begin; i < end; ++i) {
     Slot& slot = (*slots_)[i];
     if (std::exchange(slot.packed, true)) continue;
+    slot.left = left;
     const at::Tensor& grad = slot.grad();
     void* dst = base + slot.offset * buffer_.element_size();
     if (grad.defined()) check(slot, grad);
@@ -144,10 +154,11 @@ bool Bucket::can_borrow(const std::vector<int32_t>& used, const at::Tensor& cont
 }
 
 // Makes the only gradient itself the buffer: flat, in the order of its memory.
-void Bucket::borrow(double scale) {
+void Bucket::borrow(double scale, bool may_grow) {
   Slot& slot = slots_->front();
   const at::Tensor& grad = slot.grad();
   buffer_ = at::empty({0}, grad.options()).set_(grad.storage(), grad.storage_offset(), {numel_}, {1});
+  slot.left = may_grow ? std::exchange(scale, 1.0) : 1.0;
   if (scale != 1.0) buffer_.mul_(scale);
   borrowed_ = slot.packed = true;
 }

@@ -1,6 +1,6 @@
 // One bucket: a flat buffer, its windows, and the two passes over memory.
 //
-//   pack    .grad of every parameter -> buffer              (copy + scale + cast)
+//   pack    .grad of every parameter -> buffer              (copy + scale + cast; on the CPU as each arrives)
 //   unpack  buffer, after the collective -> .grad           (the same, or nothing with views)
 //
 // The only unit that touches `.grad`, and only when backward is over: until unpack, whoever looks at a gradient sees
@@ -41,6 +41,7 @@ class Bucket {
     std::vector<int64_t> strides;
     at::Tensor view;       // parameter-shaped window on the buffer (not a view to autograd)
     bool packed = false;   // in this backward
+    double left = 1.0;     // what it is to be multiplied with before its bucket leaves
     KnownPart known = {};  // with keep_base
     at::Tensor* place = nullptr;
     // Where its gradient is, and its average goes: `.grad`, but in a backward of distributed autograd's.
@@ -69,19 +70,22 @@ class Bucket {
   bool mark_ready() { return producers_.note(), --pending_ == 0; }
   // Copies the gradients that are not there yet, times `scale`, into the buffer, on the current stream, after the
   // streams that made them; a missing gradient counts as zero. Afterwards kPacked. With views, a gradient alone in
-  // its bucket is not copied where nobody else holds its memory: that memory is the buffer.
-  void pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution);
-  // The same for gradient i of several, just made, where it is large enough not to wait for the others: it is still
-  // in the CPU's cache and, where it becomes a view, its own memory is free for the next.
-  void pack_early(size_t i, double scale);
+  // its bucket is not copied where nobody else holds its memory: that memory is the buffer. `may_grow`: contributions
+  // may follow; where one will be added to the buffer itself, the scale is applied before_launch().
+  void pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution, bool may_grow);
+  // The same for gradient i of several, just made: what is done to `.grad` from here on changes nothing, it is still
+  // in the CPU's cache and, where it becomes a view, its own memory is free for the next. On a device, where every
+  // copy is a launch, all are copied when the last one is there.
+  void pack_early(size_t i, double scale, bool may_grow);
   // Gradient i has grown since; false when what was packed has left, or was scaled where the growth went.
   bool repack(size_t i, double scale);
   void launched(Flight flight) {
     flight_ = std::move(flight);
     state_ = State::kLaunched;
   }
-  // What the current stream launches comes after the packing, on whichever stream that was. REQUIRES: kPacked.
-  void before_launch() const { producers_.wait_packed(); }
+  // What the current stream launches comes after the packing, on whichever stream that was, and after what this has
+  // left to do. REQUIRES: kPacked.
+  void before_launch();
   // The streams that made this backward's gradients go on after its end, on the current stream.
   void hold_back_streams() const { producers_.hold_back(); }
   // Forgets buffer and collective, which nobody waits for any more. It may still write to the buffer, and keeps that
@@ -116,9 +120,9 @@ class Bucket {
 
  private:
   void allocate();
-  void pack_dense(size_t begin, size_t end, double scale);  // slots
+  void pack_dense(size_t begin, size_t end, double scale, bool may_grow);  // slots
   bool can_borrow(const std::vector<int32_t>& used, const at::Tensor& contribution) const;
-  void borrow(double scale);
+  void borrow(double scale, bool may_grow);
   void pack_sparse(double scale);
   void unpack_sparse(const at::Tensor& result, double scale);
   bool exchange(const at::Tensor& result, double scale);

@@ -8,9 +8,8 @@
 #pragma once
 
 #include "support/graph_task.h"
+#include "support/node_hooks.h"
 
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <functional>
@@ -18,24 +17,11 @@
 
 namespace minddp {
 
-using torch::autograd::variable_list;
-
 // What is told of a gradient: its parameter's index, and the contribution that came (undefined: none). Autograd
 // keeps a reference to that one while hooks run; it may be the very memory of `.grad`.
 using OnReady = std::function<void(size_t index, const at::Tensor& contribution)>;
 // The same moment, before `.grad` has grown.
 using BeforeGrowth = std::function<void(size_t index)>;
-
-// An autograd hook that changes nothing.
-template <typename Hook>
-struct Observer : Hook {
-  // Compiled autograd asks every hook for its arguments; it would run the backward in a graph of its own.
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    TORCH_CHECK(false,
-        "minddp's hooks do not run under compiled autograd: unset "
-        "torch._dynamo.config.compiled_autograd (torch.compile of the model itself works).");
-  }
-};
 
 struct AfterAccumulation : Observer<torch::autograd::FunctionPostHook> {
   AfterAccumulation(const OnReady& on_ready, size_t index) : on_ready(on_ready), index(index) {}
@@ -45,15 +31,6 @@ struct AfterAccumulation : Observer<torch::autograd::FunctionPostHook> {
   }
   const OnReady on_ready;
   const size_t index;
-};
-
-struct BeforeNode : Observer<torch::autograd::FunctionPreHook> {
-  explicit BeforeNode(const std::function<void()>& tell) : tell(tell) {}
-  variable_list operator()(const variable_list& grads) override {
-    tell();
-    return grads;
-  }
-  const std::function<void()> tell;
 };
 
 // Hooks on every parameter, until they go away.
@@ -105,16 +82,5 @@ class GradHooks {
   std::vector<std::pair<NodePtr, uintptr_t>> hooked_;
   std::vector<torch::autograd::FunctionPreHook*> before_;
 };
-
-// Calls `on_backward` when backward reaches a node that made one of `outputs`, before that node runs. The
-// hook lives as long as the graph does.
-inline void watch_outputs(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_backward) {
-  for (const at::Tensor& output : outputs) {
-    if (auto node = output.grad_fn()) node->add_pre_hook(std::make_unique<BeforeNode>(on_backward));
-    // Changed in place, a view gets another node, above its base's.
-    if (auto node = output.is_view() ? output._base().grad_fn() : nullptr)
-      node->add_pre_hook(std::make_unique<BeforeNode>(on_backward));
-  }
-}
 
 }  // namespace minddp

@@ -19,14 +19,15 @@ struct ParamUsage {
   enum class Arrival { kEarly, kLast, kExtra };
   static constexpr int kNone = -1;
   explicit ParamUsage(size_t count)
-      : arrivals(count, 0), expected(count, 1), local_used_map(count, 0), absent(count, 0), nested(count, 0),
-        bypassed_in(count, kNone), arrived_in(count, kNone), bypassed_grad(count) {}
+      : arrivals(count, 0), expected(count, 1), local_used_map(count, 0), absent(count, 0), grown(count, 0),
+        nested(count, 0), bypassed_in(count, kNone), arrived_in(count, kNone), bypassed_grad(count) {}
 
   std::vector<int32_t> arrivals;  // in this iteration
   std::vector<int32_t> expected;  // at which the gradient is whole: as many as ever came
   // 1 where a (defined) gradient arrived since the last synchronization: no_sync accumulates what the next one sends.
   std::vector<int32_t> local_used_map;
   Flags absent;  // in this iteration, marked ready at its beginning
+  Flags grown;   // autograd has added a gradient in this iteration; a hook may have taken it from `.grad`
   Flags nested;  // has arrived from a graph inside backward's own, which nobody knows when backward begins
   // Backwards, as autograd numbers its graph tasks: the last one past the wrapper that left a gradient which was not
   // synchronized since, and the last one through a forward of the wrapper.
@@ -34,8 +35,9 @@ struct ParamUsage {
   std::vector<SameTensor> bypassed_grad;  // where the former went; .grad may have been replaced since
 
   // A parameter that is used in two nested graphs arrives twice: it is whole with the last arrival that was learned.
-  Arrival note_arrival(size_t index) {
+  Arrival note_arrival(size_t index, bool has_gradient) {
     ++arrivals[index];
+    grown[index] |= has_gradient;
     if (absent[index]) return Arrival::kExtra;
     int32_t left = expected[index] - arrivals[index];
     return left > 0 ? Arrival::kEarly : left == 0 ? Arrival::kLast : Arrival::kExtra;
@@ -58,6 +60,7 @@ struct ParamUsage {
   void begin_iteration() {
     std::fill(arrivals.begin(), arrivals.end(), 0);
     std::fill(absent.begin(), absent.end(), 0);
+    std::fill(grown.begin(), grown.end(), 0);
   }
   // What has been accumulated is on all ranks now, but for what is never sent.
   template <typename NeverSent>

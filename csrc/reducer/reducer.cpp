@@ -255,9 +255,9 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   if (used_map_.known_unused(index)) return;
   if (!backward_.has(torch::autograd::get_current_graph_task_id())) usage_.nested[index] = 1;
   trace_->ready[index] = Trace::now();
-  const auto arrival = usage_.note_arrival(index);
+  const auto arrival = usage_.note_arrival(index, contribution.defined());
   if (arrival == ParamUsage::Arrival::kLast) mark_variable_ready(index, contribution);
-  if (arrival == ParamUsage::Arrival::kExtra) gradient_grew(index);
+  if (arrival == ParamUsage::Arrival::kExtra) gradient_grew(index, contribution);
 }
 
 // Two windows cannot be one `.grad`: the second wrapper would send what the first is writing to.
@@ -289,32 +289,37 @@ void Reducer::note_origin(size_t index) {
 }
 
 // The loop, and not this bucket alone: it may have been the one that others, complete before it, waited behind.
-// Before the first iteration is over nobody knows how often a gradient arrives, so nothing is sent.
 void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) {
-  auto [b, slot] = place_[index];
-  const bool sends = has_recorded() && !deferred_;
-  if (sends && !passes_through()) buckets_[b].pack_early(slot, options_.pre_scale);
-  if (!buckets_[b].mark_ready()) return;
-  trace_->note(b, BucketEvent::kReady);
-  if (!sends) return;
-  if (!skips(b)) pack(b, contribution);  // now, not when it is launched: the gradients are still in the cache
+  const size_t b = place_[index].first;
+  if (buckets_[b].mark_ready()) trace_->note(b, BucketEvent::kReady);
+  take(index, contribution);
+  if (!buckets_[b].complete() || may_grow()) return;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].complete()) launch_or_skip(next_bucket_);
 }
 
 // A contribution after the one that was thought the last. Before the bucket has left, no harm is done: it is
 // packed again, and the next iterations wait for one arrival more.
-void Reducer::gradient_grew(size_t index) {
-  int32_t arrivals = usage_.arrivals[index];
+void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
   auto [bucket, slot] = place_[index];
   if (!buckets_[bucket].repack(slot, options_.pre_scale))
-    fail(errors::ready_twice(group_->getRank(), {index, names_[index]}, arrivals));
-  usage_.expected[index] = arrivals;
+    fail(errors::ready_twice(group_->getRank(), {index, names_[index]}, usage_.arrivals[index]));
+  usage_.expected[index] = usage_.arrivals[index];
+  take(index, contribution);
+}
+
+// In every iteration, as soon as it is there: what the program does to `.grad` from here on changes nothing. What no
+// rank uses is not touched. A window that has lost its known part could not be taken again.
+void Reducer::take(size_t index, const at::Tensor& contribution) {
+  auto [b, slot] = place_[index];
+  if (may_grow() && options_.keep_base && options_.gradient_as_bucket_view) return;
+  if (buckets_[b].complete() && !skips(b)) return pack(b, contribution);
+  if (usage_.local_used_map[index] && !passes_through()) buckets_[b].pack_early(slot, options_.pre_scale, may_grow());
 }
 
 // Apart from launch: a complete bucket may have to wait for its turn, its packing need not.
 void Reducer::pack(size_t index, const at::Tensor& contribution) {
   trace_->note(index, BucketEvent::kPackBegin);
-  if (!passes_through()) buckets_[index].pack(options_.pre_scale, usage_.local_used_map, contribution);
+  if (!passes_through()) buckets_[index].pack(options_.pre_scale, usage_.local_used_map, contribution, may_grow());
 }
 
 // Whether nobody used a bucket's parameters, on any rank. REQUIRES: it is complete, or backward is over.
@@ -392,7 +397,8 @@ void Reducer::finalize_backward_manual() {
 // In launch order: what was launched first has had the most time, and the rest goes on while it is unpacked. What
 // other ranks used is known only now, and decides which gradients are made at all.
 void Reducer::finalize_backward() {
-  auto used = used_map_.globally_used(usage_.local_used_map, usage_.arrivals, [&] { return used_map(); });
+  auto used =
+      used_map_.globally_used(usage_.local_used_map, usage_.arrivals, usage_.grown, [&] { return used_map(); });
   const double scale = post_scale();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     Bucket& bucket = buckets_[i];

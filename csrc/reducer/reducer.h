@@ -28,7 +28,8 @@
 //  * A parameter that takes no part is marked ready when the iteration begins. Were its bucket held back until
 //    backward is over, it would be launched behind other modules' collectives, on those ranks alone that did not
 //    use it.
-//  * The first synchronized iteration launches nothing before its end. From it come the order of arrival, along
+//  * The first synchronized iteration packs like any other, and launches nothing before its end. From it come the
+//  order of arrival, along
 //    which buckets are cut anew (trace.h), and the number of arrivals per parameter (param_usage.h).
 //  * What a rank sends is a parameter's whole `.grad`: averages of earlier backwards in it are the same on all ranks.
 //    (Where the reduction is no mean, what all ranks have already is left out: known_part.h.)
@@ -200,7 +201,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void mark_variable_ready(size_t index, const at::Tensor& contribution);
   void note_origin(size_t index);
   void enter_context(size_t index, bool defined);
-  void gradient_grew(size_t index);
+  void take(size_t index, const at::Tensor& contribution);
+  void gradient_grew(size_t index, const at::Tensor& contribution);
   void pack(size_t index, const at::Tensor& contribution);
   void launch(size_t index);
   bool skips(size_t index) const;
@@ -219,6 +221,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     return alone() && !hook_ && !callbacks_.post_scale && options_.pre_scale == 1.0 && options_.post_scale == 1.0 &&
         !options_.gradient_as_bucket_view && !options_.reduce_dtype && !any_sparse_ && !options_.manual_finalization;
   }
+  // Nobody knows yet how often a gradient arrives in this iteration: all are taken as they come, nothing is sent
+  // before its end.
+  bool may_grow() const { return !has_recorded() || deferred_; }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   Among among() const { return alone() ? Among::kThisRank : options_.pair_sum ? Among::kAgreedPair : Among::kGroup; }
   Bucket::Slot& slot_of(size_t index) const { return (*buckets_[place_[index].first].slots())[place_[index].second]; }

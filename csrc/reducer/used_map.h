@@ -34,8 +34,9 @@ class UsedMap {
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
   // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not come to it.
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
-  // The same, or backward came to it, and no rank got a gradient: a function of autograd's gave None for it.
-  bool gets_no_gradient(size_t index) const { return known_unused(index) || (decided() && !static_used_[index]); }
+  // The same, or backward came to it, and no rank got a gradient: a function of autograd's gave None for it. (One
+  // that a hook took from `.grad` is a gradient.)
+  bool gets_no_gradient(size_t index) const { return known_unused(index) || (decided() && !static_any_[index]); }
 
   // Returns when the collective, if there is to be one, is on its way; nothing here waits for `device`.
   void send(c10d::ProcessGroup& group, const Map& local, at::Device device) {
@@ -62,25 +63,33 @@ class UsedMap {
     return {map.const_data_ptr<int32_t>(), map.const_data_ptr<int32_t>() + map.numel()};
   }
   // Nonzero for parameters whose gradient some rank has, at the end of a synchronized backward. `arrivals`: how often
-  // backward came to each here, with a gradient or without. `sum()` waits for the other ranks' maps, and may throw.
-  Map globally_used(const Map& local, const Map& arrivals, const auto& sum) {
+  // backward came to each here, with a gradient or without; `grown`: nonzero where with one. `sum()` waits for the
+  // other ranks' maps, and may throw.
+  Map globally_used(const Map& local, const Map& arrivals, const std::vector<char>& grown, const auto& sum) {
     if (mode_ == GraphMode::kAllUsed) return Map(local.size(), 1);
-    if (decided()) return static_used_;
     if (mode_ == GraphMode::kFindUnused) return std::ranges::count(local, 0) ? sum() : local;
-    Map used = sum();
-    for (size_t i = 0; i < local.size(); ++i) static_here_.push_back(local[i] + arrivals[i]);
-    return static_used_ = used;
+    if (!decided()) {
+      static_used_ = static_any_ = sum();
+      for (size_t i = 0; i < local.size(); ++i) {
+        static_here_.push_back(local[i] + arrivals[i]);
+        static_any_[i] |= grown[i];
+      }
+    }
+    Map used = static_used_;  // a hook took what was there then, and may leave it now
+    for (size_t i = 0; i < local.size(); ++i) used[i] |= local[i] && static_any_[i];
+    return used;
   }
   // kStatic, on a rank without a backward of its own in the first iteration: it is taken to use what others do.
   void follow(const Wait& wait) {
-    if (!decided() && mode_ == GraphMode::kStatic) static_here_ = static_used_ = sum({}, wait);
+    if (!decided() && mode_ == GraphMode::kStatic) static_here_ = static_used_ = static_any_ = sum({}, wait);
   }
 
  private:
   const GraphMode mode_;
   const bool nothing_to_agree_on_;
-  // kStatic: nonzero where some rank had a gradient; where this one had, or backward came to it.
-  Map static_used_, static_here_;
+  // kStatic: nonzero where some rank had a gradient; the same, or autograd has added one here, which a hook took from
+  // `.grad`; where this rank had one, or backward came to it.
+  Map static_used_, static_any_, static_here_;
   at::Tensor sum_;
   Flight flight_;
 };

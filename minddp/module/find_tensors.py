@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any
-
 import torch
 from torch.distributed import rpc
 
-_REFERENCES: Any = rpc.RRef if rpc.is_available() else ()
+from .. import _C
+
+_REFERENCES: type = rpc.RRef if rpc.is_available() else type(None)
 
 
-def find_tensors(value: Any, _above: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, sets, mappings, dataclasses and RRefs of this process.
+def find_tensors(output: object) -> list[torch.Tensor]:
+    """The tensors that require a gradient: in lists, tuples, sets, dicts, dataclasses, RRefs of this process.
 
-    What contains itself is entered once.
+    Where none does, one of the others, if there is any. What is in it several times, or contains itself, is entered
+    once. No code of the program's runs: a container of a class of its own is read where lists, tuples and dicts keep
+    their items, other mappings are not entered.
     """
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, (str, bytes, int, float)) or value is None or id(value) in _above:
-        return
-    above = (*_above, id(value))
-    if isinstance(value, _REFERENCES):
-        if value.is_owner():
-            yield from find_tensors(value.local_value(), above)
-        return
-    if isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from find_tensors(item, above)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from find_tensors(item, above)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from find_tensors(getattr(value, field.name, None), above)  # a field may be unset
+    return _C.find_tensors(output, _REFERENCES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,3 +315,48 @@ def a_skipped_batch(wrap: Any, rank: int) -> list[Tensor]:
         except ZeroDivisionError:
             warnings.warn("bad batch", stacklevel=1)
     return []
+
+
+@pain("ddp.to(memory_format=torch.channels_last), once wrapped", "wrong", "right")
+def channels_last_once_wrapped(wrap: Any, rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3))
+    ddp = wrap(net).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
+    local = own_gradient(net[0].weight, net(x).square().sum())
+    ddp(x).square().sum().backward()
+    expect_mean(net[0].weight, local.contiguous())
+    return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+
+@pain("Micro-batches of a pipeline (1F1B) over two wrappers", "differs", "right")
+def one_forward_one_backward(wrap: Any, rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    stages = [wrap(nn.Linear(4, 4)), wrap(nn.Linear(4, 4))]
+    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        under_way: list[Tensor] = []
+        for micro in range(4):
+            with ExitStack() as stack:
+                for stage in stages if micro < 3 else ():
+                    stack.enter_context(stage.no_sync())
+                under_way.append(stages[1](stages[0](data(rank) + micro)).square().sum())
+            if micro > 0:  # one forward ahead
+                with stages[0].no_sync(), stages[1].no_sync():
+                    under_way.pop(0).backward()
+        under_way.pop().backward()  # the last one synchronizes
+        optimizer.step()
+    return parameters
+
+
+@pain("A parametrization registered while wrapped", "differs", "raises", says="original0")
+def parametrized_while_wrapped(wrap: Any, rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    ddp = wrap(net)
+    ddp(data(rank)).sum().backward()
+    nn.utils.parametrizations.weight_norm(net)
+    ddp.zero_grad()
+    return step(ddp, ddp(data(rank)).square().sum())

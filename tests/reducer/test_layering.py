@@ -25,9 +25,10 @@ LAYERS = [
     "comm_hook",
     "reducer",
     "bindings_comm_hook",
+    "bindings_find_tensors",
     "bindings",
 ]
-BINDINGS = {"bindings_comm_hook", "bindings"}
+BINDINGS = {"bindings_comm_hook", "bindings_find_tensors", "bindings"}
 PURE = {"wait"}
 MAX_CODE_LINES = 1180
 # What each folder beside the path may include of the others.
