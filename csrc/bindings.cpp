@@ -251,6 +251,7 @@ void bind_reducer(py::module_& module) {
           py::arg("parameters"), py::arg("names"), py::arg("expect_sparse"), py::arg("group"), py::arg("options"),
           py::arg("buckets"))
       .def("install_hooks", &Reducer::install_hooks)
+      .def("renew_hooks", &Reducer::renew_hooks)
       .def("remove_hooks", &Reducer::remove_hooks)
       .def("take_over", &Reducer::take_over, py::arg("before"))
       .def("check_finished", &Reducer::check_finished)
@@ -286,6 +287,8 @@ void bind_reducer(py::module_& module) {
           py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr, py::arg("on_taken") = nullptr)
       .def("abort_iteration", &Reducer::abort_iteration)
       .def("bypassed", &Reducer::bypassed)
+      .def("left_local", &Reducer::left_local)
+      .def("adopt_gradients", &Reducer::adopt_gradients)
       .def("share", &Reducer::share, py::arg("other"), py::arg("views"))
       .def("arrived_in", &Reducer::arrived_in, py::arg("index"))
       .def("touched_in", &Reducer::touched_in, py::arg("index"))

@@ -143,6 +143,21 @@ void Bucket::adopt_view(Slot& slot) {
   grad = slot.view;
 }
 
+// What the first backward would refuse (another dtype, say) it still finds.
+void Bucket::adopt_gradients() {
+  if (!options_.gradient_as_view || options_.sparse) return;
+  c10::NoGradGuard no_grad;
+  for (Slot& slot : *slots_) {
+    const at::Tensor& grad = slot.grad();
+    if (!grad.defined() || grad.requires_grad() || grad.is_sparse() || grad.scalar_type() != options_.buffer_dtype ||
+        grad.device() != device_ || grad.sizes() != slot.parameter.sizes())
+      continue;
+    if (!buffer_.defined()) allocate();
+    slot.view.copy_(grad);
+    adopt_view(slot);
+  }
+}
+
 // What is unused on all ranks must stay as it was, and what others hold must not change under their hands.
 bool Bucket::can_borrow(const std::vector<int32_t>& used, const at::Tensor& contribution) const {
   const Slot& slot = slots_->front();

@@ -79,6 +79,8 @@ class Bucket {
   void pack_early(size_t i, double scale, bool may_grow);
   // Gradient i has grown since; false when what was packed has left, or was scaled where the growth went.
   bool repack(size_t i, double scale);
+  // With views: gradients that are there before any backward become windows, as they are.
+  void adopt_gradients();
   void launched(Flight flight) {
     flight_ = std::move(flight);
     state_ = State::kLaunched;

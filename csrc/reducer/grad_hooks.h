@@ -37,32 +37,31 @@ struct AfterAccumulation : Observer<torch::autograd::FunctionPostHook> {
 class GradHooks {
  public:
   // `before` may be empty.
-  GradHooks(const std::vector<at::Tensor>& parameters, const OnReady& on_ready, const BeforeGrowth& before) {
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      NodePtr node = torch::autograd::impl::grad_accumulator(parameters[i]);
-      if (before) {
-        auto pre = std::make_unique<BeforeNode>([before, i] { before(i); });
-        before_.push_back(pre.get());
-        node->add_pre_hook(std::move(pre));
-      }
-      uintptr_t key = node->add_post_hook(std::make_unique<AfterAccumulation>(on_ready, i));
-      hooked_.emplace_back(std::move(node), key);
-    }
+  GradHooks(const std::vector<at::Tensor>& parameters, OnReady on_ready, BeforeGrowth before)
+      : on_ready_(std::move(on_ready)), before_(std::move(before)), hooked_(parameters.size()) {
+    renew(parameters);
   }
-  // By key, and by address: other libraries have hooks on the same nodes.
   ~GradHooks() {
-    for (size_t i = 0; i < hooked_.size(); ++i) {
-      auto& [node, key] = hooked_[i];
-      node->del_post_hook(key);
-      if (before_.empty()) continue;
-      auto& hooks = node->pre_hooks();
-      std::erase_if(hooks, [&](const auto& hook) { return hook.get() == before_[i]; });
+    for (Hooked& hooked : hooked_) remove(hooked);
+  }
+  GradHooks(const GradHooks&) = delete;
+  GradHooks& operator=(const GradHooks&) = delete;
+
+  // A cast, or a parametrization, gives a parameter another node. One that is frozen has none, and keeps the hook
+  // that it had: unfrozen, it has that node again.
+  void renew(const std::vector<at::Tensor>& parameters) {
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (!parameters[i].requires_grad()) continue;
+      NodePtr node = torch::autograd::impl::grad_accumulator(parameters[i]);
+      if (node == hooked_[i].node) continue;
+      remove(hooked_[i]);
+      hooked_[i] = add(std::move(node), i);
     }
   }
 
   // Whether parameter i has another node by now.
   bool is_lost(size_t i, const at::Tensor& parameter) const {
-    return parameter.requires_grad() && torch::autograd::impl::grad_accumulator(parameter) != hooked_[i].first;
+    return parameter.requires_grad() && torch::autograd::impl::grad_accumulator(parameter) != hooked_[i].node;
   }
 
   // By parameter: whether the backward that runs now will accumulate into it, as far as its own graph tells.
@@ -71,7 +70,7 @@ class GradHooks {
   std::vector<char> taking_part() const {
     const GraphTaskNodes nodes;
     std::vector<char> takes_part(hooked_.size());
-    for (size_t i = 0; i < hooked_.size(); ++i) takes_part[i] = nodes.accumulates(hooked_[i].first.get());
+    for (size_t i = 0; i < hooked_.size(); ++i) takes_part[i] = nodes.accumulates(hooked_[i].node.get());
     return takes_part;
   }
 
@@ -79,8 +78,33 @@ class GradHooks {
   // A shared_ptr up to torch 2.11, an intrusive_ptr in 2.13: let the compiler name it. Held, because a
   // parameter keeps only a weak reference to its AccumulateGrad node.
   using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
-  std::vector<std::pair<NodePtr, uintptr_t>> hooked_;
-  std::vector<torch::autograd::FunctionPreHook*> before_;
+  struct Hooked {
+    NodePtr node;
+    uintptr_t key = 0;
+    torch::autograd::FunctionPreHook* before = nullptr;
+  };
+
+  // In no order that anybody may rely on: other libraries have hooks on the same nodes.
+  Hooked add(NodePtr node, size_t i) {
+    Hooked added{std::move(node)};
+    added.key = added.node->add_post_hook(std::make_unique<AfterAccumulation>(on_ready_, i));
+    if (!before_) return added;
+    auto pre = std::make_unique<BeforeNode>([before = before_, i] { before(i); });
+    added.before = pre.get();
+    added.node->add_pre_hook(std::move(pre));
+    return added;
+  }
+  // By key, and by address.
+  static void remove(const Hooked& hooked) {
+    if (!hooked.node) return;
+    hooked.node->del_post_hook(hooked.key);
+    if (hooked.before)
+      std::erase_if(hooked.node->pre_hooks(), [&](const auto& hook) { return hook.get() == hooked.before; });
+  }
+
+  const OnReady on_ready_;
+  const BeforeGrowth before_;
+  std::vector<Hooked> hooked_;
 };
 
 }  // namespace minddp

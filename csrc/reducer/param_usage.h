@@ -20,15 +20,17 @@ struct ParamUsage {
   static constexpr int kNone = -1;
   explicit ParamUsage(size_t count)
       : arrivals(count, 0), expected(count, 1), local_used_map(count, 0), absent(count, 0), grown(count, 0),
-        nested(count, 0), bypassed_in(count, kNone), arrived_in(count, kNone), bypassed_grad(count) {}
+        nested(count, 0), outside_no_sync(count, 0), bypassed_in(count, kNone), arrived_in(count, kNone),
+        bypassed_grad(count) {}
 
   std::vector<int32_t> arrivals;  // in this iteration
   std::vector<int32_t> expected;  // at which the gradient is whole: as many as ever came
   // 1 where a (defined) gradient arrived since the last synchronization: no_sync accumulates what the next one sends.
   std::vector<int32_t> local_used_map;
-  Flags absent;  // in this iteration, marked ready at its beginning
-  Flags grown;   // autograd has added a gradient in this iteration; a hook may have taken it from `.grad`
-  Flags nested;  // has arrived from a graph inside backward's own, which nobody knows when backward begins
+  Flags absent;           // in this iteration, marked ready at its beginning
+  Flags grown;            // autograd has added a gradient in this iteration; a hook may have taken it from `.grad`
+  Flags nested;           // has arrived from a graph inside backward's own, which nobody knows when backward begins
+  Flags outside_no_sync;  // local, though its backward ran where gradients are synchronized; since the last iteration
   // Backwards, as autograd numbers its graph tasks: the last one past the wrapper that left a gradient which was not
   // synchronized since, and the last one through a forward of the wrapper.
   std::vector<int> bypassed_in, arrived_in;
@@ -52,6 +54,7 @@ struct ParamUsage {
   // Of the same parameter, as another reducer knows it. How often it arrives is learned anew.
   void take_over(size_t index, const ParamUsage& before, size_t there) {
     local_used_map[index] = before.local_used_map[there];
+    outside_no_sync[index] = before.outside_no_sync[there];
     bypassed_in[index] = before.bypassed_in[there];
     arrived_in[index] = before.arrived_in[there];
     bypassed_grad[index] = before.bypassed_grad[there];
@@ -66,6 +69,7 @@ struct ParamUsage {
   template <typename NeverSent>
   void end_iteration(const NeverSent& never_sent) {
     std::fill(local_used_map.begin(), local_used_map.end(), 0);
+    std::fill(outside_no_sync.begin(), outside_no_sync.end(), 0);
     for (size_t i = 0; i < bypassed_in.size(); ++i)
       if (!never_sent(i)) bypassed_in[i] = kNone;
   }

@@ -24,7 +24,6 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
 // Hooks hold the reducer weakly: autograd's nodes keep the hooks, the reducer keeps the parameters, and parameters
 // keep their nodes. A strong reference would close that circle, and no wrapper would ever be freed.
 void Reducer::install_hooks() {
-  hooks_.reset();
   OnReady on_ready = [weak = weak_from_this()](size_t index, const at::Tensor& contribution) {
     if (auto self = weak.lock()) self->on_ready(index, contribution);
   };
@@ -111,6 +110,13 @@ void Reducer::check_finished() const {
   fail(errors::unfinished_reduction(group_->getRank(), absent, cause));
 }
 
+std::vector<size_t> Reducer::left_local() const {
+  std::vector<size_t> found;
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    if (usage_.outside_no_sync[i]) found.push_back(i);
+  return found;
+}
+
 // By identity of `.grad`: once zeroed to None, or replaced, what came past the wrapper is gone.
 std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
   std::vector<std::pair<size_t, int>> found;
@@ -118,6 +124,11 @@ std::vector<std::pair<size_t, int>> Reducer::bypassed() const {
     if (usage_.bypassed_in[i] != ParamUsage::kNone && usage_.bypassed_grad[i] == parameters_[i].grad())
       found.emplace_back(i, usage_.bypassed_in[i]);
   return found;
+}
+
+// As torch's class does when it is made: who asks for `.grad` before the first backward gets what stays `.grad`.
+void Reducer::adopt_gradients() {
+  for (Bucket& bucket : buckets_) bucket.adopt_gradients();
 }
 
 // Nothing of a graph can be noted here: forward makes it, node by node. Only the number from which its nodes count.
@@ -128,7 +139,7 @@ void Reducer::begin_forward() {
   size_t looks = used_map_.mode() == GraphMode::kFindUnused ? parameters_.size() : 1;
   for (; hooks_ && phase_ == Phase::kIdle && looks > 0; --looks) {
     turn_ = (turn_ + 1) % parameters_.size();
-    if (hooks_->is_lost(turn_, parameters_[turn_])) install_hooks();
+    if (hooks_->is_lost(turn_, parameters_[turn_])) renew_hooks();
   }
   forwards_.begin();
   trace_->note(StepEvent::kForwardBegin);
@@ -194,7 +205,6 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   backward_.origin = answer.origin;
   backward_.taken = answer.taken;
   deferred_ |= answer.taken;
-  if (backward_.origin == Origin::kLocal && sync_enabled) errors::warn_backward_outside_no_sync();
   backward_.takes_part.clear();
   const bool asks = used_map_.mode() == GraphMode::kFindUnused && has_recorded();
   if (asks && (answer.seen || (through_synchronized_forward && backward_.origin == Origin::kSynchronized)))
@@ -286,6 +296,7 @@ void Reducer::note_origin(size_t index) {
   // outermost.
   (bypassed ? usage_.bypassed_in : usage_.arrived_in)[index] = torch::autograd::get_current_graph_task_id();
   if (bypassed) usage_.bypassed_grad[index] = parameters_[index].grad();
+  if (backward_.origin == Origin::kLocal && sync_enabled) usage_.outside_no_sync[index] = 1;
 }
 
 // The loop, and not this bucket alone: it may have been the one that others, complete before it, waited behind.

@@ -100,6 +100,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
       c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options, const Buckets& buckets);
   // (Re)places the hooks; needed after construction, and when parameters change their dtype.
   void install_hooks();
+  // Once parameters may have other nodes. Hooks that were removed stay away.
+  void renew_hooks() {
+    if (hooks_) hooks_->renew(parameters_);
+  }
   void remove_hooks() { hooks_.reset(); }
   // Goes on where `before`, of the same module, ends: with what is known of the gradients that both reduce. What all
   // ranks have is all ranks' of one group only. REQUIRES: no backward is running.
@@ -127,6 +131,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   void set_buckets(const Buckets& buckets);  // REQUIRES: each parameter once, one dtype and device a bucket
   void release_buckets();
+  void adopt_gradients();  // with gradient_as_bucket_view: those that are there, between iterations
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   // The reduction of a bucket: with the hook, and what the reducer does without one (for hooks that wrap it).
   Flight run_hook(GradBucket& b) {
@@ -181,6 +186,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Parameters with a gradient of this rank alone, which no_sync did not ask for, and the backward that it came in.
   // It may have come through another wrapper's forward: then that one's arrived_in is not smaller.
   std::vector<std::pair<size_t, int>> bypassed() const;
+  // Parameters with a gradient of a forward under no_sync whose backward ran outside of it, and not synchronized
+  // since.
+  std::vector<size_t> left_local() const;
   int arrived_in(size_t index) const { return usage_.arrived_in[index]; }
   // The last backward that brought it, or may have before an exception ended that one.
   int touched_in(size_t index) const { return std::max(usage_.arrived_in[index], interrupted_in_); }

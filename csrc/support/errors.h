@@ -12,14 +12,6 @@
 
 namespace minddp::errors {
 
-// A warning, once in a process.
-inline void warn_backward_outside_no_sync() {
-  TORCH_WARN_ONCE(
-      "DistributedDataParallel: backward() runs outside of the no_sync() that its forward ran in. As in "
-      "torch, where forward ran decides: these gradients stay local until the next synchronized backward. "
-      "Put both inside of no_sync(), or both outside.");
-}
-
 struct Parameter {
   size_t index;
   std::string name;

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 )
 
 _registrations = 0  # of parameters and submodules, in all modules of this process, and functional calls
+Named = tuple[str, torch.nn.Parameter]
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -60,14 +61,16 @@ class ModuleChanges:
 
     Args:
         module: the wrapped module.
-        ignored: names of parameters that are not the reducer's.
+        named: its parameters that are not left alone, as they are at each call.
         reduced: the reducer's parameters.
     """
 
-    def __init__(self, module: torch.nn.Module, ignored: set[str], reduced: Sequence[torch.nn.Parameter]):
+    def __init__(
+        self, module: torch.nn.Module, named: Callable[[], Iterable[Named]], reduced: Sequence[torch.nn.Parameter]
+    ):
         _look_at_registrations()
         self._module = module
-        self._ignored = ignored
+        self._named = named
         self._facts = {id(p): (p.dtype, p.device) for p in reduced}
         self._reduced = list(reduced)  # alive, so that no other object gets one's id
         self._turns = itertools.cycle(self._places())
@@ -78,9 +81,6 @@ class ModuleChanges:
         self._frozen = [p for _, p in self._named() if id(p) not in self._facts]
         self._seen = _registrations
 
-    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
-
     def _places(self) -> list[tuple[Callable[[str], object], str, torch.nn.Parameter]]:
         """Where each of the reducer's parameters stands, and its name there."""
         return [
@@ -90,8 +90,11 @@ class ModuleChanges:
             if p is not None and id(p) in self._facts
         ]
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """Where nothing has changed: one look at each parameter that takes no part, and at each list of modules.
+
+        Returns:
+            Whether anything was registered since: a parameter may stand elsewhere now, with another autograd node.
 
         Raises:
             RuntimeError: names what has changed, and the way out.
@@ -100,11 +103,11 @@ class ModuleChanges:
         if (one.dtype, one.device) == self._facts[id(one)] and not any(map(_requires_grad, self._frozen)):
             length = sum(map(len, self._lists))
             if self._seen == _registrations and self._length == length and look_up(name) is one:
-                return
+                return False
         if changes := self._changes():
             if _inside_functional_call():  # other tensors for one call
                 _look_again()
-                return
+                return False
             raise RuntimeError(
                 "DistributedDataParallel: the module has changed since it was wrapped:\n  "
                 + "\n  ".join(changes)
@@ -112,6 +115,7 @@ class ModuleChanges:
                 "changes, and give new parameters to the optimizer."
             )
         self._seen, self._length = _registrations, sum(map(len, self._lists))
+        return True
 
     def _changes(self) -> list[str]:
         changes = []

@@ -26,6 +26,7 @@ from ..guards import lifetime, optimizer_guard
 from ..guards.stall_inspector import construction
 from ..ranks.messages import work_on
 from ..ranks.waiting import wait_for
+from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states, verify_same_start
 from ..timeline import StepTimes, step_times
 from . import delayed_params
@@ -36,6 +37,7 @@ from .copies import Copies
 from .engine import Engine
 from .finalization import ManualFinalization
 from .find_tensors import find_tensors
+from .forward_steps import steps_of
 from .groups import choose_group
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .parameters import Parameters, localize_shards
@@ -176,11 +178,12 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     def _synchronize_model(self) -> str:
         wrapped, group = self._wrapped, self.process_group
         self._assign_modules_buffers()
-        names = [name for name, _ in self.module.named_parameters()]
+        names = [name for name, _ in all_parameters(self.module)]
         with_buffers = self._config.sync_buffers_at_start
         buffers = list(self.named_module_buffers.items()) if with_buffers else []
         parameters = list(zip(wrapped.names, wrapped.reduced))
         token = verify_same_start(self._config.for_comparison(), parameters, names, buffers, group)
+        wrapped.check_materialized()
         sync_module_states(self.module, group, self.broadcast_bucket_size, 0, wrapped.ignored, with_buffers)
         return token
 
@@ -213,7 +216,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         """Runs the module; gradients of what it returns are averaged in backward."""
         # A range costs ten microseconds, whether or not anybody looks.
         with record_function("DistributedDataParallel.forward") if profiler._is_profiler_enabled else _NO_RANGE:
-            if get_eval_frame_callback() is not None:  # torch.compile is at work
+            if get_eval_frame_callback() is not None or _has_own_steps(self):  # torch.compile is at work
                 inputs, kwargs = self._pre_forward(*inputs, **kwargs)
                 return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
             inputs, kwargs = _unwrapped_pre_forward(self, *inputs, **kwargs)
@@ -260,10 +263,11 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         grad = torch.is_grad_enabled()
         synchronized = grad and engine.reducer.sync_enabled
         self.__dict__["require_forward_param_sync"] = synchronized
+        outputs = find_tensors(output)
         if grad:
-            engine.reducer.end_forward(list(find_tensors(output)), synchronized)
+            engine.reducer.end_forward(outputs, synchronized)
         if engine.mixed is not None:
-            engine.mixed.restore_after_backward(find_tensors(output))
+            engine.mixed.restore_after_backward(outputs)
         return output
 
     # torch.compile looks for the active module to split graphs where buckets end. Dynamo leaves this frame alone
@@ -323,7 +327,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         """Gradients of forwards inside accumulate locally; the next backward of one outside averages all of it.
 
         What counts is where *forward* runs, as in torch: a backward outside of a forward that ran inside stays local,
-        with a warning. Steps on local gradients (local SGD) are fine.
+        and an optimizer's step on it warns. Steps on local gradients (local SGD) are fine.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -455,8 +459,4 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         return self.process_group
 
 
-# Without their wrappers against torch.compile, which cost some five microseconds each.
-_unwrapped_pre_forward, _unwrapped_post_forward, _unwrapped_run = (
-    getattr(DistributedDataParallel, name).__wrapped__
-    for name in ("_pre_forward", "_post_forward", "_run_ddp_forward")
-)
+_unwrapped_pre_forward, _unwrapped_run, _unwrapped_post_forward, _has_own_steps = steps_of(DistributedDataParallel)

@@ -9,10 +9,9 @@ forward.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from .. import _C, environment
 from ..guards import optimizer_guard
 from ..guards.finite_check import FiniteCheck
-from ..guards.local_gradients import LocalGradients, has_values
+from ..guards.local_gradients import LocalGradients
 from ..guards.module_changes import ModuleChanges
 from ..guards.stall_inspector import StallInspector
 from ..planner import BucketPlan
@@ -33,9 +32,12 @@ from .config import Config
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
 from .parameters import Parameters
+from .step_check import StepCheck
+
+Result = TypeVar("Result")
 
 
-class Engine:
+class Engine(StepCheck):
     """The reducer of one wrapper, with all that is made from the same settings.
 
     Args:
@@ -66,16 +68,18 @@ class Engine:
         self.parameters = parameters
         self.group = group
         self.devices = devices
+        super().__init__()
         self.hook: tuple[Any, Any] | None = None
         self.mixed: MixedPrecision | None = None
         self.finite: FiniteCheck | None = None
         self.has_rebuilt_buckets = False
         self._checks_order = ordering.enabled()
-        self._process = os.getpid()
         self._made = False
         self._token: str | None = None  # what all ranks call this wrapper
         self._changed = False
         self.rebuild()
+        if not config.lazy_bucket_allocation:
+            self.reducer.adopt_gradients()
 
     # --- making ---
 
@@ -101,7 +105,7 @@ class Engine:
             self.reducer.take_over(before)
             self.reducer.sync_enabled = before.sync_enabled
             self.reducer.optimizer_in_backward = before.optimizer_in_backward
-        self.changes = ModuleChanges(self.module, self.parameters.ignored, self.parameters.reduced)
+        self.changes = ModuleChanges(self.module, self.parameters.named, self.parameters.reduced)
         self.logger = LoggingData(self.module, self.config, self.parameters, self.reducer, self.devices)
         self._note_sharers()
         self._make_guards()
@@ -291,10 +295,12 @@ class Engine:
 
     def _check_module(self) -> None:
         changed, self._changed = self._changed, True
-        self.report_failure(self.changes.check)
+        registered = self.report_failure(self.changes.check)
         self._changed = False
-        if changed:  # and back again: a parameter that was cast has lost its autograd node, and with it the hook
-            self.reducer.install_hooks()
+        # And back again: a parameter that was cast has lost its autograd node, and with it the hook. So has one that
+        # was registered elsewhere: a parametrization's original.
+        if changed or registered:
+            self.reducer.renew_hooks()
 
     def rebuild_buckets(self) -> None:
         """Along the order of arrival, once. Collective."""
@@ -346,10 +352,6 @@ class Engine:
 
     # --- refusing ---
 
-    def may_refuse_step(self) -> bool:
-        """Whether :meth:`check_step` is worth its time; costs a microsecond."""
-        return self._is_unfinished() or self.finite is not None or bool(self.reducer.bypassed())
-
     def _is_unfinished(self) -> bool:
         reducer = self.reducer
         return reducer.phase() != _C.Phase.IDLE or reducer.interrupted() or reducer.in_backward()
@@ -365,91 +367,6 @@ class Engine:
         if not self.parameter_ids().isdisjoint(map(id, parameters)):
             self.abort_iteration()
 
-    def check_step(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
-        """Raises where an optimizer must not use the gradients; returns whether its step is to change nothing.
-
-        Args:
-            stepped: ``id`` of each of the optimizer's parameters.
-            others: who else reduces parameters, the same ones perhaps.
-        """
-        if not self._has_others():
-            return self.group.size() == 1 and self.finite is not None and self.finite.check()
-        self.report_failure(self._check_not_within)
-        if not self._uses_nothing_unfinished(stepped, others):
-            self.report_failure(self.reducer.check_finished)
-            self.report_failure(lambda: self._check_not_interrupted(stepped))
-        skips = self.finite is not None and self.finite.check()
-        names, parameters = self.parameters.names, self.parameters.reduced
-        bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
-        for other in others if bypassed else ():
-            bypassed = other.without_its_own(bypassed)
-        if bypassed.keys() & stepped:
-            # All of them, since ranks need not step the same ones (ZeroRedundancyOptimizer).
-            found = [(names[i], parameters[i].grad) for i, _ in bypassed.values()]
-            named = [(name, gradient) for name, gradient in found if gradient is not None]
-            last = max(backward for _, backward in bypassed.values())
-            iteration = self.reducer.iteration()
-            self.report_failure(lambda: self._local_gradients.check(named, last, iteration))
-        return skips
-
-    def _has_others(self) -> bool:
-        """Whether there are ranks whose parameters could become others than this one's: not in a group of one, nor
-        once it is destroyed, nor in a process that was forked from the one that had it."""
-        if self.group.size() == 1 or self._process != os.getpid():
-            return False
-        return self.has_foreign_group or self.group in dist.distributed_c10d._world.pg_map
-
-    def _check_not_within(self) -> None:
-        """Where gradients are averaged at the end of backward, and nobody steps in a hook after that."""
-        within = self.reducer.in_backward() and torch._C._current_graph_task_id() != -1
-        if within and self.hook is None:
-            raise RuntimeError(
-                "optimizer.step() inside of backward() would use gradients before they are averaged over ranks: step "
-                "after backward, or in a communication hook (torch's _apply_optimizer_in_backward does)."
-            )
-
-    def _check_not_interrupted(self, stepped: set[int]) -> None:
-        """After an exception that the program caught: what has arrived is this rank's own, unless a later backward
-        has averaged it."""
-        if not self.reducer.interrupted():
-            return
-        own = [i for i, _ in self._with_gradients(stepped) if not self.reducer.averaged_since(i, 0)]
-        found = [self.parameters.names[i] for i in own]
-        if found:
-            raise RuntimeError(
-                f"optimizer.step() on rank {self.group.rank()} would use gradients that were never averaged, of "
-                f"{found[:10]}: an exception has ended their backward. Call zero_grad() first, on every rank, or "
-                "restart from a checkpoint."
-            )
-
-    def _with_gradients(self, stepped: set[int]) -> list[tuple[int, torch.nn.Parameter]]:
-        reduced = enumerate(self.parameters.reduced)
-        return [(i, p) for i, p in reduced if id(p) in stepped and p.grad is not None and has_values(p.grad)]
-
-    def _uses_nothing_unfinished(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
-        """Of an unfinished iteration: whether other wrappers have averaged the whole of each gradient to be used; and
-        where they were set to None there is none, which an optimizer passes over."""
-        if self.reducer.phase() not in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) and not self.reducer.interrupted():
-            return False
-        return all(
-            any(other.has_averaged(p, self.reducer.touched_in(i)) for other in others)
-            for i, p in self._with_gradients(stepped)
-        )
-
-    def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
-        """Whether its gradient of that backward, or of a later one, was averaged here."""
-        index = next((i for i, mine in enumerate(self.parameters.reduced) if mine is parameter), None)
-        return index is not None and self.reducer.averaged_since(index, backward)
-
-    def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """Of another wrapper's bypassed gradients, those that did not come through this one's forward."""
-        mine = {id(p): i for i, p in enumerate(self.parameters.reduced)}
-        return {
-            key: (index, backward)
-            for key, (index, backward) in bypassed.items()
-            if key not in mine or self.reducer.arrived_in(mine[key]) < backward
-        }
-
     def check_finished(self) -> None:
         """Raises where the last synchronized backward left something undone, or cannot have ended."""
         if self.inspector is not None:
@@ -458,10 +375,10 @@ class Engine:
         if self.finite is not None:
             self.finite.check()
 
-    def report_failure(self, check: Callable[[], None]) -> None:
-        """Runs ``check``; what it raises is told to the ranks that will wait for this one."""
+    def report_failure(self, check: Callable[[], Result]) -> Result:
+        """``check()``; what it raises is told to the ranks that will wait for this one."""
         try:
-            check()
+            return check()
         except RuntimeError as error:
             self.logger.set_error_and_log(str(error))
             if self.inspector is not None:

@@ -7,6 +7,8 @@ at the start of a forward, about the iteration before it: for the first ten iter
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,6 +101,7 @@ class LoggingData:
         devices: tuple[list[int] | None, int | None],
     ):
         self._parameters = parameters.reduced
+        self._reducer = weakref.ref(reducer)
         self._facts: dict[str, Any] = self._construction_facts(module, config, parameters, reducer, devices)
         self._sample_rate = 100
         self._recorded = 0
@@ -167,6 +170,49 @@ class LoggingData:
             prev_iteration_grad_ready_order_indices=_join(reducer.observed_order()),
             rebuilt_per_bucket_param_indices=_join(" ".join(map(str, bucket)) for bucket in buckets),
         )
+
+    # --- torch's names: forks of its class call them in methods of their own ---
+
+    def set_construction_data_and_log(
+        self,
+        module_name: str,
+        device_ids: list[int],
+        output_device: int,
+        broadcast_buffers: bool,
+        has_sync_bn: bool,
+        static_graph: bool,
+    ) -> None:
+        self._facts.update(
+            module_name=module_name,
+            device_ids=_join(device_ids),
+            output_device=output_device,
+            broadcast_buffers=int(broadcast_buffers),
+            has_sync_bn=int(has_sync_bn),
+            static_graph=int(static_graph),
+        )
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Records the iteration before, when it is its turn and no forward has done so."""
+        if (reducer := self._reducer()) is not None:
+            self.before_forward(reducer)
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        """What is known, as torch's two maps, of text and of numbers."""
+        reducer = self._reducer()
+        facts = self._facts if reducer is None else self.data(reducer)
+        return SimpleNamespace(
+            strs_map={key: value for key, value in facts.items() if isinstance(value, str)},
+            ints_map={key: int(value) for key, value in facts.items() if not isinstance(value, str)},
+        )
+
+    def _set_comm_hook_name(self, comm_hook: str) -> None:
+        self.set("comm_hook", comm_hook)
+
+    def _set_uneven_input_join(self) -> None:
+        self.note_join()
+
+    def _set_static_graph(self) -> None:
+        self.set("static_graph", 1)
 
     def before_forward(self, reducer: Reducer) -> None:
         """Records the iteration before this forward, when it is its turn."""

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from ..reduction.members import every_name
+
 
 def _full_precision(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in every_name(module):
         full = getattr(parameter, "_fp_param", None)
         if full is not None and prefix + name in state and parameter.dtype != full.dtype:
             state[prefix + name] = full

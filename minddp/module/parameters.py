@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._utils import _get_device_index
 
+from ..reduction.members import all_parameters, every_name, registered
+
 
 def localize_shards(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
     """Makes parameters that are DTensors this rank's shards, between forwards: ``tensor_parallel.py``."""
@@ -78,7 +80,7 @@ class Parameters:
         left_alone, delayed, trigger = facts
         itself = cls.__new__(cls)
         itself._module = module
-        found = dict(module.named_parameters(remove_duplicate=False))
+        found = dict(every_name(module))
         named = [(name, found[name]) for name in delayed]
         itself._take(left_alone, named, (trigger, found[trigger]) if trigger else None)
         return itself
@@ -102,16 +104,20 @@ class Parameters:
         Raises:
             RuntimeError: the trigger is none of the module's parameters, so that a copy's cannot be told.
         """
-        if self.trigger is not None and self.trigger[0] not in dict(self._module.named_parameters()):
+        if self.trigger is not None and self.trigger[0] not in dict(every_name(self._module)):
             raise RuntimeError(
                 "A DistributedDataParallel whose param_to_hook_all_reduce is not a parameter of its module cannot be "
                 "copied or pickled: the copy's delayed gradients would never be reduced. Save the state_dict()."
             )
         return self.left_alone, [name for name, _ in self.delayed], "" if self.trigger is None else self.trigger[0]
 
+    def named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The module's of now, but for those that are left alone."""
+        return [(name, p) for name, p in all_parameters(self._module) if name not in self.ignored]
+
     def collect(self) -> None:
         """Looks at the module anew."""
-        named = [(name, p) for name, p in self._module.named_parameters() if name not in self.ignored]
+        named = self.named()
         for name, parameter in named:
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise RuntimeError(
@@ -134,6 +140,29 @@ class Parameters:
         self.names = [name for name, _ in reduced]
         self.reduced = [p for _, p in reduced]
         self._look_at_devices()
+        self._warn_of_hidden()
+
+    def check_materialized(self) -> None:
+        """Raises RuntimeError where a parameter has no values that could be sent."""
+        found = [name for name, p in all_parameters(self._module) if p.is_meta and name not in self.ignored]
+        if found:
+            raise RuntimeError(
+                f"DistributedDataParallel: {found[:10]} are on the meta device, without values: give them some "
+                "before wrapping (to_empty() and initialize, or load_state_dict(assign=True))."
+            )
+
+    def _warn_of_hidden(self) -> None:
+        told = {id(p) for _, p in all_parameters(self._module)}
+        ignored = self.ignored
+        hidden = [
+            n for n, p in registered(self._module) if p.requires_grad and id(p) not in told and n not in ignored
+        ]
+        if hidden:
+            warnings.warn(
+                f"DistributedDataParallel: {hidden[:10]} require gradients, but neither named_parameters() nor any "
+                "of named_modules() tells of them: their gradients are not averaged.",
+                stacklevel=6,
+            )
 
     def _look_at_devices(self) -> None:
         parameters = self.module_parameters or [p for _, p in self.delayed]
@@ -212,12 +241,10 @@ class Parameters:
 
 def _names_of(module: torch.nn.Module, parameter: torch.nn.Parameter) -> list[str]:
     """All of them, where it is tied."""
-    return [name for name, p in module.named_parameters(remove_duplicate=False) if p is parameter]
+    return [name for name, p in every_name(module) if p is parameter]
 
 
 def _all_names(module: torch.nn.Module) -> set[str]:
     """Every name of every parameter and buffer; a tied one has several."""
-    named = itertools.chain(
-        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    )
-    return {name for name, _ in named}
+    buffers = torch.nn.Module.named_buffers(module, remove_duplicate=False)
+    return {name for name, _ in itertools.chain(every_name(module), module.named_buffers(), buffers)}

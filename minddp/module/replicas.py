@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..guards.replicas import check_replicas
+from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states
 
 
@@ -34,7 +35,7 @@ class Replicas:
         Raises:
             RuntimeError: names the tensors that differ, and which ranks hold the same.
         """
-        tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers() if buffers else ())
+        tensors = itertools.chain(all_parameters(self.module), self.module.named_buffers() if buffers else ())
         named = [(name, tensor) for name, tensor in tensors if name not in self._wrapped.left_alone]
         check_replicas(named, self.process_group, self.device)
 

@@ -13,6 +13,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 
 from .. import environment
+from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states
 from .config import Config, warn_about_static_and_unused
 
@@ -67,6 +68,15 @@ class TorchNames:
     @property
     def logger(self) -> Any:
         return None if self._engine is None else self._engine.logger
+
+    @property
+    def num_iterations(self) -> int:
+        """Synchronized backwards so far. Forks of torch's older classes count it up in a forward of their own."""
+        return 0 if self._engine is None else self._engine.reducer.iteration()
+
+    @num_iterations.setter
+    def num_iterations(self, value: int) -> None:
+        pass
 
     @property
     def device(self) -> torch.device:
@@ -223,7 +233,7 @@ class TorchNames:
         """Parameters and buffers (names as in ``named_parameters``) that DDP leaves alone; call before wrapping."""
         names = list(params_and_buffers_to_ignore)
         module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
-        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        for name, tensor in itertools.chain(all_parameters(module), module.named_buffers()):
             if name in names:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]
 

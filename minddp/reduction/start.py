@@ -8,6 +8,7 @@ anything is sent, and all of them raise the same error when it does not match.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,16 +20,23 @@ from ..guards import watchdog
 from ..ranks.broadcast import broadcast_coalesced
 from ..ranks.messages import gather_objects
 from ..ranks.processes import Process, here
+from .members import all_parameters
 
 Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 
 
 def signature(named: Iterable[tuple[str, torch.Tensor]]) -> Signature:
-    """(name, shape, dtype, strides) of every tensor, in order; a layout without strides stands beside the dtype."""
+    """(name, shape, dtype, strides) of every tensor, in order; beside the dtype stand a layout without strides,
+    and that it has no values."""
     return [
-        (name, tuple(t.shape), str(t.dtype), tuple(t.stride()))
-        if t.layout is torch.strided
-        else (name, tuple(t.shape), f"{t.dtype} {t.layout}", ())
+        (
+            name,
+            tuple(t.shape),
+            str(t.dtype)
+            + (f" {t.layout}" if t.layout is not torch.strided else "")
+            + (" on meta" if t.is_meta else ""),
+            tuple(t.stride()) if t.layout is torch.strided else (),
+        )
         for name, t in named
     ]
 
@@ -120,7 +128,7 @@ def _difference(kind: str, signatures: list[list[Any]], by_name: bool) -> str:
 
 def module_states(module: torch.nn.Module, ignored: set[str], buffers: bool) -> list[torch.Tensor]:
     """Parameters, then buffers, detached, without the ignored names and without repeats."""
-    named = list(module.named_parameters()) + (list(module.named_buffers()) if buffers else [])
+    named = itertools.chain(all_parameters(module), module.named_buffers() if buffers else ())
     return [tensor.detach() for name, tensor in named if name not in ignored]
 
 

@@ -64,6 +64,19 @@ class Property:
         raise RuntimeError("raises")
 
 
+def _raises(self):
+    raise RuntimeError("raises")
+
+
+@dataclasses.dataclass
+class Computed:
+    _loss: object
+    later: object = dataclasses.field(init=False)
+
+
+Computed.later = property(_raises)  # a field that stands for one, as in lazy datasets
+
+
 def guarded(y):
     output = object.__new__(Guarded)
     object.__setattr__(output, "loss", y)
@@ -85,6 +98,7 @@ CONTAINERS = {
     "values": lambda y: Values(a=y),
     "guarded": guarded,
     "property": lambda y: [Property(1), y],
+    "computed": lambda y: Computed([y]),
 }
 
 
@@ -141,18 +155,6 @@ class _Net(nn.Module):
         return self.output(self.layer(x).square().sum())
 
 
-def _shared(y):
-    for _ in range(24):
-        y = [y, y]
-    return y
-
-
-def _chain(y):
-    for _ in range(3000):
-        y = (y,)
-    return y
-
-
 def _detections(y):
     return [y, *({"box": i, "score": 0.5} for i in range(3000))]
 
@@ -161,16 +163,7 @@ def _many(y):
     return [y, *({"score": y * 1} for _ in range(100))]
 
 
-OUTPUTS = {
-    "shared": _shared,
-    "chain": _chain,
-    "detections": _detections,
-    "many": _many,
-    "values": lambda y: {"loss": y, "lazy": Values(a=y)},
-    "guarded": lambda y: [y, guarded(y)],
-}
-# Torch's class walks each path, recurses, or runs the program's code, where it looks at all.
-ONLY_ITS_DEFAULT = {"shared", "chain", "values", "guarded"}
+OUTPUTS = {"detections": _detections, "many": _many}
 MODES = {
     "default": {},
     "views": {"gradient_as_bucket_view": True},
@@ -182,8 +175,7 @@ MODES = {
 
 def _program(name, mode):
     def run(wrap, rank):
-        theirs = wrap.__module__.startswith("torch.")
-        ddp = wrap(_Net(OUTPUTS[name]), **({} if theirs and name in ONLY_ITS_DEFAULT else MODES[mode]))
+        ddp = wrap(_Net(OUTPUTS[name]), **MODES[mode])
         seen = []
         for i in range(3):
             ddp.zero_grad()

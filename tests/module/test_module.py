@@ -584,7 +584,6 @@ def _unequal_dtype(rank):
     return nn.Linear(4, 4, dtype=torch.float64 if rank else torch.float32)
 
 
-
 def _mixed_devices(rank):
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
 

@@ -141,6 +141,7 @@ def _seen(ddp_class: Any) -> dict[str, set[str]]:
         "attributes": set(vars(ddp)),
         "all": set(dir(ddp)),
         "reducer": {name for name in dir(ddp.reducer) if not name.startswith("__")},
+        "logger": {name for name in dir(ddp.logger) if not name.startswith(("__", "_pybind11"))},
         "keys at the start": at_start,
         "keys": set(ddp._get_ddp_logging_data()),
     }
@@ -167,6 +168,43 @@ def test_every_name_of_the_reducer_is_here_or_left_out(instances: Any) -> None:
     theirs, ours = instances
     missing = theirs["reducer"] - ours["reducer"]
     assert missing <= set(REDUCER_LEFT_OUT), sorted(missing - set(REDUCER_LEFT_OUT))
+
+
+def test_every_name_of_the_logger_is_here(instances: Any) -> None:
+    theirs, ours = instances
+    assert "set_runtime_stats_and_log" in theirs["logger"]
+    assert not theirs["logger"] - ours["logger"]
+
+
+def _forks(rank: int, world_size: int) -> Any:
+    """A forward as forks of torch's class have it, of several releases."""
+
+    class Fork(OURS):  # type: ignore[misc,valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.logger.set_runtime_stats_and_log()
+            self.num_iterations += 1
+            self.reducer.prepare_for_forward()
+            output = self.module(x)
+            self.reducer.prepare_for_backward([])
+            return output
+
+    ddp = Fork(torch.nn.Linear(3, 3))
+    ddp.logger._set_comm_hook_name("mine")
+    ddp.logger._set_uneven_input_join()
+    ddp.logger._set_static_graph()
+    ddp.logger.set_construction_data_and_log("Mine", [0], -1, True, False, False)
+    for _ in range(3):
+        ddp(torch.ones(1, 3)).sum().backward()
+    maps, flat = ddp.logger._get_ddp_logging_data(), ddp._get_ddp_logging_data()
+    return ddp.num_iterations, maps.strs_map, maps.ints_map, flat
+
+
+def test_a_forks_forward_runs_and_is_logged() -> None:
+    [(iterations, texts, numbers, flat)] = run_ranks(_forks, 1)
+    assert iterations == 3
+    assert texts["comm_hook"] == "mine" and texts["module_name"] == "Mine" and texts["device_ids"] == "0"
+    assert numbers["join_uneven_inputs"] == 1 and numbers["iteration"] == 2 and numbers["avg_backward_comm_time"] >= 0
+    assert {**texts, **numbers} == flat
 
 
 def test_every_key_of_the_logging_data_is_here(instances: Any) -> None:

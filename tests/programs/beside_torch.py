@@ -12,13 +12,29 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import minddp
 from minddp.testing import run_ranks
 
-# Called with the class and the rank; returns weights, or gradients, which may be missing.
-Program = Callable[[Any, int], list[torch.Tensor | None]]
+# Called with the class, the rank, and a mode's arguments; returns weights, or gradients, which may be missing.
+Program = Callable[..., list[torch.Tensor | None]]
+# The constructor's arguments under which a program is run: these, where a test names none.
+PLAIN: dict[str, dict[str, Any]] = {"": {}}
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "find_unused": {"find_unused_parameters": True},
+    "small": {"bucket_cap_mb": 1e-5},
+    "small views": {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},
+}
 
 
-def _both(rank: int, world_size: int, programs: Sequence[Program]) -> dict[str, tuple[Any, Any]]:
+def _both(
+    rank: int, world_size: int, programs: Sequence[Program], modes: dict[str, dict[str, Any]]
+) -> dict[str, tuple[Any, Any]]:
     warnings.simplefilter("ignore")
-    return {f.__name__: (f(TorchDDP, rank), f(minddp.DistributedDataParallel, rank)) for f in programs}
+    return {
+        f"{f.__name__} {mode}".strip(): (f(TorchDDP, rank, **args), f(minddp.DistributedDataParallel, rank, **args))
+        for f in programs
+        for mode, args in modes.items()
+    }
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -31,11 +47,16 @@ def differ(theirs: Sequence[torch.Tensor | None], ours: Sequence[torch.Tensor | 
     return len(theirs) != len(ours) or not all(map(_same, theirs, ours))
 
 
-def those_that_differ(programs: Sequence[Program], world_size: int, timeout: float) -> list[str]:
-    """The names of the programs whose answers are not the same with both, on some rank."""
+def those_that_differ(
+    programs: Sequence[Program],
+    world_size: int,
+    timeout: float,
+    modes: dict[str, dict[str, Any]] = PLAIN,
+) -> list[str]:
+    """The names of the programs, with those of the modes, whose answers are not the same with both, on some rank."""
     return [
         f"{name}, rank {rank}"
-        for rank, seen in enumerate(run_ranks(_both, world_size, programs, timeout=timeout))
+        for rank, seen in enumerate(run_ranks(_both, world_size, programs, modes, timeout=timeout))
         for name, (theirs, ours) in seen.items()
         if differ(theirs, ours)
     ]

@@ -1,0 +1,132 @@
+"""Whether an optimizer may use the gradients that there are: asked before each of its steps.
+
+Refused are gradients that would let the replicas drift apart without a word: of a backward that is not over, that an
+exception has ended, or that ran past the wrapper and differs between ranks. Told of are those of a backward that ran
+outside of its forward's ``no_sync()``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+from ..guards import optimizer_guard
+from ..guards.finite_check import FiniteCheck
+from ..guards.local_gradients import LocalGradients, has_values
+from ..reduction.reducer import Reducer
+from .local_steps import LocalSteps
+from .parameters import Parameters
+
+
+class StepCheck:
+    """The part of :class:`Engine` that the optimizers' guard asks."""
+
+    group: dist.ProcessGroup
+    parameters: Parameters
+    reducer: Reducer
+    finite: FiniteCheck | None
+    hook: tuple[Any, Any] | None
+    has_foreign_group: Any
+    report_failure: Callable[[Callable[[], Any]], Any]
+    _is_unfinished: Callable[[], bool]
+    _local_gradients: LocalGradients
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._local_steps = LocalSteps()
+
+    def may_refuse_step(self) -> bool:
+        """Whether :meth:`check_step` is worth its time; costs a microsecond."""
+        local = self.reducer.bypassed() or self.reducer.left_local()
+        return self._is_unfinished() or self.finite is not None or bool(local)
+
+    def check_step(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
+        """Raises where an optimizer must not use the gradients; returns whether its step is to change nothing.
+
+        Args:
+            stepped: ``id`` of each of the optimizer's parameters.
+            others: who else reduces parameters, the same ones perhaps.
+        """
+        if not self._has_others():
+            return self.group.size() == 1 and self.finite is not None and self.finite.check()
+        self.report_failure(self._check_not_within)
+        if not self._uses_nothing_unfinished(stepped, others):
+            self.report_failure(self.reducer.check_finished)
+            self.report_failure(lambda: self._check_not_interrupted(stepped))
+        skips = self.finite is not None and self.finite.check()
+        self._local_steps.look(self.reducer, self._with_gradients(stepped), others)
+        names, parameters = self.parameters.names, self.parameters.reduced
+        bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
+        for other in others if bypassed else ():
+            bypassed = other.without_its_own(bypassed)
+        if bypassed.keys() & stepped:
+            # All of them, since ranks need not step the same ones (ZeroRedundancyOptimizer).
+            found = [(names[i], parameters[i].grad) for i, _ in bypassed.values()]
+            named = [(name, gradient) for name, gradient in found if gradient is not None]
+            last = max(backward for _, backward in bypassed.values())
+            iteration = self.reducer.iteration()
+            self.report_failure(lambda: self._local_gradients.check(named, last, iteration))
+        return skips
+
+    def _has_others(self) -> bool:
+        """Whether there are ranks whose parameters could become others than this one's: not in a group of one, nor
+        once it is destroyed, nor in a process that was forked from the one that had it."""
+        if self.group.size() == 1 or self._process != os.getpid():
+            return False
+        return self.has_foreign_group or self.group in dist.distributed_c10d._world.pg_map
+
+    def _check_not_within(self) -> None:
+        """Where gradients are averaged at the end of backward, and nobody steps in a hook after that."""
+        within = self.reducer.in_backward() and torch._C._current_graph_task_id() != -1
+        if within and self.hook is None:
+            raise RuntimeError(
+                "optimizer.step() inside of backward() would use gradients before they are averaged over ranks: step "
+                "after backward, or in a communication hook (torch's _apply_optimizer_in_backward does)."
+            )
+
+    def _check_not_interrupted(self, stepped: set[int]) -> None:
+        """After an exception that the program caught: what has arrived is this rank's own, unless a later backward
+        has averaged it."""
+        if not self.reducer.interrupted():
+            return
+        own = [i for i, _ in self._with_gradients(stepped) if not self.reducer.averaged_since(i, 0)]
+        found = [self.parameters.names[i] for i in own]
+        if found:
+            raise RuntimeError(
+                f"optimizer.step() on rank {self.group.rank()} would use gradients that were never averaged, of "
+                f"{found[:10]}: an exception has ended their backward. Call zero_grad() first, on every rank, or "
+                "restart from a checkpoint."
+            )
+
+    def _with_gradients(self, stepped: set[int]) -> list[tuple[int, torch.nn.Parameter]]:
+        reduced = enumerate(self.parameters.reduced)
+        return [(i, p) for i, p in reduced if id(p) in stepped and p.grad is not None and has_values(p.grad)]
+
+    def _uses_nothing_unfinished(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
+        """Of an unfinished iteration: whether other wrappers have averaged the whole of each gradient to be used; and
+        where they were set to None there is none, which an optimizer passes over."""
+        if self.reducer.phase() not in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) and not self.reducer.interrupted():
+            return False
+        return all(
+            any(other.has_averaged(p, self.reducer.touched_in(i)) for other in others)
+            for i, p in self._with_gradients(stepped)
+        )
+
+    def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
+        """Whether its gradient of that backward, or of a later one, was averaged here."""
+        index = next((i for i, mine in enumerate(self.parameters.reduced) if mine is parameter), None)
+        return index is not None and self.reducer.averaged_since(index, backward)
+
+    def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """Of another wrapper's bypassed gradients, those that did not come through this one's forward."""
+        mine = {id(p): i for i, p in enumerate(self.parameters.reduced)}
+        return {
+            key: (index, backward)
+            for key, (index, backward) in bypassed.items()
+            if key not in mine or self.reducer.arrived_in(mine[key]) < backward
+        }

@@ -1,0 +1,219 @@
+"""Programs with classes of their own: wrappers that override forward's steps, modules with odd named_parameters().
+
+The same numbers as with torch's class.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import minddp
+from minddp.testing import run_ranks
+from tests.programs.beside_torch import MODES, those_that_differ
+
+
+def batch(rank, i=0):
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 8)
+        self.b = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh())
+
+
+def trained(ddp, rank, steps=3):
+    """Every gradient of some steps, and the weights; also of what the module does not name."""
+    parameters = [*ddp.module.a.parameters(), *ddp.module.b.parameters()]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    seen = []
+    for i in range(steps):
+        optimizer.zero_grad()
+        ddp(batch(rank, i)).square().sum().backward()
+        seen += [p.grad.clone() for p in parameters]
+        optimizer.step()
+    return seen + [p.detach() for p in parameters]
+
+
+# --- steps of forward that are the program's own
+
+
+def overrides_run(cls, rank, **args):
+    """mmcv's MMDistributedDataParallel and its forks."""
+
+    class Own(cls):
+        def _run_ddp_forward(self, *inputs, **kwargs):
+            return 2 * self.module(*inputs, **kwargs)
+
+    return trained(Own(Two(), **args), rank)
+
+
+def overrides_all(cls, rank, **args):
+    class Own(cls):
+        def _pre_forward(self, *inputs, **kwargs):
+            (x,), kwargs = super()._pre_forward(*inputs, **kwargs)
+            return (x + 1,), kwargs
+
+        def _run_ddp_forward(self, *inputs, **kwargs):
+            return 2 * super()._run_ddp_forward(*inputs, **kwargs)
+
+        def _post_forward(self, output):
+            return 3 * super()._post_forward(output)
+
+    return trained(Own(Two(), **args), rank)
+
+
+def patches_the_instance(cls, rank, **args):
+    ddp = cls(Two(), **args)
+    before, after = ddp._pre_forward, ddp._post_forward
+    ddp._pre_forward = lambda *inputs, **kwargs: before(inputs[0] + 1, **kwargs)
+    ddp._post_forward = types.MethodType(lambda self, output: 2 * after(output), ddp)
+    return trained(ddp, rank)
+
+
+def patches_the_class(cls, rank, **args):
+    class Own(cls):
+        pass
+
+    ddp = Own(Two(), **args)
+    seen = trained(ddp, rank, steps=1)
+    Own._run_ddp_forward = lambda self, x: 2 * self.module(x)
+    return seen + trained(ddp, rank)
+
+
+def calls_the_steps(cls, rank, **args):
+    """A forward of its own, of torch's steps."""
+
+    class Own(cls):
+        def forward(self, *inputs, **kwargs):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(2 * self._run_ddp_forward(*inputs, **kwargs))
+
+    return trained(Own(Two(), **args), rank)
+
+
+# --- parameters as a module tells them
+
+
+def twice_told(cls, rank, **args):
+    class Own(Two):
+        def named_parameters(self, *arguments, **options):
+            yield from super().named_parameters(*arguments, **options)
+            yield "again", self.a.weight
+
+    return trained(cls(Own(), **args), rank)
+
+
+def hidden_child(cls, rank, **args):
+    class Own(Two):
+        def named_parameters(self, prefix="", recurse=True):
+            yield from (pair for pair in nn.Module.named_parameters(self, prefix, recurse) if "b." not in pair[0])
+
+    return trained(cls(Own(), **args), rank)
+
+
+def told_by_a_child(cls, rank, **args):
+    """A child that tells of a parameter which is registered nowhere."""
+
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 8)
+            self.hidden = [nn.Parameter(torch.ones(()))]
+
+        def named_parameters(self, *arguments, **options):
+            yield from super().named_parameters(*arguments, **options)
+            yield "hidden", self.hidden[0]
+
+        def forward(self, x):
+            return super().forward(x) * self.hidden[0]
+
+    net = Two()
+    net.a = Scaled()
+    return trained(cls(net, **args), rank)
+
+
+def scripted(cls, rank, **args):
+    net = Two()
+    net.a = torch.jit.script(net.a)
+    return trained(cls(net, **args), rank)
+
+
+def scripted_whole(cls, rank, **args):
+    return trained(cls(torch.jit.script(Two()), **args), rank)
+
+
+STEPS = [overrides_run, overrides_all, patches_the_instance, patches_the_class, calls_the_steps]
+PARAMETERS = [twice_told, hidden_child, told_by_a_child, scripted, scripted_whole]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("programs", [STEPS, PARAMETERS], ids=["steps", "parameters"])
+def test_the_numbers_are_torchs(programs):
+    assert not those_that_differ(programs, 2, 90, MODES)
+
+
+class Hides(Two):
+    def named_parameters(self, prefix="", recurse=True):
+        yield from (pair for pair in nn.Module.named_parameters(self, prefix, recurse) if "b." not in pair[0])
+
+
+def _starts(rank, world_size):
+    net = Hides()
+    with torch.no_grad():
+        net.b.weight.add_(rank)
+    ddp = minddp.DistributedDataParallel(net)
+    ddp.check_replicas()
+    return ddp.parameter_names, net.b.weight.tolist()
+
+
+def test_a_hidden_child_starts_as_rank_0s():
+    (names, first), (_, second) = run_ranks(_starts, 2)
+    assert names == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert first == second
+
+
+class Secret(nn.Linear):
+    """Tells nobody of its weight."""
+
+    def named_parameters(self, prefix="", recurse=True):
+        yield from (pair for pair in super().named_parameters(prefix, recurse) if "weight" not in pair[0])
+
+
+class HidesModules(Two):
+    """Torch's class asks named_modules()."""
+
+    def __init__(self):
+        super().__init__()
+        self.b = Secret(8, 2)
+
+    def named_parameters(self, prefix="", recurse=True):
+        yield "a.weight", self.a.weight
+
+    def named_modules(self, *arguments, **options):
+        yield from (pair for pair in super().named_modules(*arguments, **options) if pair[0] != "a")
+
+
+def _warnings(rank, world_size):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ddp = minddp.DistributedDataParallel(HidesModules())
+        minddp.DistributedDataParallel(Hides())
+    return ddp.parameter_names, [str(each.message) for each in seen], {each.filename for each in seen}
+
+
+def test_what_trains_and_is_told_by_nobody_is_named():
+    [(names, texts, files)] = run_ranks(_warnings, 1)
+    assert names == ["a.weight", "b.bias"]
+    [text] = texts
+    assert "'a.bias', 'b.weight'" in text and "not averaged" in text
+    assert files == {__file__}
