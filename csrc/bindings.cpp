@@ -227,7 +227,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("reduce_dtype", &ReducerOptions::reduce_dtype)
       .def_readwrite("gradient_as_bucket_view", &ReducerOptions::gradient_as_bucket_view)
       .def_readwrite("skip_all_reduce_unused", &ReducerOptions::skip_all_reduce_unused)
-      .def_readwrite("keep_base", &ReducerOptions::keep_base)
+      .def_readwrite("sums_anew", &ReducerOptions::sums_anew)
       .def_readwrite("any_grad_dtype", &ReducerOptions::any_grad_dtype)
       .def_readwrite("always_reduce", &ReducerOptions::always_reduce)
       .def_readwrite("not_in_contexts", &ReducerOptions::not_in_contexts)
@@ -274,8 +274,6 @@ void bind_reducer(py::module_& module) {
       .def(
           "set_skip_all_reduce_unused", [](Reducer& r, bool skips) { r.options().skip_all_reduce_unused = skips; },
           py::arg("skips"))
-      .def(
-          "set_pair_sum", [](Reducer& r, bool agreed) { r.options().pair_sum = agreed; }, py::arg("agreed"))
       .def(
           "set_manual_finalization", [](Reducer& r, bool required) { r.options().manual_finalization = required; },
           py::arg("required"))
@@ -333,9 +331,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("set_look_seconds", [](double seconds) { look_seconds = seconds; }, py::arg("seconds"));
   module.def("wait_for", &wait_for, Release(), py::arg("work"), py::arg("on_stall") = nullptr);
   module.def("wait_for_future", &wait_for_future, py::arg("future"), py::arg("on_stall") = nullptr);
-  module.def(
-      "is_gloo_pair", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return is_gloo_pair(*group); },
-      py::arg("group"));
   module.def("group_allgather", &group_allgather, Release(), py::arg("group"), py::arg("outputs"), py::arg("input"),
       py::arg("on_stall") = nullptr);
   module.def("group_broadcast", &group_broadcast, Release(), py::arg("group"), py::arg("tensor"), py::arg("src"),

@@ -34,7 +34,6 @@ void Bucket::allocate() {
 
 // Before bytes are copied: the copying pass takes pointers, and would read a gradient of another kind all the same.
 void Bucket::check(Slot& slot, const at::Tensor& grad) const {
-  if (options_.keep_base) slot.known.check_unchanged(grad, options_.rank, slot.name);
   bool right_dtype = options_.any_grad_dtype || grad.scalar_type() == grad_dtype_;
   if (grad.is_sparse() == options_.sparse && grad.device() == device_ && right_dtype) return;
   TORCH_CHECK(false,
@@ -103,11 +102,8 @@ void Bucket::pack_dense(size_t begin, size_t end, double scale, bool may_grow) {
     const at::Tensor& grad = slot.grad();
     void* dst = base + slot.offset * buffer_.element_size();
     if (grad.defined()) check(slot, grad);
-    const bool nothing_new = options_.keep_base && slot.known.is_all_of(grad);
-    if (!grad.defined() || nothing_new)
+    if (!grad.defined())
       segments_.push_back({nullptr, dst, slot.parameter.numel()});
-    else if (slot.known.tensor().defined())
-      slot.view.copy_(grad).sub_(slot.known.tensor()).mul_(scale);
     else if (is_one_piece(slot, grad) && can_cast(grad.scalar_type())) {
       if (grad.scalar_type() != dtype) copy_segments();
       dtype = grad.scalar_type();
@@ -162,7 +158,7 @@ void Bucket::adopt_gradients() {
 bool Bucket::can_borrow(const std::vector<int32_t>& used, const at::Tensor& contribution) const {
   const Slot& slot = slots_->front();
   const at::Tensor& grad = slot.grad();
-  bool has_place = options_.allocate || options_.buffer_dtype != grad_dtype_ || slot.known.tensor().defined();
+  bool has_place = options_.allocate || options_.buffer_dtype != grad_dtype_;
   return options_.gradient_as_view && slots_->size() == 1 && !has_place && used[slot.index] && grad.defined() &&
       !grad.requires_grad() && !grad.is_sparse() && grad.scalar_type() == grad_dtype_ && is_one_piece(slot, grad) &&
       is_sole_holder(grad, contribution);
@@ -183,12 +179,7 @@ void Bucket::pack_sparse(double scale) {
   Slot& slot = slots_->front();
   const at::Tensor& grad = slot.grad();
   if (grad.defined()) check(slot, grad);
-  const bool nothing_new = options_.keep_base && slot.known.is_all_of(grad);
-  const at::Tensor& known = slot.known.tensor();
-  if (!grad.defined() || nothing_new)
-    buffer_ = zeros();
-  else
-    buffer_ = (known.defined() ? at::sub(grad, known) : grad.clone()).mul_(scale);
+  buffer_ = grad.defined() ? grad.clone().mul_(scale) : zeros();
   borrowed_ = slot.packed = true;
 }
 
@@ -204,8 +195,7 @@ at::Tensor Bucket::zeros() const {
 // The reduced tensor becomes the gradient: ranks have different rows, so the old one has no place for them.
 void Bucket::unpack_sparse(const at::Tensor& result, double scale) {
   Slot& slot = slots_->front();
-  at::Tensor& grad = slot.grad() = scale == 1.0 ? result : result.mul(scale);
-  if (options_.keep_base) slot.known.complete(grad);
+  slot.grad() = scale == 1.0 ? result : result.mul(scale);
 }
 
 // On the CPU, where allocations are not ordered by streams. What was the gradient's memory is the next buffer.
@@ -213,9 +203,8 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
   Slot& slot = slots_->front();
   at::Tensor& grad = slot.grad();
   if (slots_->size() != 1 || !device_.is_cpu() || borrowed_ || options_.allocate || options_.gradient_as_view ||
-      slot.known.tensor().defined() || !grad.defined() || grad.requires_grad() ||
-      result.scalar_type() != grad_dtype_ || grad.scalar_type() != grad_dtype_ || !result.is_same(buffer_) ||
-      !is_one_piece(slot, grad))
+      !grad.defined() || grad.requires_grad() || result.scalar_type() != grad_dtype_ ||
+      grad.scalar_type() != grad_dtype_ || !result.is_same(buffer_) || !is_one_piece(slot, grad))
     return false;
   // The buffer's memory is held by itself and by the slot's window.
   if (!exchange_memory(grad, buffer_, 2)) return false;
@@ -230,28 +219,17 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
   const bool ours = bool(flight_.work);  // on the CPU: no hook has seen the buffer, and may have kept it
   flight_ = {};
   if (options_.sparse) {
-    if (used[slots_->front().index])
-      unpack_sparse(result, scale);
-    else
-      slots_->front().known.forget();
+    if (used[slots_->front().index]) unpack_sparse(result, scale);
     return release();
   }
-  if (ours && used[slots_->front().index] && exchange(result, scale)) {
-    if (options_.keep_base) slots_->front().known.note_result(slots_->front().grad());
-    return;
-  }
+  if (ours && used[slots_->front().index] && exchange(result, scale)) return;
   at::Tensor flat = result.reshape({-1}).contiguous();
   const char* base = static_cast<const char*>(flat.const_data_ptr());
   segments_.clear();
   for (Slot& slot : *slots_) {
     const at::Tensor& p = slot.parameter;
     at::Tensor& grad = slot.grad();
-    if (!used[slot.index]) {  // nowhere: what all ranks have stays
-      const at::Tensor& known = slot.known.tensor();
-      if (known.defined() && options_.gradient_as_view) slot.known.note_result(grad.copy_(known));
-      slot.known.forget();
-      continue;
-    }
+    if (!used[slot.index]) continue;                             // nowhere: what all ranks have stays
     if (!grad.defined() || grad.scalar_type() != grad_dtype_) {  // the latter under mixed precision
       grad = options_.gradient_as_view
           ? (borrowed_ ? window(buffer_, slot) : slot.view)
@@ -264,8 +242,6 @@ void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<in
       segments_.push_back({src, grad.mutable_data_ptr(), p.numel()});
   }
   scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
-  for (size_t i = 0; options_.keep_base && i < slots_->size(); ++i)
-    if (Slot& slot = (*slots_)[i]; used[slot.index]) slot.known.complete(slot.grad());
   if (borrowed_) release();
 }
 

@@ -13,7 +13,6 @@
 
 #include "support/context_gradients.h"
 #include "support/exchange_memory.h"
-#include "support/known_part.h"
 #include "support/one_piece.h"
 #include "support/scaled_copy.h"
 #include "support/sole_holder.h"
@@ -39,10 +38,9 @@ class Bucket {
     at::Tensor parameter;
     int64_t offset;  // in elements
     std::vector<int64_t> strides;
-    at::Tensor view;       // parameter-shaped window on the buffer (not a view to autograd)
-    bool packed = false;   // in this backward
-    double left = 1.0;     // what it is to be multiplied with before its bucket leaves
-    KnownPart known = {};  // with keep_base
+    at::Tensor view;      // parameter-shaped window on the buffer (not a view to autograd)
+    bool packed = false;  // in this backward
+    double left = 1.0;    // what it is to be multiplied with before its bucket leaves
     at::Tensor* place = nullptr;
     // Where its gradient is, and its average goes: `.grad`, but in a backward of distributed autograd's.
     at::Tensor& grad() const { return place ? *place : parameter.mutable_grad(); }
@@ -51,7 +49,6 @@ class Bucket {
     at::ScalarType buffer_dtype;    // what travels; gradients are cast to it and back
     bool sparse = false;            // one parameter, whose gradient travels as it is
     bool gradient_as_view = false;  // .grad becomes a window on the buffer
-    bool keep_base = false;         // what all ranks have already is not sent again: the reduction is no mean
     bool any_grad_dtype = false;    // gradients need not have their parameter's dtype
     int rank = 0;                   // for messages
     Allocate allocate = nullptr;    // makes the buffer; empty: at::empty

@@ -17,7 +17,8 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     : parameters_(std::move(parameters)), names_(std::move(names)), expect_sparse_(std::move(expect_sparse)),
       group_(std::move(group)), any_sparse_(std::ranges::count(expect_sparse_, true) > 0),
       options_(std::move(options)), place_(parameters_.size()), usage_(parameters_.size()),
-      used_map_(options_.graph_mode, alone()), context_(parameters_), trace_(std::make_shared<Trace>()) {
+      used_map_(options_.graph_mode, alone()), context_(parameters_), sums_(parameters_.size()),
+      trace_(std::make_shared<Trace>()) {
   set_buckets(buckets);
 }
 
@@ -31,10 +32,9 @@ void Reducer::install_hooks() {
     auto self = weak.lock();
     if (!self || ContextGradients::has_current()) return;
     auto lock = self->guard();
-    self->slot_of(index).known.before_growth(
-        self->parameters_[index].grad(), self->group_->getRank(), self->names_[index]);
+    self->refuse_earlier_sum(index);
   };
-  hooks_ = std::make_unique<GradHooks>(parameters_, on_ready, options_.keep_base ? before_growth : nullptr);
+  hooks_ = std::make_unique<GradHooks>(parameters_, on_ready, options_.sums_anew ? before_growth : nullptr);
 }
 
 // A parameter may stand at another index than before: registered anew, frozen, or in another order of buckets.
@@ -43,33 +43,26 @@ void Reducer::take_over(const Reducer& before) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (theirs[i] < 0) continue;
     usage_.take_over(i, before.usage_, theirs[i]);
-    if (group_ == before.group_) slot_of(i).known = before.slot_of(theirs[i]).known;
+    if (group_ == before.group_) sums_.take_over(i, before.sums_, theirs[i]);
   }
   interrupted_in_ = before.interrupted_in_;
 }
 
-// Buckets are made anew, never resized. What is known of gradients moves with the parameter, to its place now.
+// Buckets are made anew, never resized.
 void Reducer::set_buckets(const Buckets& buckets) {
   TORCH_CHECK(phase_ == Phase::kIdle, "set_buckets: a backward is not finished; call it between iterations");
-  const std::vector<Bucket> before = std::exchange(buckets_, {});
-  const std::vector<std::pair<size_t, size_t>> place_before = place_;
+  buckets_.clear();
   for (const auto& indices : buckets) {
     const at::Tensor& first = parameters_[indices[0]];
     bool sparse = expect_sparse_[indices[0]];
     bool cast = options_.reduce_dtype && !sparse && first.is_floating_point();
     Bucket::Options options{cast ? *options_.reduce_dtype : first.scalar_type(), sparse};
     options.gradient_as_view = options_.gradient_as_bucket_view && options.buffer_dtype == first.scalar_type();
-    options.keep_base = options_.keep_base;
     options.any_grad_dtype = options_.any_grad_dtype;
     options.rank = group_->getRank();
     options.allocate = transport_memory(group_, first.device());
     for (size_t slot = 0; slot < indices.size(); ++slot) place_[indices[slot]] = {buckets_.size(), slot};
     buckets_.emplace_back(indices, parameters_, names_, options);
-    for (Bucket::Slot& slot : *buckets_.back().slots()) {
-      if (before.empty()) break;
-      auto [bucket, place] = place_before[slot.index];
-      slot.known = (*before[bucket].slots())[place].known;
-    }
   }
   trace_ = std::make_shared<Trace>(*trace_);  // callbacks of earlier collectives keep the old one
   trace_->resize(parameters_.size(), buckets_.size());
@@ -232,6 +225,7 @@ void Reducer::begin_iteration() {
   next_bucket_ = 0;
   for (Bucket& bucket : buckets_) bucket.begin_backward();
   if (options_.gradient_as_bucket_view) own_windows(buckets_);
+  for (size_t i = 0; options_.sums_anew && i < parameters_.size(); ++i) refuse_earlier_sum(i);
   if (!has_recorded()) return;
   const ParamUsage::Flags& part = backward_.takes_part;
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -246,7 +240,6 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   auto lock = guard();
   const bool in_context = ContextGradients::has_current();
   const bool defined = in_context ? contribution.defined() : parameters_[index].mutable_grad().defined();
-  if (options_.keep_base && defined && !in_context) slot_of(index).known.after_growth(parameters_[index].grad());
   enter_backward(std::nullopt);
   const bool synchronized = backward_.origin == Origin::kSynchronized;
   if (phase_ == Phase::kLaunched) {
@@ -278,6 +271,11 @@ void Reducer::refuse_shared_view(size_t index) const {
         other.usage_.arrived_in[there] == torch::autograd::get_current_graph_task_id();
   });
   if (shared) fail(errors::shared_view(group_->getRank(), {index, names_[index]}));
+}
+
+// Before autograd adds to it, and when an iteration begins, which sends what has not grown, too.
+void Reducer::refuse_earlier_sum(size_t index) {
+  if (sums_.holds(index, parameters_[index].grad())) fail(errors::summed_again(group_->getRank(), names_[index]));
 }
 
 // From here on the iteration is like any other.
@@ -319,10 +317,9 @@ void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
 }
 
 // In every iteration, as soon as it is there: what the program does to `.grad` from here on changes nothing. What no
-// rank uses is not touched. A window that has lost its known part could not be taken again.
+// rank uses is not touched.
 void Reducer::take(size_t index, const at::Tensor& contribution) {
   auto [b, slot] = place_[index];
-  if (may_grow() && options_.keep_base && options_.gradient_as_bucket_view) return;
   if (buckets_[b].complete() && !skips(b)) return pack(b, contribution);
   if (usage_.local_used_map[index] && !passes_through()) buckets_[b].pack_early(slot, options_.pre_scale, may_grow());
 }
@@ -428,6 +425,8 @@ void Reducer::finalize_backward() {
     bucket.hold_back_streams();
     trace_->note(i, BucketEvent::kUnpackEnd);
   }
+  for (size_t i = 0; options_.sums_anew && i < parameters_.size(); ++i)
+    if (used[i] && parameters_[i].grad().defined()) sums_.note(i, parameters_[i].grad());
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets_.size());
   used_map_.join([&](Future& future) { wait(future, buckets_.size()); });
   end_iteration();

@@ -32,7 +32,7 @@
 //  order of arrival, along
 //    which buckets are cut anew (trace.h), and the number of arrivals per parameter (param_usage.h).
 //  * What a rank sends is a parameter's whole `.grad`: averages of earlier backwards in it are the same on all ranks.
-//    (Where the reduction is no mean, what all ranks have already is left out: known_part.h.)
+//    (Where the reduction is no mean, a gradient must not hold an earlier one: earlier_sums.h.)
 //  * `.grad` is where a gradient is. A backward of distributed autograd's puts it elsewhere: context_gradients.h.
 //  * A mean is a sum and a division. `pre_scale` divides while packing, which costs no pass over memory and
 //    keeps half precision in range; `post_scale` while unpacking, for what is known only then.
@@ -50,6 +50,8 @@
 #include "forwards.h"
 #include "grad_hooks.h"
 #include "param_usage.h"
+#include "support/completed.h"
+#include "support/earlier_sums.h"
 #include "support/same_tensor.h"
 #include "support/sharers.h"
 #include "support/trace.h"
@@ -72,10 +74,9 @@ struct ReducerOptions {
   std::optional<at::ScalarType> reduce_dtype;  // what travels; empty: the gradients' own
   bool gradient_as_bucket_view = false;
   bool skip_all_reduce_unused = false;  // the same buckets are unused on every rank
-  bool keep_base = false;               // the reduction is no mean; see known_part.h
+  bool sums_anew = false;               // the reduction is no mean; see earlier_sums.h
   bool any_grad_dtype = false;          // parameters change their dtype during backward
   bool always_reduce = false;           // go through the process group where it has one rank, too
-  bool pair_sum = false;                // transport/pair_sum.h; the other rank knows
   bool lazy_bucket_allocation = false;  // a bucket has memory from its first gradient to the end of its iteration
   std::string not_in_contexts;  // why no context's gradients can be reduced (context_gradients.h); empty: they can
   bool manual_finalization = false;  // waiting and unpacking are left to the caller; REQUIRES: none is expected
@@ -140,7 +141,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
   // A hook that asks for it gets the future alone; the reducer keeps the work, which orders streams (wait.h).
   Flight run_allreduce(const GradBucket& b) {
-    Flight flight = allreduce(*group_, b.buffer(), among(), [&](Future& future) { wait(future, b.index()); });
+    if (alone()) return {completed(b.buffer()), nullptr};  // its own sum
+    Flight flight = allreduce(*group_, b.buffer(), [&](Future& future) { wait(future, b.index()); });
     if (hook_ && !b.buffer().device().is_cpu()) hooks_work_ = flight.work;
     return flight;
   }
@@ -206,6 +208,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void enter_backward(std::optional<bool> through_synchronized_forward);
   void begin_iteration();
   void refuse_shared_view(size_t index) const;
+  void refuse_earlier_sum(size_t index);
   void mark_variable_ready(size_t index, const at::Tensor& contribution);
   void note_origin(size_t index);
   void enter_context(size_t index, bool defined);
@@ -233,7 +236,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // before its end.
   bool may_grow() const { return !has_recorded() || deferred_; }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
-  Among among() const { return alone() ? Among::kThisRank : options_.pair_sum ? Among::kAgreedPair : Among::kGroup; }
   Bucket::Slot& slot_of(size_t index) const { return (*buckets_[place_[index].first].slots())[place_[index].second]; }
   [[noreturn]] void fail(const std::string& message) const;
   std::unique_lock<std::recursive_mutex> guard() { return std::unique_lock(mutex_); }
@@ -278,6 +280,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ParamUsage usage_;
   UsedMap used_map_;
   ContextIterations<ParamUsage> context_;
+  EarlierSums sums_;
   Sharers<Reducer> sharers_;
   std::vector<c10::intrusive_ptr<Future>> extra_futures_;
   std::shared_ptr<Trace> trace_;  // shared with the collectives' completion callbacks

@@ -45,7 +45,7 @@ class UsedMap {
     RECORD_FUNCTION("minddp::search_unused_parameters", std::vector<c10::IValue>());
     // From pinned memory: else the host waits until it has been read.
     sum_ = at::tensor(local, at::dtype(at::kInt).pinned_memory(!device.is_cpu())).to(device, /*non_blocking=*/true);
-    flight_ = allreduce(group, sum_, Among::kGroup, /*wait=*/nullptr);
+    flight_ = allreduce(group, sum_, /*wait=*/nullptr);
   }
   // Before backward returns: another rank may need this one's map, and this process may be about to end. On a device
   // the current stream waits.

@@ -61,14 +61,11 @@ inline std::string ready_twice(int rank, const Parameter& p, int arrivals) {
       "finalize_backward() came before the last gradient, or another backward before it. [rank ", rank, "]");
 }
 
-// With reduction="sum" or "weighted": what was reduced before, with a local contribution on top, was scaled, say.
-inline std::string changed_in_place(int rank, const std::string& name) {
-  return c10::str("The gradient of '", name,
-      "' was changed in place after a backward under no_sync() had added to the ",
-      "result of the reduction before, so that the two can no longer be told apart, and the result would be summed ",
-      "again. Change gradients before the first backward under no_sync() or after the last synchronized one, or "
-      "call ",
-      "zero_grad(). [rank ", rank, "]");
+// With reduction="sum" or "weighted": a gradient is the result of the reduction before.
+inline std::string summed_again(int rank, const std::string& name) {
+  return c10::str("The gradient of '", name, "' holds the result of an earlier synchronized backward, which ",
+      "reduction=\"sum\" or \"weighted\" would sum over the ranks again. Call zero_grad() before each synchronized ",
+      "backward; to accumulate, run all but the last backward, and their forwards, in no_sync(). [rank ", rank, "]");
 }
 
 // Two wrappers reduce one gradient, which is a window on one's bucket, in the same backward.

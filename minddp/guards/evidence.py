@@ -276,8 +276,7 @@ def slow(wait: Wait, seconds: float, judged: Judged, store_is_silent: bool) -> s
     waited = f"rank {wait.here} has waited {seconds:.0f} s for {wait.what}"
     if not absent:
         hook = f" Or {wait.hook}, which must not wait for a collective in a callback?" if wait.hook else ""
-        pair = " Or a communication hook that one of the two ranks alone has?" if len(wait.ranks) == 2 else ""
-        return f"{waited}, and all ranks are there: a slow network?{hook}{pair}"
+        return f"{waited}, and all ranks are there: a slow network?{hook}"
     who = "; ".join(describe(fact, kind, wait) for fact, kind in absent[:_LISTED])
     silent = " The process group's store does not answer: its host may be stopped or cut off." * store_is_silent
     return (

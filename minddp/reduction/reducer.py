@@ -21,7 +21,6 @@ from .. import _C
 from ..guards.lifetime import outlive, outlive_callbacks
 from ..ranks.waiting import SHADOWED, wait_for_future
 from .bucket_assignment import Buckets, agree_on_order, assign_buckets, check_buckets, ready_order
-from .pair_agreement import PairAgreement
 from .weights import Weights
 
 MIB = 1024 * 1024
@@ -94,10 +93,11 @@ class Reducer(_C.Reducer):
         options.reduce_dtype = settings.reduce_dtype
         options.gradient_as_bucket_view = settings.gradient_as_bucket_view
         options.skip_all_reduce_unused = settings.skip_all_reduce_unused
-        options.keep_base = settings.reduction != "mean"
+        # The sum over one rank may hold what it likes; a weight divides each time.
+        options.sums_anew = settings.reduction == "weighted" or (settings.reduction == "sum" and group.size() > 1)
         options.always_reduce = settings.always_reduce
         options.any_grad_dtype = settings.mixed_precision
-        if options.keep_base:
+        if settings.reduction != "mean":
             options.not_in_contexts = 'its reduction is no mean: pass reduction="mean"'
         elif settings.delays:
             options.not_in_contexts = "others would stay local: leave out delay_all_reduce_named_params"
@@ -113,8 +113,6 @@ class Reducer(_C.Reducer):
         if self.weights is not None:
             self.after_last_launch.append(self.weights.send)
             self.set_callbacks(post_scale=weakly(self.weights.post_scale))
-        is_pair = type(group) is dist.ProcessGroup and _C.is_gloo_pair(group)  # a subclass may reduce as it likes
-        self._pair = PairAgreement(group) if is_pair else None
         self.set_callbacks(after_last_launch=weakly(self._after_last_launch))
         self._set_scales()
 
@@ -158,8 +156,6 @@ class Reducer(_C.Reducer):
             with collective():
                 order, token = agree_on_order(order, secrets.randbits(62), self.group, self._device)
             self.agreed_token = f"{token:x}"
-            if self._pair is not None:
-                self._pair.ask(self._has_hook)
         elif self.group.size() > 1:
             used = self._get_local_used_map().tolist()
             backwards = reversed(range(len(used)))
@@ -197,9 +193,6 @@ class Reducer(_C.Reducer):
     def _after_last_launch(self) -> None:
         for send in self.after_last_launch:
             send()
-        if self._pair is not None and self._pair.asked:
-            self.set_pair_sum(self._pair.reached())
-            self._pair = None
 
     # --- the end of a backward, where it is the caller's ---
 

@@ -6,6 +6,8 @@ right in all of them.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -355,7 +357,7 @@ def test_parameters_that_were_cast_and_cast_back_keep_their_hooks(world_size):
 
 
 def _two_micro_batches(rank, world_size, reduction, views):
-    """Two synchronized micro-batches a step; which expert is used depends on batch and rank."""
+    """Two micro-batches a step, the first under no_sync; which expert is used depends on batch and rank."""
     ddp = minddp.DistributedDataParallel(
         nn.ModuleDict({"e": nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(2)])}),
         find_unused_parameters=True, gradient_as_bucket_view=views, reduction=reduction,
@@ -363,13 +365,14 @@ def _two_micro_batches(rank, world_size, reduction, views):
     ddp.module.forward = lambda x, which: ddp.module["e"][which](x)
     seen = []
     for step in ([(0, 0, 0), (1, 1, 1)], [(0, 1, 1), (0, 1, 1)], [(1, 1, 1), (1, 1, 1)]):
-        for micro in step:
+        for i, micro in enumerate(step):
             if reduction == "weighted":
                 ddp.add_weight(1)
-            ddp(torch.ones(1, 2), micro[rank]).sum().backward()
+            with contextlib.nullcontext() if i else ddp.no_sync():
+                ddp(torch.ones(1, 2), micro[rank]).sum().backward()
         seen.append([0.0 if p.grad is None else float(p.grad[0, 0]) for p in ddp.parameters()])
         ddp.zero_grad()
-    divisor = 1 if reduction == "sum" else world_size
+    divisor = 1 if reduction == "sum" else 2 * world_size
     right = [
         [sum(micro[r] == which for micro in step for r in range(world_size)) / divisor for which in (0, 1)]
         for step in ([(0, 0, 0), (1, 1, 1)], [(0, 1, 1), (0, 1, 1)], [(1, 1, 1), (1, 1, 1)])
@@ -390,14 +393,12 @@ def _assigned_between(rank, world_size):
     ddp = minddp.DistributedDataParallel(nn.Linear(2, 1, bias=False), reduction="sum")
     x = torch.ones(1, 2)
     ddp(x).sum().backward()
-    with ddp.no_sync():
-        ddp(x).sum().backward()
     ddp.module.weight.grad = torch.ones(1, 2)  # by hand: what was there is gone
     ddp(x).sum().backward()
     return float(ddp.module.weight.grad[0, 0])
 
 
-def test_a_gradient_assigned_by_hand_has_no_base():
+def test_a_gradient_assigned_by_hand_is_no_result():
     assert run_ranks(_assigned_between, 2) == [4.0, 4.0]
 
 

@@ -4,6 +4,7 @@ What ordinary training shows is tested elsewhere. Here are the corners: what an 
 replaced reducer still hears, who waits for whom.
 """
 
+import contextlib
 import gc
 import math
 import threading
@@ -513,85 +514,64 @@ def test_no_sync_is_no_bypass():
     run_ranks(_local_sgd, 2)
 
 
-# ---- sums, which keep the results that are there
+# ---- sums, which count no result twice
 
 
-def _sum_accumulates(rank, world_size):
+def _sums(rank, world_size):
     for kwargs in ({}, ALONE, {"gradient_as_bucket_view": True}):
         ddp = DDP(Two(), reduction="sum", **kwargs)
-        expected = [torch.zeros_like(p) for p in ddp.module.parameters()]
-        for step in range(5):
-            new = _mean(ddp.module, world_size, lambda r: ddp.module(_x(r, step)), divisor=1)
-            expected = [a + b for a, b in zip(expected, new)]
-            ddp(_x(rank, step)).backward()
+
+        def total(steps, ddp=ddp):
+            return _mean(ddp.module, world_size, lambda r: sum(ddp.module(_x(r, i)) for i in steps), divisor=1)
+
+        for step in range(4):  # buckets are cut anew after the first
+            expected = total([step, step + 1])
+            ddp.zero_grad(set_to_none=bool(step % 2))
+            with ddp.no_sync():
+                ddp(_x(rank, step)).backward()
+            ddp(_x(rank, step + 1)).backward()
             _check(ddp.module, expected)
 
 
-def test_a_sum_adds_to_its_results():
-    run_ranks(_sum_accumulates, 2)
+def test_sums_over_micro_batches():
+    run_ranks(_sums, 2)
 
 
-def _sum_over_a_rebuild(rank, world_size):
-    ddp = DDP(Two(), reduction="sum", **ALONE)
-    before = ddp.reducer.buckets()
-    first = _mean(ddp.module, world_size, lambda r: ddp.module(_x(r), ("right", "left")), divisor=1)
-    ddp(_x(rank), ("right", "left")).backward()
-    second = _mean(ddp.module, world_size, lambda r: ddp.module(_x(r, 1)), divisor=1)
-    ddp(_x(rank, 1)).backward()
-    assert ddp.reducer.buckets() != before
-    _check(ddp.module, [a + b for a, b in zip(first, second)])
+def _summed_again(rank, world_size):
+    sparse, dense = (nn.Embedding(4, 2, sparse=True), torch.tensor([rank, 3])), (nn.Linear(4, 2), torch.ones(1, 4))
+    for module, x in (dense, sparse):
+        ddp = DDP(module, reduction="sum")
 
+        def backward(ddp=ddp, x=x):
+            ddp(x).square().sum().backward()
 
-def test_a_sum_keeps_its_results_when_buckets_are_cut_anew():
-    run_ranks(_sum_over_a_rebuild, 2)
-
-
-def _sum_scaled(rank, world_size, sparse):
-    """In place, as a clip does: right around a result, told where that has grown by a local part."""
-    module = nn.Embedding(4, 2, sparse=True) if sparse else nn.Linear(4, 2)
-    ddp = DDP(module, reduction="sum")
-    x = torch.tensor([rank, 3]) if sparse else _x(rank, 0)[:, :4]
-
-    def backward():
-        ddp(x).square().sum().backward()
-
-    def scale():
+        backward()
         for p in module.parameters():
-            p.grad.mul_(0.5)
-
-    backward()
-    scale()
-    backward()
-    with ddp.no_sync():
+            p.grad.mul_(0.5)  # as a clip does
+        for context in (contextlib.nullcontext, ddp.no_sync):
+            message = f"'(weight|bias)' holds the result.*zero_grad.*no_sync.*rank {rank}"
+            with pytest.raises(RuntimeError, match=message):
+                with context():
+                    backward()
+            ddp.abort_iteration()
+        ddp.zero_grad()
         backward()
-    scale()
-    with pytest.raises(RuntimeError, match=f"gradient of '.*' was changed in place after .*no_sync.*rank {rank}"):
-        backward()
-    ddp.zero_grad()
-    ddp.abort_iteration()
-    backward()
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_a_sum_that_was_scaled_after_a_local_part_is_told(sparse):
-    run_ranks(_sum_scaled, 2, sparse)
+def test_a_sum_is_not_summed_again():
+    run_ranks(_summed_again, 2)
 
 
-def _sum_zeroed(rank, world_size):
-    ddp = DDP(Two(), reduction="sum")
-    for step in range(3):
-        ddp(_x(rank, step)).backward()
-        with ddp.no_sync():
-            ddp(_x(rank, step + 1)).backward()  # the result stays aside, while .grad grows
-        ddp.zero_grad(set_to_none=False)
-        expected = _mean(ddp.module, world_size, lambda r: ddp.module(_x(r, step + 2)), divisor=1)
-        ddp(_x(rank, step + 2)).backward()
-        _check(ddp.module, expected)
-        ddp.zero_grad(set_to_none=bool(step % 2))
+def _summed_again_unused(rank, world_size):
+    """A result that nothing adds to is sent as well."""
+    ddp = DDP(Two(), reduction="sum", find_unused_parameters=True)
+    ddp(_x(rank), ("left",)).backward()
+    with pytest.raises(RuntimeError, match="left.*holds the result"):
+        ddp(_x(rank), ("right",)).backward()
 
 
-def test_a_sum_notices_gradients_zeroed_in_place():
-    run_ranks(_sum_zeroed, 2)
+def test_a_result_that_nothing_adds_to_is_not_summed_again():
+    run_ranks(_summed_again_unused, 2)
 
 
 # ---- .grad
@@ -994,6 +974,7 @@ def _nothing_left(rank, world_size):
             if hook is not None:
                 ddp.register_comm_hook(None, hook)
             for step in range(2):
+                ddp.zero_grad()
                 if "reduction" in kwargs:
                     ddp.add_weight(1.0)
                 ddp(_x(rank, step)).backward()

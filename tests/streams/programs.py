@@ -139,8 +139,8 @@ PROGRAMS: dict[str, Program] = {
     "static": Program({**SMALL, "static_graph": True}, spare_in=()),
     "bfloat16 travels": Program({**SMALL, "reduce_dtype": torch.bfloat16}),
     "mixed precision": Program({**SMALL, "mixed_precision": MIXED}),
-    "sum": Program({**SMALL, "reduction": "sum"}, zero=None, steps=False),
-    "sum, no side": Program({**SMALL, "reduction": "sum"}, zero=None, steps=False, joins=False),
+    "sum": Program({**SMALL, "reduction": "sum"}),
+    "sum, no side": Program({**SMALL, "reduction": "sum"}, zero=False, steps=False, joins=False),
     "weighted": Program({**SMALL, "reduction": "weighted"}),
     "futures that order nothing": Program(SMALL, backend=extension.PLAIN),
     "futures that order nothing, unused": Program(

@@ -1,0 +1,98 @@
+"""Ranks whose collectives fit, though one reduces in another way: a hook of its own, an all-reduce by hand."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from tests.programs.beside_torch import MODES, those_that_differ
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _steps(ddp, rank, count=4, first=0):
+    seen = []
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for i in range(first, first + count):
+        optimizer.zero_grad()
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank), dtype=torch.float32)
+        ddp(x).square().sum().backward()
+        seen += [p.grad.clone() for p in ddp.module.parameters()]
+        optimizer.step()
+    return seen
+
+
+def hook_on_one_rank(cls, rank, **args):
+    ddp = cls(_net(), **args)
+    if rank == 0:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return _steps(ddp, rank)
+
+
+def hook_on_one_rank_later(cls, rank, **args):
+    ddp = cls(_net(), **args)
+    seen = _steps(ddp, rank)
+    if rank == 0:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return seen + _steps(ddp, rank, first=4)
+
+
+def all_reduce_by_hand(cls, rank, **args):
+    """A rank without a batch sends zeros for its one bucket."""
+    ddp = cls(_net(), **args)
+    seen = _steps(ddp, rank)
+    ddp.zero_grad()
+    if rank == 0:
+        everything = torch.zeros(sum(p.numel() for p in ddp.parameters()))
+        dist.all_reduce(everything)
+        return [*seen, everything.sum()]
+    ddp(torch.ones(5, 4)).square().sum().backward()
+    return [*seen, *(p.grad.clone() for p in ddp.parameters())]
+
+
+def hook_in_a_thread(cls, rank, **args):
+    """Its all-reduces are called when backward may have reached its end, and other ranks' sooner."""
+    with ThreadPoolExecutor(1) as thread:
+
+        def hook(_, bucket):
+            future, buffer = torch.futures.Future(), bucket.buffer()
+
+            def send():
+                time.sleep(0.01 * rank)
+                dist.all_reduce(buffer)
+                future.set_result(buffer.div_(dist.get_world_size()))
+
+            thread.submit(send)
+            time.sleep(0.02 * (rank == 0))
+            return future
+
+        ddp = cls(_net(), **args)
+        ddp.register_comm_hook(None, hook)
+        return _steps(ddp, rank)
+
+
+def other_default_dtypes(cls, rank, **args):
+    ddp = cls(_net(), **args)
+    torch.set_default_dtype([torch.float32, torch.float64][rank % 2])
+    try:
+        return _steps(ddp, rank)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_they_meet_as_with_torchs_class(world_size):
+    programs = [hook_on_one_rank, hook_on_one_rank_later, hook_in_a_thread, other_default_dtypes]
+    modes = {mode: MODES[mode] for mode in ("default", "views", "small")}
+    assert not those_that_differ(programs, world_size, 60, modes)
+    assert not those_that_differ([all_reduce_by_hand], world_size, 60)
