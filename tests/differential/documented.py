@@ -14,12 +14,12 @@ Programs drawn at random are trained with torch's class and with minddp's, and c
 These differences are intended; any other fails the test. `python -m tests.differential.documented` writes the page
 from `tests/differential/differences.toml`.
 
-There are two more rules. Where torch silently goes on with gradients that are local to a rank, minddp averages them or
-raises on every rank that would use them. Where torch raises, minddp may work.
+There are two more rules. Where torch silently goes on with gradients that are local to a rank, minddp averages them
+or raises on every rank that would use them. Where torch raises, minddp may work.
 
-The [glossary](glossary.md) explains these terms: local gradient, bypassing DDP, gradient view. A forward *waits* until
-a backward comes through its outputs. Some of these programs make ranks call different collectives: Gloo ends a process
-that gets more of another rank's data than it expects.
+The [glossary](glossary.md) explains these terms: local gradient, bypassing DDP, gradient view. A forward *waits*
+until a backward comes through its outputs. Some of these programs make ranks call different collectives. Gloo ends
+a process that gets more of another rank's data than it expects.
 """
 
 

@@ -18,20 +18,20 @@ SHOWN = {"told": "reported", "not told": "not reported"}  # in the page
 
 _PAGE = """# Faults: how the other ranks learn about one
 
-`make faults` writes this page, cell by cell. Real processes train a small model. In its fourth step one of them meets a
-fault at the named place. The results are:
+`make faults` writes this page, cell by cell. Real processes train a small model. In its fourth step one of them meets
+a fault at the named place. The results are:
 
-- "reported": each other rank raises within 10 seconds of the fault (a cut link: {cut:.0f}), with an error that names the
-  faulty rank. Its weights until then are those of a run without a fault, and its process ends. (A swallowed exception
-  gives the others another batch, so weights are not compared there.)
+- "reported": each other rank raises within 10 seconds of the fault (a cut link: {cut:.0f}), with an error that names
+  the faulty rank. Its weights until then are those of a run without a fault, and its process ends. (A swallowed
+  exception gives the others another batch, so weights are not compared there.)
 - "unharmed": all ranks go on to the end, alike.
 - "not named": an error that does not say which rank.
 - "late": a report after these seconds.
 - "stuck": still running {stuck} seconds after the fault.
 - "replicas differ": all ended, with different weights.
 
-All but the first two count as lost. The group's timeout is {group} s. All other arguments have their defaults. A stopped
-process goes on after twelve seconds. Where there is an entry, torch's class had the same cells.
+All but the first two count as lost. The group's timeout is {group} s. All other arguments have their defaults. A
+stopped process goes on after twelve seconds. Where there is an entry, torch's class had the same cells.
 
 ## Certain and suspected faults
 
@@ -63,7 +63,8 @@ def summary(results: Results) -> str:
         of_kind = [result for result in results if result["class"] == kind]
         if of_kind:
             counts = [(word, sum(result["verdict"] == word for result in of_kind)) for word in WORDS]
-            found = ", ".join(f"{SHOWN.get(word, word)}: {count}" for word, count in counts if count or word == "told")
+            shown = [(SHOWN.get(word, word), count) for word, count in counts if count or word == "told"]
+            found = ", ".join(f"{word}: {count}" for word, count in shown)
             lost = sum(result["verdict"] not in WELL for result in of_kind)
             lines.append(f"- {kind}: {len(of_kind)} cells; {found}; lost: {lost}")
     return "\n".join(lines)
