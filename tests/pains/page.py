@@ -17,9 +17,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "pains.md"
 _HEAD = f"""# Pain points
 
 `python -m tests.pains` writes this page. Each row is a program of a few lines (`tests/pains/programs.py`). It ran
-on {WORLD} ranks with the class of torch {TORCH} and with minddp's. The cells say how it ended. "Waits" means that nothing
-was reported on a rank for {LIMIT:.0f} seconds. The numbers are issues of [PyTorch's](https://github.com/pytorch/pytorch/issues).
-`pytest tests/pains` runs them again, and fails where one ends in another way.
+on {WORLD} ranks with the class of torch {TORCH} and with minddp's. The cells say how it ended. "Waits" means that
+nothing was reported on a rank for {LIMIT:.0f} seconds. The numbers are issues of
+[PyTorch's](https://github.com/pytorch/pytorch/issues). `pytest tests/pains` runs them again, and fails where one
+ends in another way.
 """
 
 
