@@ -111,13 +111,13 @@ def _auto_finding(summary: Summary, auto: Spread) -> str:
         text += f", {_change(auto, best[1])} against the best uniform cap"
     if default is not None:
         text += f", {_change(auto, default)} against the default"
-    predicted = _predicted_seconds(summary, point)
+    predicted = predicted_seconds(summary, point)
     if predicted is not None:
         text += f"; the planner predicted {predicted * 1e3:.1f} ms ({predicted / auto.median - 1:+.1%})"
     return text
 
 
-def _predicted_seconds(summary: Summary, point: Point) -> float | None:
+def predicted_seconds(summary: Summary, point: Point) -> float | None:
     plan = summary.sweep.facts.get(point.key, {}).get("plan")
     if plan is None:
         return None

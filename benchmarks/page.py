@@ -13,16 +13,77 @@ import bucket_report
 import harness
 import overhead
 import simulate
-from sweep import Sweep
+from sweep import Point, Sweep
 
 PAGE = harness.RESULTS.parents[1] / "docs" / "performance.md"
-SWEEPS = ("mlp38", "gpt2-small")
+SWEEPS = {"mlp38": "MLP, 38 MB", "gpt2-small": "GPT-2, 6 layers"}
 
 _HEAD = """# Performance
 
-Written by `python benchmarks/page.py` from `benchmarks/results`: each table is what the command above it has stored
-last, with the machine that it ran on. Variants took turns within one run; a cell is median [quartiles]. On a shared
-machine only ratios within one run mean something. What the scripts do: [benchmarks](../benchmarks/README.md).
+`python benchmarks/page.py` writes this page from `benchmarks/results`. Each table is the last stored result of the
+command above it. The line below that command gives the machine. Variants took turns within one run. A cell is median
+[quartiles]. The machine was shared, so compare figures within one run only. [Benchmarks](../benchmarks/README.md)
+describes the scripts.
+"""
+
+_STEPS = """
+## A step
+
+The model many-small has 400 small parameters, and mlp67 is an MLP of 67 MB. `benchmarks/models.py` describes all
+models. Both classes have their default arguments, unless the variant's name says more. Ratios have a 95 % interval.
+
+- "local" is the step without any wrapper.
+- "raw" is the bare collectives of the step's buckets.
+- "floor" is the local step, followed by these collectives. A reducer that costs nothing and overlaps nothing takes
+  that long.
+
+On one rank minddp is at the floor, or within two hundredths of it. The reducer runs no tensor operation per
+parameter. It copies each gradient once into its bucket and once back. A gradient that is alone in its bucket is not
+copied back. Two ranks on two cores compute and move data on the same processors, so larger models stay above the
+floor there.
+
+The second run also had `--output benchmarks/results/overhead-large.json`. The third run was in an environment with
+torch 2.15. Its baseline is the fastest mode of torch 2.15's class: gradient views with batched copies. "lazy" adds
+lazy buckets to it. Variants whose names end in `shm` use minddp's shared-memory process group. All others use Gloo.
+"""
+
+_MEMORY = """
+## Memory
+
+Bytes of gradients and buckets for each byte of parameters, on two ranks. By default minddp needs {ours} with
+gradients and {ours_zeroed} without them. That is as much as torch's class needs, because `.grad` stays this rank's
+own gradient until backward ends. With `gradient_as_bucket_view=True` minddp needs {views} and {views_zeroed}, and
+torch's class needs {torchs} and {torchs_zeroed}. `ddp.release_buckets()` frees what is left.
+"""
+
+_BUCKETS = """
+## Bucket sizes
+
+Two ranks, joined by a 1 Gbit/s link. Each sweep has seven uniform caps. The first table compares the medians of the
+sweeps below it. Beside each plot in `benchmarks/results` lies a report (`.html`) with all of it.
+"""
+
+_SIMULATOR = """
+## The simulator
+
+From one measured backward the simulator predicts the step with other buckets. It predicts a sweep of seven bucket
+sizes within {worst} %, median {median} %. It also predicts other networks, and up to 4,096 ranks
+([plot](../benchmarks/results/simulate-mlp38-scaling.png)):
+`python benchmarks/simulate.py --model mlp38 --link 1gbit --hop 5us,100gbit --speedup 40`.
+"""
+
+_PAPER = """
+## The paper
+
+`python benchmarks/paper.py --models mlp38,gpt2-small --rounds 3 --link 1gbit` tests the claims of the 2020 paper on
+PyTorch's DDP, one by one ([plot](../benchmarks/results/paper.png)).
+"""
+
+_SHARED_MEMORY = """
+## Shared memory beside Gloo
+
+Two ranks on one machine. In shared memory an all-reduce of 32 MB is {shm} times as fast as over Gloo. It is {shared}
+times as fast where the tensor itself lies in shared memory, as buckets do.
 """
 
 
@@ -43,11 +104,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def steps() -> str:
-    parts = [
-        "\n## A step\n\n"
-        '"local" is the step without any wrapper, "raw" the bare collectives of its buckets, "floor" a local step,\n'
-        "then these: what a reducer would take that costs nothing and hides nothing. Ratios have a 95 % interval.\n"
-    ]
+    parts = [_STEPS]
     for name in ("overhead", "overhead-large", "overhead-torch-2.15"):
         result = read(name)
         parts.append(f"\n{ran(result)}")
@@ -68,18 +125,45 @@ def memory() -> str:
         for variant, row in result["bytes_per_parameter_byte"].items()
     ]
     heads = [result["model"], "with gradients", "after zero_grad()", "after release_buckets()"]
-    return (
-        "\n## Memory\n\nBytes of gradients and buckets for each byte of parameters, on two ranks.\n\n"
-        f"{ran(result)}\n{table(heads, rows)}"
-    )
+    values = {}
+    for name, variant in (("ours", "minddp"), ("views", "minddp-views"), ("torchs", "torch-views")):
+        case = result["bytes_per_parameter_byte"][variant]
+        values |= {name: f"{case['steady']:.2f}", f"{name}_zeroed": f"{case['zeroed']:.2f}"}
+    return f"{_MEMORY.format(**values)}\n{ran(result)}\n{table(heads, rows)}"
+
+
+def comparisons(summary: bucket_report.Summary) -> dict[str, float]:
+    """By what is compared, how much longer the one takes than the other, in percent."""
+    times = {
+        (variant, cap): summary.times[Point(variant, cap)].median
+        for variant, cap in (("minddp", "auto"), ("minddp", "default"), ("minddp", 25.0), ("torch", "default"))
+    }
+    auto, default, torchs = times["minddp", "auto"], times["minddp", "default"], times["torch", "default"]
+    best, torchs_best = summary.best("minddp"), summary.best("torch")
+    predicted = bucket_report.predicted_seconds(summary, Point("minddp", "auto"))
+    assert best is not None and torchs_best is not None and predicted is not None
+    pairs = {
+        '`"auto"` against the best uniform cap': (auto, best[1].median),
+        '`"auto"` against torch\'s best uniform cap': (auto, torchs_best[1].median),
+        '`"auto"` against 25 MiB': (auto, times["minddp", 25.0]),
+        '`"auto"` against torch\'s default': (auto, torchs),
+        "minddp's default against torch's default": (default, torchs),
+        "the planner's prediction against the measured step": (predicted, auto),
+    }
+    return {title: 100 * (a / b - 1) for title, (a, b) in pairs.items()}
 
 
 def bucket_sizes() -> str:
-    parts = ["\n## Bucket sizes\n"]
+    summaries = {}
     for model in SWEEPS:
         name = f"buckets-{model}-gloo-2ranks-1gbit"
+        path = harness.RESULTS / f"{name}.json"
+        summaries[name] = bucket_report.summarize(Sweep(path, read(name)["settings"]))
+    columns = [comparisons(summary) for summary in summaries.values()]
+    compared = [[title, *(f"{column[title]:+.1f} %" for column in columns)] for title in columns[0]]
+    parts = [_BUCKETS, "\n", table(["", *SWEEPS.values()], compared)]
+    for name, summary in summaries.items():
         result = read(name)
-        summary = bucket_report.summarize(Sweep(harness.RESULTS / f"{name}.json", result["settings"]))
         heads, rows = bucket_report.rows(summary)
         said = "".join(f"- {line}\n" for line in bucket_report.findings(summary))
         picture = f"../benchmarks/results/{name}.png"
@@ -98,16 +182,16 @@ def simulation() -> str:
         for name in sweep.steps
     ]
     errors = sorted(abs(sweep.error(name)) for name in sweep.steps)
-    return (
-        "\n## The simulator\n\nFrom one measured backward it predicts the step for other buckets.\n\n"
-        f"{ran(result)}\n{table(['buckets', 'measured ms', 'predicted ms', 'error'], rows)}\n"
-        f"The error: median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}.\n"
-    )
+    worst, median = f"{100 * errors[-1]:.1f}", f"{100 * statistics.median(errors):.1f}"
+    said = _SIMULATOR.format(worst=worst, median=median)
+    return f"{said}\n{ran(result)}\n{table(['buckets', 'measured ms', 'predicted ms', 'error'], rows)}"
 
 
 def shared_memory() -> str:
     result = read("shm")
-    parts = [f"\n## Shared memory beside Gloo\n\n{ran(result)}"]
+    (large,) = [case["rows"] for case in result["collectives"] if (case["bytes"], case["ranks"]) == (32 * 2**20, 2)]
+    speedups = {name: f"{large[name]['speedup']['median']:.1f}" for name in ("shm", "shared")}
+    parts = [f"{_SHARED_MEMORY.format(**speedups)}\n{ran(result)}"]
     cases = [(f"all-reduce of {case['bytes']:,} bytes", case, 1e6, "µs") for case in result["collectives"]]
     cases.append((f"a step of {result['steps']['model']}", result["steps"], 1e3, "ms"))
     for title, case, scale, unit in cases:
@@ -121,7 +205,7 @@ def shared_memory() -> str:
 
 def page() -> str:
     """The page's text."""
-    return _HEAD + steps() + memory() + bucket_sizes() + simulation() + shared_memory()
+    return _HEAD + steps() + memory() + bucket_sizes() + simulation() + _PAPER + shared_memory()
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ from typing import Any, Protocol
 
 __all__ = ["Process", "RankError", "RankPool", "Start", "free_port", "run_ranks", "shutdown", "spawn", "start_rank"]
 
-CLEAN_SECONDS = 5.0  # in which a rank that has answered ends its groups; else it is not used again
-THREADS_SECONDS = 1.0  # of these, for threads to end
+CLEAN_SECONDS = 10.0  # in which a rank that has answered ends its groups; else it is not used again
+THREADS_SECONDS = 3.0  # of these, for threads to end
 
 
 class RankError(AssertionError):

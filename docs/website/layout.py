@@ -16,6 +16,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "first": "docs/first.md",
         "migrating": "docs/migrating.md",
         "differences": "docs/differences.md",
+        "comparison": "docs/comparison.md",
+        "gaps": "docs/gaps.md",
+        "arguments": "docs/arguments.md",
         "launching": "docs/launching.md",
         "configuration": "",
         "troubleshooting": "docs/troubleshooting.md",
@@ -23,6 +26,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "errors": "",
     },
     "Learn": {
+        "learn": "docs/learn.md",
         "pictures": "docs/pictures.md",
         "tutorials": "",
         "exercises": "exercises/README.md",

@@ -11,14 +11,15 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "differences.md"
 _HEAD = """# Differences you can notice
 
 Programs drawn at random are trained with torch's class and with minddp's, and compared at each step (`make fuzz`).
-These are the differences that are meant; any other fails the test. The page is written by `python -m
-tests.differential.documented`, from `tests/differential/differences.toml`.
+These differences are intended; any other fails the test. `python -m tests.differential.documented` writes the page
+from `tests/differential/differences.toml`.
 
-Beyond them: where torch goes on with gradients that are local to a rank, without a word, minddp averages them or
-raises on every rank that would use them; and where torch raises, minddp may work. A few words are the
-[glossary](glossary.md)'s: local gradient, past the wrapper, gradient view. A forward *waits* until a backward comes
-through its outputs. Some of these programs make ranks call different collectives: Gloo ends a process that gets more
-of another rank's data than it expects.
+There are two more rules. Where torch silently goes on with gradients that are local to a rank, minddp averages them
+or raises on every rank that would use them. Where torch raises, minddp may work.
+
+The [glossary](glossary.md) explains these terms: local gradient, bypassing DDP, gradient view. A forward *waits*
+until a backward comes through its outputs. Some of these programs make ranks call different collectives. Gloo ends
+a process that gets more of another rank's data than it expects.
 """
 
 

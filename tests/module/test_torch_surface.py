@@ -42,7 +42,7 @@ LEFT_OUT = {
     "_match_all_reduce_for_bwd_pass": _INSIDE,
     "_match_unused_params_allreduce": _INSIDE,
     "_passing_sync_batchnorm_handle": "torch's SyncBatchNorm checks its device there; minddp's works on any",
-    "_set_sparse_metadata": "NCCL's sparse reduction with known indices; named in the README",
+    "_set_sparse_metadata": "NCCL's sparse reduction with known indices; named in docs/gaps.md",
 }
 ATTRIBUTES_LEFT_OUT = {
     "_comm_hooks": _INSIDE,
@@ -62,7 +62,7 @@ REDUCER_LEFT_OUT = {
     "_set_forward_pass_work_handle": "torch's join counts ranks with it; minddp's set_divisor",
     "_set_mixed_precision_param_dtype": _OF_THE_MODULE,
     "_set_optimizer_in_backward": "minddp's optimizer_in_backward",
-    "_set_sparse_metadata": "NCCL's sparse reduction with known indices; named in the README",
+    "_set_sparse_metadata": "NCCL's sparse reduction with known indices; named in docs/gaps.md",
     "_set_static_graph": _OF_THE_MODULE,
     "_update_process_group": _OF_THE_MODULE,
     "_set_ddp_runtime_logging_sample_rate": "the module's method",

@@ -14,12 +14,13 @@ from .programs import PAINS, WORLD, Pain
 TORCH = ".".join(torch.__version__.split(".")[:2])
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pains.md"
 
-_HEAD = f"""# What hurts, and what happens here
+_HEAD = f"""# Pain points
 
-Written by `python -m tests.pains`. Each row is a program of a few lines (`tests/pains/programs.py`), run on {WORLD}
-ranks with the class of torch {TORCH} and with minddp's, and what came of it. A rank that has been told nothing after
-{LIMIT:.0f} seconds waits. The numbers are issues of [PyTorch's](https://github.com/pytorch/pytorch/issues).
-`pytest tests/pains` runs them again, and fails where one ends in another way.
+`python -m tests.pains` writes this page. Each row is a program of a few lines (`tests/pains/programs.py`). It ran
+on {WORLD} ranks with the class of torch {TORCH} and with minddp's. The cells say how it ended. "Waits" means that
+nothing was reported on a rank for {LIMIT:.0f} seconds. The numbers are issues of
+[PyTorch's](https://github.com/pytorch/pytorch/issues). `pytest tests/pains` runs them again, and fails where one
+ends in another way.
 """
 
 

@@ -14,28 +14,35 @@ from .program import FAULTS, PLACES
 Results = Sequence[dict[str, Any]]
 WELL = ("told", "unharmed")
 WORDS = (*WELL, "not named", "late", "not told", "replicas differ", "wrong weights", "stuck", "no fault")
+SHOWN = {"told": "reported", "not told": "not reported"}  # in the page
 
-_PAGE = """# What the others are told when one rank meets a fault
+_PAGE = """# Faults: how the other ranks learn about one
 
-Written by `make faults`, cell by cell: real processes train a small model; in its fourth step one of them meets a
-fault at the named place. "Told": each other rank raises within 10 seconds of the fault (a cut link: {cut:.0f}), with
-an error that names the faulty rank, its weights until then are those of a run without a fault (a swallowed exception
-gives the others another batch: not compared), and its process ends. "Unharmed": all ranks go on to the end, alike.
-Else: "not named" (an error that does not say who), "late", "stuck" (still running {stuck} seconds after the fault),
-"replicas differ" (all ended, with different weights). The group's timeout is {group} s, all other
-arguments have their defaults; a stopped process goes on after twelve seconds. Where there is an entry, torch's
-class had the same cells.
+`make faults` writes this page, cell by cell. Real processes train a small model. In its fourth step one of them meets
+a fault at the named place. The results are:
 
-## What is certain, and what is suspected
+- "reported": each other rank raises within 10 seconds of the fault (a cut link: {cut:.0f}), with an error that names
+  the faulty rank. Its weights until then are those of a run without a fault, and its process ends. (A swallowed
+  exception gives the others another batch, so weights are not compared there.)
+- "unharmed": all ranks go on to the end, alike.
+- "not named": an error that does not say which rank.
+- "late": a report after these seconds.
+- "stuck": still running {stuck} seconds after the fault.
+- "replicas differ": all ended, with different weights.
 
-What is certain ends a wait at once, with the name. What is suspected is logged (`logging.getLogger("minddp")`): after
-10 seconds, after one minute, and each time that the wait has doubled, with the rank, its host, process, place and
-line, what it has not produced, and whether it computes, sleeps, waits or is stopped. It ends nothing before the
-group's own timeout, unless `desync_timeout` says so.
+All but the first two count as lost. The group's timeout is {group} s. All other arguments have their defaults. A
+stopped process goes on after twelve seconds. Where there is an entry, torch's class had the same cells.
+
+## Certain and suspected faults
+
+A certain fault ends a wait at once, and the error names the rank. A suspected fault is logged
+(`logging.getLogger("minddp")`) after 10 seconds, after one minute, and each time that the wait has doubled. The log
+gives the rank, its host, process and location, what it has not produced, and whether it computes, sleeps, waits or is
+stopped. A suspected fault ends nothing before the group's own timeout, unless `desync_timeout` says so.
 
 {evidence}
 
-## What was seen
+## Results
 
 {summary}
 
@@ -56,9 +63,10 @@ def summary(results: Results) -> str:
         of_kind = [result for result in results if result["class"] == kind]
         if of_kind:
             counts = [(word, sum(result["verdict"] == word for result in of_kind)) for word in WORDS]
-            told = ", ".join(f"{word}: {count}" for word, count in counts if count or word == "told")
+            shown = [(SHOWN.get(word, word), count) for word, count in counts if count or word == "told"]
+            found = ", ".join(f"{word}: {count}" for word, count in shown)
             lost = sum(result["verdict"] not in WELL for result in of_kind)
-            lines.append(f"- {kind}: {len(of_kind)} cells; {told}; lost: {lost}")
+            lines.append(f"- {kind}: {len(of_kind)} cells; {found}; lost: {lost}")
     return "\n".join(lines)
 
 
@@ -85,6 +93,6 @@ def _entry(results: Results) -> str:
     if not results:
         return ""
     counts = [(word, sum(result["verdict"] == word for result in results)) for word in WORDS]
-    found = ", ".join(f"{count} {word}" for word, count in counts if count)
+    found = ", ".join(f"{count} {SHOWN.get(word, word)}" for word, count in counts if count)
     seconds = [s["told"] for result in results for s in result["survivors"] if s["told"] is not None]
     return found + (f", {median(seconds):.1f} s" if seconds else "")
