@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import pickle
 import warnings
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from . import own
 from .nets import Net, Planned, head_of
 
 GROUP_SECONDS = 4  # what a collective waits for its peers
@@ -90,14 +92,14 @@ class Run:
     def _note_grads(self) -> None:
         seen = set()
         for i, net in enumerate(self._modules()):
-            for name, p in net.named_parameters():
+            for name, p in torch.nn.Module.named_parameters(net):
                 if id(p) not in seen:
                     seen.add(id(p))
                     self.note(f"net{i}.{name}.grad", p.grad)
 
     def _note_state(self) -> None:
         for i, net in enumerate(self._modules()):
-            for name, p in net.named_parameters():
+            for name, p in torch.nn.Module.named_parameters(net):
                 self.note(f"net{i}.{name}", p)
             for name, buffer in net.named_buffers():
                 self.note(f"buffer net{i}.{name}", buffer)
@@ -110,7 +112,9 @@ class Run:
 
     def run(self) -> None:
         program = self.program
-        same_start = any(w.get("args", {}).get("init_sync") is False for w in program["wrappers"])
+        # What a module hides torch's class averages, and does not broadcast.
+        same_start = any(net.get("tells") == "hides" for net in program["nets"])
+        same_start |= any(w.get("args", {}).get("init_sync") is False for w in program["wrappers"])
         torch.manual_seed(program["seed"] + (0 if same_start else self.rank))
         for spec in program["nets"]:
             self.nets.append(Net(spec, self.nets))
@@ -119,7 +123,7 @@ class Run:
             for net in self.nets:
                 net.group = group
         for spec in program["wrappers"]:
-            self.wrappers.append(self._wrap(self.nets[spec["net"]], spec.get("args", {})))
+            self.wrappers.append(self._wrap(self.nets[spec["net"]], spec.get("args", {}), spec.get("own")))
         self._make_optimizers(range(len(program["optimizers"])))
         torch.manual_seed(program["seed"] + 17 * self.rank)
         for self.at, (verb, arguments) in enumerate(program["steps"]):
@@ -146,13 +150,16 @@ class Run:
         self.groups.append(dist.new_group(everyone, timeout=timedelta(seconds=GROUP_SECONDS)))
         return self.groups[-1]
 
-    def _wrap(self, net: Any, arguments: dict[str, Any]) -> Any:
+    def _wrap(self, net: Any, arguments: dict[str, Any], kind: str | None = None) -> Any:
         arguments = dict(arguments)
         if arguments.pop("process_group", None) == "own" or self.apart:
             arguments["process_group"] = self._new_group()
         if "lazy_bucket_allocation" not in inspect.signature(self.ddp_class).parameters:
             arguments.pop("lazy_bucket_allocation", None)
-        return self.ddp_class(net, **arguments)
+        ddp = (self.ddp_class if kind is None else own.subclass(self.ddp_class, kind))(net, **arguments)
+        if kind == "patched":
+            own.patch(ddp)
+        return ddp
 
     def _make_optimizers(self, which: Any) -> None:
         for i in which:
@@ -358,6 +365,18 @@ class Run:
                 node = p.view_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             self.kept.append(node)
             self.handles.append(node.register_hook(look))
+        return True
+
+    def do_move_grad(self, a: dict[str, Any]) -> Any:
+        ddp = self._ddp(a)
+        if ddp is None:
+            return False
+        p = self._parameter(ddp, a.get("p", 0))
+        if not p.requires_grad:
+            return False
+        self.handles.append(
+            p.register_post_accumulate_grad_hook(functools.partial(own.move_gradient, a.get("how", "scale")))
+        )
         return True
 
     def do_unhook(self, a: dict[str, Any]) -> Any:

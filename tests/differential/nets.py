@@ -14,6 +14,10 @@
     a linear layer under activation checkpointing.
 ``collective``
     an all_reduce in forward and one in backward, as SyncBatchNorm has.
+``scripted``
+    a linear layer by ``torch.jit.script``.
+
+``out`` says what two heads come in, ``tells`` what ``named_parameters()`` leaves out or repeats: see ``own.py``.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from . import own
 
 __all__ = ["Net", "Planned", "head_of"]
 
@@ -83,6 +89,8 @@ def _part(spec: dict[str, Any]) -> nn.Module:
     if kind == "collective":
         return nn.Identity()
     layer = nn.Linear(WIDTH, WIDTH, bias=kind != "bare")
+    if kind == "scripted":
+        return torch.jit.script(layer)  # type: ignore[no-any-return]
     if kind == "frozen":
         layer.requires_grad_(False)
     return layer
@@ -104,6 +112,8 @@ class Net(nn.Module):
         if self.out != "tensor":
             self.a = nn.Linear(WIDTH, WIDTH)
             self.b = nn.Linear(WIDTH, WIDTH)
+        if "tells" in spec:
+            own.tell(self, spec["tells"])
 
     def _resolve(self, block: dict[str, Any], earlier: list[Net]) -> tuple[dict[str, Any], nn.Module]:
         if block["kind"] != "same":
@@ -126,6 +136,8 @@ class Net(nn.Module):
         if self.out == "tensor":
             return h
         pair = self.a(h), self.b(h)
+        if self.out in own.OUTPUTS:
+            return own.wrapped(pair, self.out)
         return {"tuple": pair, "dict": {"a": pair[0], "b": pair[1]}, "dataclass": Output(*pair)}[self.out]
 
     def _block(self, spec: dict[str, Any], part: Any, h: torch.Tensor, x: torch.Tensor, rank: int) -> torch.Tensor:
@@ -155,8 +167,10 @@ def head_of(output: Any, head: str) -> torch.Tensor:
     """The tensor that ``head`` (``a``, ``b`` or ``both``) of a net's output means."""
     if isinstance(output, torch.Tensor):
         return output
-    if isinstance(output, tuple):
+    if type(output) is tuple:
         output = Output(*output)
-    if isinstance(output, dict):
+    elif isinstance(output, dict) and "a" in output:
         output = Output(output["a"], output["b"])
+    elif not isinstance(output, Output):
+        output = Output(*own.unwrapped(output))
     return output.a + output.b if head == "both" else getattr(output, head)

@@ -5,9 +5,10 @@ A program is a dict:
 ``world``, ``seed``
     How many ranks; what every random number is made from.
 ``nets``
-    Models, each ``{"blocks": [block, ...], "out": "tensor" | "tuple" | "dict" | "dataclass"}``; see ``nets.py``.
+    Models, each ``{"blocks": [block, ...], "out": "tensor" | "tuple" | ..., "tells": ...}``; see ``nets.py``.
 ``wrappers``
     ``{"net": index, "args": {constructor arguments}}``; ``process_group: "own"`` stands for a new group of all ranks.
+    With ``own``: of a class of the program's, see ``own.py``.
 ``optimizers``
     ``{"kind": "sgd" | "adam", "of": [wrapper, ...]}``.
 ``dtype``
@@ -42,6 +43,7 @@ VERBS = {
     "freeze": "{w}: parameter {p}.requires_grad_({value})",
     "hook": "{w}: {kind} hook on parameter {p} reads .grad of {read}{fail}",
     "unhook": "remove every hook",
+    "move_grad": "{w}: post_accumulate hook on parameter {p}: {how} its .grad",
     "join": "with {w}.join(divide_by_initial_world_size={divide}): train {batches} batches with optimizer{opt}",
     "rewrap": "{w} = DDP({w}.module{args}){keep}",
     "deepcopy": "{w} = deepcopy({w})",
@@ -105,9 +107,11 @@ def listing(program: dict[str, Any]) -> str:
         blocks = ", ".join(
             block["kind"] + "".join(f" {k}={v}" for k, v in block.items() if k != "kind") for block in net["blocks"]
         )
-        lines.append(f"net{i} = Net([{blocks}], out={net.get('out', 'tensor')!r})")
+        tells = f"  # named_parameters() {net['tells']}" if "tells" in net else ""
+        lines.append(f"net{i} = Net([{blocks}], out={net.get('out', 'tensor')!r}){tells}")
     for i, wrapper in enumerate(program["wrappers"]):
-        lines.append(f"ddp{i} = DDP(net{wrapper['net']}{_arguments(wrapper.get('args', {}))})")
+        own = f"  # of a class of its own: {wrapper['own']}" if "own" in wrapper else ""
+        lines.append(f"ddp{i} = DDP(net{wrapper['net']}{_arguments(wrapper.get('args', {}))}){own}")
     for i, optimizer in enumerate(program["optimizers"]):
         of = " + ".join(f"ddp{w}" for w in optimizer["of"])
         lines.append(f"optimizer{i} = {optimizer['kind'].upper()}(parameters of {of})")

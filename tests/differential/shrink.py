@@ -50,11 +50,15 @@ def _simpler_parts(program: Program) -> Iterator[Program]:
                 smaller = copy.deepcopy(program)
                 smaller["nets"][i]["blocks"][j] = {"kind": "scale"}
                 yield smaller
-        if "out" in net:
+        for name in {"out", "tells"} & set(net):
             smaller = copy.deepcopy(program)
-            del smaller["nets"][i]["out"]
+            del smaller["nets"][i][name]
             yield smaller
     for i, wrapper in enumerate(program["wrappers"]):
+        if "own" in wrapper:
+            smaller = copy.deepcopy(program)
+            del smaller["wrappers"][i]["own"]
+            yield smaller
         for name in wrapper.get("args", {}):
             smaller = copy.deepcopy(program)
             del smaller["wrappers"][i]["args"][name]
@@ -67,7 +71,7 @@ def _simpler_parts(program: Program) -> Iterator[Program]:
 
 
 def _simpler_steps(program: Program) -> Iterator[Program]:
-    needed = {"out", "of", "loss", "w", "opt", "kind", "hook", "batches", "via"}
+    needed = {"out", "of", "loss", "w", "opt", "kind", "hook", "how", "batches", "via"}
     for i, (_, arguments) in enumerate(program["steps"]):
         for name, value in arguments.items():
             if name not in needed:

@@ -13,6 +13,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from .own import MOVES, OUTPUTS, OWN
+
 __all__ = ["SCENES", "draw_program", "nth_program", "programs"]
 
 Step = list[Any]
@@ -114,6 +116,29 @@ class Drawing:
         for arguments in made + [step[1]["args"] for step in self.steps if step[0] == "rewrap"]:
             if self.chance(0.25):
                 arguments["lazy_bucket_allocation"] = True
+
+    def draw_own(self) -> None:
+        """Classes of the program's own, odd modules and outputs, hooks that move gradients."""
+        verbs = {verb for verb, _ in self.steps}
+        for wrapper in self.wrappers:
+            if self.chance(0.12) and "pickle" not in verbs:
+                wrapper["own"] = self.rng.choice(OWN)
+        looks = [self.wrappers[w]["args"] for w in range(len(self.wrappers))]
+        looks += [arguments["args"] for verb, arguments in self.steps if verb == "rewrap"]
+        # Torch's class looks into outputs then, and takes what it cannot see for unused.
+        walks = any({"find_unused_parameters", "static_graph"} & set(arguments) for arguments in looks)
+        for net in self.nets:
+            if "out" in net and self.chance(0.4):
+                net["out"] = self.rng.choice([out for out in OUTPUTS if not (walks and out == "slots")])
+            if self.chance(0.1) and "pickle" not in verbs:
+                net["tells"] = self.rng.choice(["twice", "hides"])
+            plain = [] if verbs & {"pickle", "deepcopy", "func_grad"} else net["blocks"]
+            for block in plain:
+                if block["kind"] == "linear" and self.chance(0.05):
+                    block["kind"] = "scripted"
+        if self.chance(0.08):
+            at, how = self.rng.randrange(len(self.steps) + 1), self.rng.choice(MOVES)
+            self.steps.insert(at, ["move_grad", {"w": self.w(), "p": self.rng.randrange(4), "how": how}])
 
     def build(self) -> None:
         for _ in range(self.rng.choice([1, 1, 1, 2, 2, 3])):
@@ -446,6 +471,7 @@ def draw_program(rng: random.Random, world: int = 2) -> dict[str, Any]:
             optimizer["kind"] = "sgd"
     seed = rng.randrange(1000)
     drawing.draw_lazy_buckets()  # last, so that the rest of a program stays what it was without them
+    drawing.draw_own()
     return {
         "world": world,
         "seed": seed,
