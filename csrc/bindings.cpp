@@ -157,6 +157,7 @@ py::dict position(const Reducer& reducer) {
   place["phase"] = reducer.phase();
   place["next_bucket"] = reducer.next_bucket();
   place["missing"] = reducer.missing();
+  place["history"] = std::vector<int64_t>{reducer.history().forwards, reducer.history().local_backwards};
   return place;
 }
 

@@ -31,6 +31,7 @@ class Forwards {
     add(begin_, at::sequence_number::peek(), synchronized);
     hidden_local_ = !synchronized && !visible;
     if (!synchronized) return;
+    ++history_.forwards;
     awaits_backward_ = true;
     hidden_ = !visible;
   }
@@ -43,7 +44,17 @@ class Forwards {
   void arm() { armed_ = true; }
   bool awaits_backward() const { return awaits_backward_; }
   void stop_waiting() { awaits_backward_ = false; }
-  void iteration_ends() { armed_ = awaits_backward_ = hidden_ = hidden_local_ = false; }
+  void local_backward_ends() { ++history_.local_backwards; }
+  void iteration_ends() {
+    armed_ = awaits_backward_ = hidden_ = hidden_local_ = false;
+    history_ = {};
+  }
+  // Synchronized forwards, and backwards that were not, since the last iteration. Of two ranks in one iteration with the
+  // same history, where one's backward was taken, the other's is the one that it was taken for.
+  struct History {
+    int64_t forwards = 0, local_backwards = 0;
+  };
+  const History& history() const { return history_; }
 
   struct Answer {
     Origin origin;
@@ -74,6 +85,7 @@ class Forwards {
 
  private:
   NodeSpans spans_;  // one that is older than these is still known by its outputs' hooks
+  History history_;
   uint64_t begin_ = 0;
   bool armed_ = false;
   bool awaits_backward_ = false;

@@ -370,6 +370,7 @@ void Reducer::finish_backward(int graph_task) {
   if (own && backward_.makes_graph && backward_.origin != Origin::kBypassed)
     forwards_.add(backward_.begin, at::sequence_number::peek(), !local);
   if (own) backward_ = {};
+  if (local) forwards_.local_backward_ends();
   if (phase_ != Phase::kBackward || local) return;  // a local one does not end the iteration of an interrupted one
   trace_->note(StepEvent::kBackwardEnd);
   if (!used_map_.absence_is_fine() && !missing().empty()) {

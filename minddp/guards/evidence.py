@@ -182,27 +182,58 @@ def _is_certainly_missed(fact: Fact, wait: Wait) -> bool:
     return place is not None and wait.iteration + wait.collective > 0  # and has not sent its part
 
 
-def has_passed(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool:
-    """Whether a rank will certainly not say the word that this one waits for, which is at its ``own`` place.
+def comes(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool | None:
+    """Whether a rank will say the word that this one waits for, which is at its ``own`` place; None: not known.
 
-    It has failed or is gone; has gone on to a later iteration, or waits in a backward of ``wait.iteration`` or later,
-    or in a collective of this wrapper's that this rank has not begun; or has stepped since its last backward, where
-    this rank has not.
+    It waits in this iteration's backward, after as many forwards as this rank: its own backward is the word.
+
+    It will certainly not where it has failed or is gone; has gone on to a later iteration, or waits in a backward of
+    ``wait.iteration`` or later, or in a collective of this wrapper's that this rank has not begun; or has stepped
+    since its last backward, where this rank has not.
     """
     if judge([fact], wait)[0][1] in CERTAIN:
-        return True
+        return False
+    if wait.within and _waits_for_iteration(fact, wait) == wait.iteration:
+        return bool((fact.report or {}).get("history") == own["history"])
+    return False if _has_passed(fact, wait, own) else None
+
+
+def _waits_for_iteration(fact: Fact, wait: Wait) -> int | None:
+    whose, _, iteration = ((fact.report or {}).get("wait") or "").partition("|")[0].rpartition("/")
+    return int(iteration) if whose == wait.wrapper and iteration.isdigit() else None
+
+
+def _has_passed(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool:
     report = fact.report or {}
     waits = (report.get("wait") or "").partition("|")[0]
     if waits.startswith(wait.wrapper + COLLECTIVE):
         return int(waits.rpartition(COLLECTIVE)[2]) > own["collectives"]
-    whose, _, iteration = waits.rpartition("/")
-    if whose == wait.wrapper:
-        return int(iteration) > wait.iteration - wait.within
+    if (iteration := _waits_for_iteration(fact, wait)) is not None:
+        return iteration > wait.iteration - wait.within
     place = report.get("places", {}).get(wait.wrapper)
     return place is not None and (
         place["iteration"] - (place["phase"] in ("forward", "loss")) > wait.iteration
         or (place["stepped"] and not own["stepped"] and place["iteration"] == wait.iteration)
     )
+
+
+def with_blamed(causes: Judged, absent: Judged) -> Judged:
+    """And those of the absent ranks that they have named themselves."""
+    blamed = {rank for fact, _ in causes for rank in _because(fact)}
+    return causes + [(fact, kind) for fact, kind in absent if fact.rank in blamed and (fact, kind) not in causes]
+
+
+def lost_ranks(causes: Judged, here: int) -> list[int]:
+    """Whom they come down to: a rank that gave up because of another one counts as that one, which may have come back
+    meanwhile."""
+    found: set[int] = set()
+    for fact, _ in causes:
+        found |= set(_because(fact)) - {here} or {fact.rank}
+    return sorted(found)
+
+
+def _because(fact: Fact) -> Sequence[int]:
+    return (fact.failure or {}).get("because", ())
 
 
 def root_causes(judged: Judged) -> Judged:
@@ -211,7 +242,7 @@ def root_causes(judged: Judged) -> Judged:
     first = [
         (fact, kind)
         for fact, kind in judged
-        if fact.failure is None or not found & set(fact.failure["because"]) - {fact.rank}
+        if not found & set(_because(fact)) - {fact.rank}
     ]
     return [(fact, kind) for fact, kind in first if kind is not Kind.WAITS] or first or judged
 

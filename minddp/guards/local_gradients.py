@@ -5,9 +5,9 @@ nobody. An optimizer that uses them takes another step on each rank, and the rep
 every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside the
 other ranks, so they are asked, through the store, and only where such gradients are about to be used.
 
-A synchronized forward whose backward never came takes the next one, past the wrapper too, as in torch. Where a rank
-alone has such a backward, its collectives would meet the others' next ones, and gradients of different things would
-be added: so ranks meet before that.
+A synchronized forward whose backward never came takes the next one, past the wrapper too, as in torch. That is right
+where the other ranks are in that forward's backward, or have such a one as well. Else its collectives would meet the
+others' next ones, and gradients of different things would be added: so ranks meet before that.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from . import times
 
-# (a rank, the seconds for which this one has waited for its word, whether in a backward): it will certainly not come.
-HasPassed = Callable[[int, float, bool], bool]
+# (a rank, the seconds for which this one has waited for its word, whether in a backward): whether it comes, as it
+# were; False: it will certainly not; None: not known.
+Comes = Callable[[int, float, bool], "bool | None"]
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
 
 
@@ -35,7 +36,7 @@ class LocalGradients:
         group: the wrapper's process group.
         store: carries the answers; ``None``: nobody can be asked.
         key: tells this wrapper's answers from others'; the same on all ranks.
-        has_passed: says of a rank that is waited for whether it will certainly not come. Any other is waited for as
+        comes: says of a rank that is waited for whether it does, or certainly will not. Any other is waited for as
             long as the store's timeout, the group's, says.
     """
 
@@ -44,9 +45,9 @@ class LocalGradients:
         group: dist.ProcessGroup,
         store: dist.Store | None,
         key: str,
-        has_passed: HasPassed = lambda rank, seconds, within: False,
+        comes: Comes = lambda rank, seconds, within: None,
     ):
-        self._has_passed = has_passed
+        self._asks = comes
         self._rank, self._size = group.rank(), group.size()
         self._base = store
         self._asked: tuple[int, int] | None = None  # iteration and number of the last question
@@ -78,7 +79,7 @@ class LocalGradients:
             raise self._refusal
 
     def meet(self, iteration: int) -> None:
-        """Returns when every rank has called it, in a backward of this iteration.
+        """Returns when every rank has called it, in a backward of this iteration, or waits for this one in its own.
 
         Raises:
             RuntimeError: a rank will not come.
@@ -135,7 +136,10 @@ class LocalGradients:
             now = time.monotonic()
             if now - looked >= 0.5 * times.look:
                 looked = now
-                if self._has_passed(rank, now - begin, within) or now - begin >= longest:
+                comes = self._asks(rank, now - begin, within)
+                if comes:
+                    return True
+                if comes is False or now - begin >= longest:
                     # Meanwhile it may have come, and gone on; or this machine, or the store, stood still.
                     return self._store.check([key])
             time.sleep(min(0.001 + (now - begin) / 10, 0.25 * times.look))

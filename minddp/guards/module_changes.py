@@ -121,7 +121,7 @@ class ModuleChanges:
         changes = []
         for name, p in self._named():
             known = self._facts.get(id(p))
-            if known is None and p.requires_grad:
+            if known is None and p.requires_grad and p.is_leaf:  # fastai's WeightDropout puts others in their place
                 frozen = any(p is other for other in self._frozen)
                 changes.append(f"'{name}' " + ("requires a gradient now" if frozen else "is new"))
             elif known is not None and (p.dtype, p.device) != known:

@@ -73,12 +73,23 @@ def refuse(parameter: torch.Tensor, why: str) -> None:
 
 class _Steps:
     """Of one optimizer: how many have begun and not ended (a subclass's, and its base's within; those that end with
-    an exception stay), and when the last ended."""
+    an exception stay), and when the last ended. One begins after the optimizer's own hooks, which may raise."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         key = id(optimizer)
         self.optimizer = weakref.ref(optimizer, lambda _: _steps.pop(key, None))
         self.begun, self.ended_ns = 0, -1
+        self.checked: _Checked | None = None
+        self._hook: Any = None
+
+    def begin_after_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        if not own:
+            self.begun += 1
+            return
+        if self._hook is None or self._hook.id not in own:
+            self._hook = optimizer.register_step_pre_hook(_begin)
+        own.move_to_end(self._hook.id)
 
     def is_of(self, ids: set[int]) -> bool:
         optimizer = self.optimizer()
@@ -86,6 +97,10 @@ class _Steps:
 
 
 _steps: dict[int, _Steps] = {}  # by id: an optimizer of the program's may not be hashable
+
+
+def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _steps_of(optimizer).begun += 1
 
 
 def _steps_of(optimizer: torch.optim.Optimizer) -> _Steps:
@@ -127,26 +142,55 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     # What else an optimizer of the user's takes there, a module say, is handed on as it is.
     if not isinstance(closure, (types.FunctionType, types.MethodType, functools.partial)) or not _is_asked(optimizer):
         _check(optimizer)
-        steps.begun += 1
+        steps.begin_after_hooks(optimizer)
         return None
-    function: Callable[..., Any] = closure
+    if steps.checked is None or steps.checked.own is not closure:
+        steps.checked = _Checked(closure, steps)
+    steps.begin_after_hooks(optimizer)
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": steps.checked}
+    return (args[0], steps.checked, *args[2:]), kwargs
 
-    @functools.wraps(function)
-    def then_checked(*arguments: Any, **keywords: Any) -> Any:
+
+class _Checked:
+    """A closure of the program's, as the optimizer gets it: the gradients that it makes are checked. In all else it
+    is the program's own, with its attributes; the same one as long as the program passes the same."""
+
+    __slots__ = ("own", "steps")
+
+    def __init__(self, own: Callable[..., Any], steps: _Steps):
+        object.__setattr__(self, "own", own)
+        object.__setattr__(self, "steps", steps)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        steps = self.steps
         begun, steps.begun = steps.begun, 0  # the closure's forward is no next one
         try:
-            loss = function(*arguments, **keywords)
+            loss = self.own(*arguments, **keywords)
         except BaseException:
             steps.begun = begun
             raise
-        _check(optimizer)
+        optimizer = steps.optimizer()
+        if optimizer is not None:
+            _check(optimizer)
         steps.begun = begun
         return loss
 
-    steps.begun += 1
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": then_checked}
-    return (args[0], then_checked, *args[2:]), kwargs
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.own, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self.own == other
+
+    def __hash__(self) -> int:
+        return hash(self.own)
 
 
 def _is_asked(optimizer: torch.optim.Optimizer) -> bool:

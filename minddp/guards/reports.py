@@ -120,7 +120,8 @@ class Reports:
             return None, False
         for key, ranks in self._summary.get("waiting", {}).items():
             if any(first <= rank <= last for first, last in ranks):
-                return {"wait": key, "places": {}, "line": "", "words": ""}, False
+                wait, history = json.loads(key)
+                return {"wait": wait, "history": history, "places": {}, "line": "", "words": ""}, False
         return self._summary.get("absent", {}).get(str(rank)), rank in self._summary.get("silent", ())
 
     def has_summary(self) -> bool:
@@ -168,7 +169,8 @@ class Reports:
             if answered < due:
                 silent.append(rank)
             elif report is not None and report["wait"] and answered >= self._first:
-                _add_to_ranges(waiting.setdefault(report["wait"], []), rank)
+                key = json.dumps([report["wait"], report.get("history")])
+                _add_to_ranges(waiting.setdefault(key, []), rank)
                 continue
             if len(absent) < _LISTED:
                 absent[rank] = report if answered >= self._first else None

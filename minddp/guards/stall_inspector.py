@@ -29,7 +29,20 @@ import torch.distributed as dist
 from .. import _C, environment
 from ..ranks import waiting
 from . import optimizer_guard, times, watchdog
-from .evidence import CERTAIN, COLLECTIVE, Judged, Kind, Wait, has_passed, judge, lost, root_causes, slow
+from .evidence import (
+    CERTAIN,
+    COLLECTIVE,
+    Judged,
+    Kind,
+    Wait,
+    comes,
+    judge,
+    lost,
+    lost_ranks,
+    root_causes,
+    slow,
+    with_blamed,
+)
 from .location import exception_text
 from .watchdog import Watchdog
 
@@ -155,6 +168,7 @@ class StallInspector:
         iteration = position["iteration"] + (phase in ("forward", "loss"))
         missing = position["missing"] if phase == "backward" else []
         place = {"phase": phase, "iteration": iteration, "missing": missing, "collectives": self._collectives}
+        place["history"] = position["history"]
         return self.key, {**place, "stepped": phase == "between" and self._has_stepped()}
 
     # --- what it waits for ---
@@ -194,14 +208,14 @@ class StallInspector:
         )
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
 
-    def has_passed(self, rank: int, seconds: float, within: bool) -> bool:
-        """Whether a rank of the group, for whose word this one has waited so long, will certainly not say it.
+    def comes(self, rank: int, seconds: float, within: bool) -> bool | None:
+        """Whether a rank of the group, for whose word this one has waited so long, will say it; None: not known.
 
         Asks it where it is, and logs that it is late: to be called each second or so. ``within``: this rank is in a
         backward, and has not sent its part.
         """
         if self._dog is None:
-            return False
+            return None
         what = waiting.ASKED
         wait = Wait(f"{self.key}|{what}", what, self._rank, self._ranks, self.key, {}, "", self._iteration(), within)
         self._dog.waits(wait, urgent=False)
@@ -209,9 +223,9 @@ class StallInspector:
         if times.warning_is_due(seconds):
             log.warning(slow(wait, seconds, judge(facts, wait), self._dog.store_is_silent()))
         if self.desync_timeout is not None and seconds >= self.desync_timeout and self._dog.has_summary():
-            return True
+            return False
         own = self.place()
-        return own is not None and has_passed(facts[0], wait, own[1])
+        return None if own is None else comes(facts[0], wait, own[1])
 
     def check_peers(self) -> None:
         """Before a forward on a device with streams, where no wait tells that a rank is lost.
@@ -327,9 +341,7 @@ def look_into(
     if not causes and timeout is not None and seconds >= timeout and dog.has_summary():
         causes = absent
     if causes:
-        blamed = {rank for fact, _ in causes for rank in (fact.failure or {}).get("because", ())}
-        causes += [(fact, kind) for fact, kind in absent if fact.rank in blamed and (fact, kind) not in causes]
-        _give_up(dog, group, wait, seconds, root_causes(causes), "")
+        _give_up(dog, group, wait, seconds, root_causes(with_blamed(causes, absent)), "")
     if times.warning_is_due(seconds):
         log.warning(slow(wait, seconds, judged, dog.store_is_silent()))
 
@@ -338,8 +350,8 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
     """A collective has failed. Where that looks like a lost peer, finds out which, and raises instead of it."""
     suspicious = _LOST_PEER.search(error) is not None
     begin = time.monotonic()
-    dog.waits(wait, urgent=True)
     while True:
+        dog.waits(wait, urgent=True)
         judged = judge(dog.facts(wait.others()), wait)
         causes = [(fact, kind) for fact, kind in judged if kind in {*CERTAIN, Kind.GONE, Kind.STOPPED}]
         # Its last words are still to be read, where nobody has waited for this rank until now.
@@ -348,10 +360,11 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
         if (causes and not wordless) or dog.lost or time.monotonic() - begin >= patience:
             break
         time.sleep(0.05)
+    absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
     if not causes and suspicious:
-        causes = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
+        causes = absent
     if causes:
-        _give_up(dog, group, wait, seconds, root_causes(causes), error)
+        _give_up(dog, group, wait, seconds, root_causes(with_blamed(causes, absent)), error)
     dog.waits_no_more()
 
 
@@ -370,7 +383,7 @@ def _give_up(
 ) -> None:
     dog.waits_no_more()
     raised = LostPeer(lost(wait, seconds, causes, error))
-    raised.lost_ranks = [fact.rank for fact, _ in causes]
+    raised.lost_ranks = lost_ranks(causes, wait.here)
     dog.tell(str(raised), because=raised.lost_ranks, ends=True, wait=0.5)
     _abandon(group)
     raise raised

@@ -9,6 +9,7 @@ a rank looks for questions      1, more where there are more than 50 ranks (``re
 gone                            5, until what it had sent must have arrived, and three turns of the watchdog, until
                                 where the others are was asked anew
 a failed collective is named    within 5
+a rank counts as waiting        for 10 after its last look
 ==============================  ============================================================
 """
 
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from .. import _C
 
 look = 1.0  # seconds
-SETTLED, ANEW, NAMING = 5, 3, 5
+SETTLED, ANEW, NAMING, FRESH = 5, 3, 5, 10
 
 
 def set_look(seconds: float) -> None:

@@ -245,7 +245,7 @@ class Watchdog:
 
     def _is_waiting(self) -> bool:
         wait = self._wait
-        return wait is not None and time.monotonic() - wait[0] < 3 * times.look
+        return wait is not None and time.monotonic() - wait[0] < times.FRESH * times.look
 
     def _where(self) -> dict[str, Any]:
         found = [place() for place in list(self._places.values())]
@@ -254,9 +254,12 @@ class Watchdog:
     def _report(self) -> Report:
         wait, trains = self._wait, self._trains
         line, collective = location.of_thread(trains)
+        waits, places = wait is not None and self._is_waiting(), self._where()
+        own = places.get(wait[1].wrapper, {}) if wait is not None else {}
         return {
-            "wait": wait[1].key if wait is not None and self._is_waiting() else None,
-            "places": self._where(),
+            "wait": wait[1].key if wait is not None and waits else None,
+            "history": own.get("history"),
+            "places": places,
             "line": line,
             "collective": collective,
             "does": self._activity(self._native_id),
@@ -325,7 +328,7 @@ def _hear_uncaught() -> None:
     of_main, of_threads = sys.excepthook, threading.excepthook
 
     def main_ends(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if _current is not None and not hasattr(sys, "ps1") and not _is_called_by_the_program():
+        if _current is not None and not hasattr(sys, "ps1") and not _is_called_by_the_program(error):
             with suppress(Exception):
                 _current.note_uncaught(error)
         of_main(kind, error, trace)
@@ -340,9 +343,12 @@ def _hear_uncaught() -> None:
     sys.excepthook, threading.excepthook = main_ends, thread_ends
 
 
-def _is_called_by_the_program() -> bool:
-    """``sys.excepthook``, to show an exception, after which the program goes on: its own frames are still there."""
-    return any(frame.f_code.co_name == "<module>" for frame, _ in traceback.walk_stack(sys._getframe()))
+def _is_called_by_the_program(error: BaseException) -> bool:
+    """``sys.excepthook``, to show an exception, after which the program goes on: the frame that has caught it is
+    still there. The interpreter calls it when all frames are gone."""
+    caught_in = None if error.__traceback__ is None else error.__traceback__.tb_frame
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+    return caught_in in frames or any(frame.f_code.co_name == "<module>" for frame in frames)
 
 
 def introduce(group: Any, processes: Sequence[Process]) -> None:

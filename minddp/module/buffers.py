@@ -20,10 +20,10 @@ class BufferSync:
     forward_sync_buffers: bool
     require_forward_param_sync: bool
     broadcast_bucket_size: int
-    _wrapped: Any
-    _engine: Any
+    _minddp_wrapped: Any
+    _minddp_engine: Any
     _join_config: Any
-    _has_joined = False
+    _minddp_has_joined = False
     device: torch.device
 
     @property
@@ -35,7 +35,7 @@ class BufferSync:
         self.forward_sync_buffers = value
 
     def _assign_modules_buffers(self) -> None:
-        self.named_module_buffers = self._wrapped.buffers()
+        self.named_module_buffers = self._minddp_wrapped.buffers()
         self.modules_buffers = list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
@@ -43,16 +43,16 @@ class BufferSync:
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         location = _BufferCommHookLocation.PRE_FORWARD
-        return self.will_sync_module_buffers() and self._buffer_hook_location(location) == location
+        return self.will_sync_module_buffers() and self._minddp_buffer_hook_location(location) == location
 
     def _check_sync_bufs_post_fwd(self) -> bool:
         location = _BufferCommHookLocation.POST_FORWARD
         return (
             self.will_sync_module_buffers()
-            and self._buffer_hook_location(_BufferCommHookLocation.PRE_FORWARD) == location
+            and self._minddp_buffer_hook_location(_BufferCommHookLocation.PRE_FORWARD) == location
         )
 
-    def _buffer_hook_location(self, default: Any) -> Any:
+    def _minddp_buffer_hook_location(self, default: Any) -> Any:
         hook = self.__dict__.get("buffer_hook")
         return default if hook is None else hook.buffer_comm_hook_location
 
@@ -67,7 +67,7 @@ class BufferSync:
             if self._join_config.enable:
                 source = self._find_common_rank(self._distributed_rank, True)
             else:
-                source = self.process_group.size() - 1 if self._has_joined else 0
+                source = self.process_group.size() - 1 if self._minddp_has_joined else 0
             self._assign_modules_buffers()
             # A graph that used a buffer before must not take the copy for an in-place change of its input.
             with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
@@ -80,7 +80,7 @@ class BufferSync:
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         for future in futures or ():
-            self._engine.reducer.wait_after_backward(future)
+            self._minddp_engine.reducer.wait_after_backward(future)
 
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0

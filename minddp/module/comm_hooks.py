@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from .shown import shown
 
 BUILTIN_HOOK_DTYPES = {"FP16_COMPRESS": torch.float16, "ALLREDUCE": None}
 
@@ -30,17 +31,17 @@ class HookRegistration:
     """The part of :class:`DistributedDataParallel` that takes communication hooks; names are torch's."""
 
     gradient_as_bucket_view: bool
-    _wrapped: Any
-    _engine: Any
+    _minddp_wrapped: Any
+    _minddp_engine: Any
 
-    @property
-    def _steps_in_backward(self) -> bool:
+    @shown
+    def _minddp_steps_in_backward(self) -> bool:
         """Whether an optimizer steps in a bucket's hook."""
-        return self._engine is not None and self._engine.reducer.optimizer_in_backward
+        return self._minddp_engine is not None and self._minddp_engine.reducer.optimizer_in_backward
 
-    @property
+    @shown
     def has_comm_hook(self) -> bool:
-        return self._engine is not None and self._engine.hook is not None
+        return self._minddp_engine is not None and self._minddp_engine.hook is not None
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """``hook(state, bucket) -> torch.futures.Future[torch.Tensor]`` reduces buckets from the next backward on.
@@ -53,19 +54,19 @@ class HookRegistration:
             RuntimeError: a hook is registered already, or the last backward was not finished.
         """
         self._check_comm_hook(hook)
-        self._check_hook_time()
-        self._engine.set_hook(state, hook)
+        self._minddp_check_hook_time()
+        self._minddp_engine.set_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """torch's built-in C++ hooks: here, the dtype in which gradients travel."""
         name = getattr(comm_hook_type, "name", str(comm_hook_type))
         if name not in BUILTIN_HOOK_DTYPES:
             raise ValueError(f"comm_hook_type must be one of dist.BuiltinCommHookType, got {comm_hook_type!r}")
-        self._check_hook_time()
-        self._engine.set_hook(None, comm_hook_type)
+        self._minddp_check_hook_time()
+        self._minddp_engine.set_hook(None, comm_hook_type)
 
-    def _check_hook_time(self) -> None:
-        engine = self._engine
+    def _minddp_check_hook_time(self) -> None:
+        engine = self._minddp_engine
         if engine is None:
             raise RuntimeError("every parameter's reduction is delayed: there are no buckets to hook")
         if engine.hook is not None:
@@ -99,8 +100,8 @@ class HookRegistration:
             )
 
     def _log_and_throw(self, kind: type[Exception], message: str) -> None:
-        if self.__dict__.get("_engine") is not None:
-            self._engine.logger.set_error_and_log(f"{kind}: {message}")
+        if self.__dict__.get("_minddp_engine") is not None:
+            self._minddp_engine.logger.set_error_and_log(f"{kind}: {message}")
         raise kind(message)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
@@ -116,18 +117,18 @@ class HookRegistration:
             ) from error
 
     def _setup_in_backward_optimizers(self) -> None:
-        if not any(hasattr(p, "_in_backward_optimizers") for p in self._wrapped.module_parameters):
+        if not any(hasattr(p, "_in_backward_optimizers") for p in self._minddp_wrapped.module_parameters):
             return
         from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
             _apply_optim_in_backward_hook,
         )
 
         handles = dist.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map
-        for parameter in self._wrapped.module_parameters:
+        for parameter in self._minddp_wrapped.module_parameters:
             for handle in handles.get(parameter, []):
                 handle.remove()
-        if self._engine.finite is not None:
+        if self._minddp_engine.finite is not None:
             raise RuntimeError("check_finite= looks before optimizer.step(); an optimizer in backward has none")
         hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self.register_comm_hook(weakref.ref(self), hook)
-        self._engine.reducer.optimizer_in_backward = True
+        self._minddp_engine.reducer.optimizer_in_backward = True

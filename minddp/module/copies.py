@@ -10,7 +10,7 @@ import torch.distributed as dist
 from .parameters import Parameters
 
 # Made anew where the module is unpickled or copied, and given up when the interpreter ends.
-_TIED_TO_GROUP = ("process_group", "_engine", "_delayed", "_wrapped")
+_TIED_TO_GROUP = ("process_group", "_minddp_engine", "_minddp_delayed", "_minddp_wrapped")
 
 
 class Copies:
@@ -18,15 +18,15 @@ class Copies:
 
     module: torch.nn.Module
     forward_sync_buffers: bool
-    _wrapped: Parameters
-    _engine: Any
-    _take_parameters: Any
+    _minddp_wrapped: Parameters
+    _minddp_engine: Any
+    _minddp_take_parameters: Any
 
     def let_go(self) -> None:
         """Of the process group and all that works with it; nothing can be done with the wrapper any more."""
         for name in _TIED_TO_GROUP:
             self.__dict__.pop(name, None)
-        self.__dict__["_engine"] = None
+        self.__dict__["_minddp_engine"] = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not dist.group.WORLD:
@@ -36,8 +36,8 @@ class Copies:
             )
         state = {name: value for name, value in self.__dict__.items() if name not in _TIED_TO_GROUP}
         state["broadcast_buffers"] = self.forward_sync_buffers
-        state["_hook"] = None if self._engine is None else self._engine.hook
-        state["_names"] = self._wrapped.for_copies()
+        state["_hook"] = None if self._minddp_engine is None else self._minddp_engine.hook
+        state["_names"] = self._minddp_wrapped.for_copies()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class Copies:
         hook, names = state.pop("_hook", None), state.pop("_names")
         torch.nn.Module.__setstate__(self, state)  # type: ignore[arg-type]
         self.process_group = dist.group.WORLD
-        self._wrapped = Parameters.like(self.module, names)
-        self._take_parameters()
-        if hook is not None and self._engine is not None:
-            self._engine.set_hook(*hook)
+        self._minddp_wrapped = Parameters.like(self.module, names)
+        self._minddp_take_parameters()
+        if hook is not None and self._minddp_engine is not None:
+            self._minddp_engine.set_hook(*hook)

@@ -42,6 +42,7 @@ from .groups import choose_group
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .parameters import Parameters, localize_shards
 from .replicas import Replicas
+from .shown import shown
 from .torch_base import TorchBase
 from .torch_names import TorchNames
 
@@ -162,49 +163,51 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         self.dim = dim
         self.module = module
         localize_shards(module, self.process_group)
-        self._wrapped = Parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
-        work_on(self.process_group, self._wrapped.device)
-        self.device_ids, self.output_device = self._wrapped.check_devices(device_ids, output_device)
-        self._config = make_config(arguments)
-        self._config.check_views([p.dtype for p in self._wrapped.reduced])
-        self._config.check_delayed(bool(self._wrapped.delayed))
-        self._set_attributes(self._config)
+        self._minddp_wrapped = Parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        work_on(self.process_group, self._minddp_wrapped.device)
+        self.device_ids, self.output_device = self._minddp_wrapped.check_devices(device_ids, output_device)
+        self._minddp_config = make_config(arguments)
+        self._minddp_config.check_views([p.dtype for p in self._minddp_wrapped.reduced])
+        self._minddp_config.check_delayed(bool(self._minddp_wrapped.delayed))
+        self._minddp_set_attributes(self._minddp_config)
         token = None
         if init_sync:
-            with construction(self._config.desync_timeout):
-                token = self._synchronize_model()
-        self._take_parameters(token, self.broadcast_bucket_size)
+            with construction(self._minddp_config.desync_timeout):
+                token = self._minddp_synchronize_model()
+        self._minddp_take_parameters(token, self.broadcast_bucket_size)
 
-    def _synchronize_model(self) -> str:
-        wrapped, group = self._wrapped, self.process_group
+    def _minddp_synchronize_model(self) -> str:
+        wrapped, group = self._minddp_wrapped, self.process_group
         self._assign_modules_buffers()
         names = [name for name, _ in all_parameters(self.module)]
-        with_buffers = self._config.sync_buffers_at_start
+        with_buffers = self._minddp_config.sync_buffers_at_start
         buffers = list(self.named_module_buffers.items()) if with_buffers else []
         parameters = list(zip(wrapped.names, wrapped.reduced))
-        token = verify_same_start(self._config.for_comparison(), parameters, names, buffers, group)
+        token = verify_same_start(self._minddp_config.for_comparison(), parameters, names, buffers, group)
         wrapped.check_materialized()
         sync_module_states(self.module, group, self.broadcast_bucket_size, 0, wrapped.ignored, with_buffers)
         return token
 
-    def _take_parameters(self, token: str | None = None, broadcast_bytes: int | None = None) -> None:
+    def _minddp_take_parameters(self, token: str | None = None, broadcast_bytes: int | None = None) -> None:
         """The end of construction, and of unpickling: only now anything outside of this object knows of it."""
-        wrapped = self._wrapped
-        self._delayed = delayed_params.make(self.process_group, wrapped.delayed, wrapped.trigger, broadcast_bytes)
-        if self._delayed is not None and token is not None:
-            self._delayed.name(token)
+        wrapped = self._minddp_wrapped
+        self._minddp_delayed = delayed_params.make(
+            self.process_group, wrapped.delayed, wrapped.trigger, broadcast_bytes
+        )
+        if self._minddp_delayed is not None and token is not None:
+            self._minddp_delayed.name(token)
         self._assign_modules_buffers()
-        self._engine: Engine | None = None
+        self._minddp_engine: Engine | None = None
         if not wrapped.all_delayed:
             devices = (self.device_ids, self.output_device)
-            self._engine = Engine(self.module, self._config, wrapped, self.process_group, devices)
+            self._minddp_engine = Engine(self.module, self._minddp_config, wrapped, self.process_group, devices)
             if token is not None:
-                self._engine.name(token)
+                self._minddp_engine.name(token)
         for other in optimizer_guard.watched():
-            if other is not self._engine:
+            if other is not self._minddp_engine:
                 other.step_aside(wrapped.reduced)
-        if self._engine is not None:
-            optimizer_guard.watch(self._engine)
+        if self._minddp_engine is not None:
+            optimizer_guard.watch(self._minddp_engine)
         lifetime.end_in_order(self)
 
     # ----------------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
 
     @torch._disable_dynamo(recursive=True)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        engine = self._engine
+        engine = self._minddp_engine
         if engine is None:
             return inputs, kwargs
         if not self._lazy_init_ran:
@@ -235,9 +238,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             engine.check_finished()
             if engine.reducer.sync_enabled:
                 engine.begin_iteration(self._join_config.enable)
-                if self._config.check_replicas_every is not None and not self._join_config.enable:
-                    self._check_replicas_now_and_then()
-        self._note_not_joined()
+                if self._minddp_config.check_replicas_every is not None and not self._join_config.enable:
+                    self._minddp_check_replicas_now_and_then()
+        self._minddp_note_not_joined()
         if grad and not engine.reducer.is_settled:
             engine.rebuild_buckets()
         if self._check_sync_bufs_pre_fwd():
@@ -245,16 +248,16 @@ class DistributedDataParallel(  # type: ignore[override,misc]
                 self._sync_buffers()
         if self._join_config.enable:
             agree_on_sync(self, is_joined_rank=False)
-        inputs, kwargs = self._move_inputs(inputs, kwargs)
+        inputs, kwargs = self._minddp_move_inputs(inputs, kwargs)
         if grad:
             engine.reducer.begin_forward()
         return inputs, kwargs
 
     @torch._disable_dynamo(recursive=True)
     def _post_forward(self, output: Any) -> Any:
-        engine = self._engine
-        if self._delayed is not None:
-            self._delayed.prepare(self._join_config.enable, None if engine is None else engine.reducer.divisor)
+        engine = self._minddp_engine
+        if self._minddp_delayed is not None:
+            self._minddp_delayed.prepare(self._join_config.enable, None if engine is None else engine.reducer.divisor)
         if engine is None:
             return output
         if self._check_sync_bufs_post_fwd():
@@ -279,13 +282,13 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         try:
             return _run_module(self.module, inputs, kwargs)
         except BaseException as error:
-            if self._engine is not None:
-                self._engine.note_words(error)
+            if self._minddp_engine is not None:
+                self._minddp_engine.note_words(error)
             raise
         finally:
             _TorchDDP._active_ddp_module = outer
 
-    def _note_not_joined(self) -> None:
+    def _minddp_note_not_joined(self) -> None:
         work = Join.notify_join_context(self)
         if work is None:
             return
@@ -294,11 +297,11 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         initial = self._divide_by_initial_world_size
         self.reducer.set_divisor(self.process_group.size() if initial else int(active.item()))
 
-    def _move_inputs(self, inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _minddp_move_inputs(self, inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.device_ids:
             moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved[0], moved_kwargs[0]
-        mixed = None if self._engine is None else self._engine.mixed
+        mixed = None if self._minddp_engine is None else self._minddp_engine.mixed
         if mixed is not None:
             inputs, kwargs = _cast_forward_inputs(mixed.param_dtype, *inputs, **kwargs)
             mixed.lower()
@@ -311,14 +314,16 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the backward of a forward that runs now is synchronized; ``no_sync`` sets it, libraries too."""
-        engine = self.__dict__.get("_engine")
-        return self.__dict__.get("_sync_without_reducer", True) if engine is None else engine.reducer.sync_enabled
+        engine = self.__dict__.get("_minddp_engine")
+        if engine is None:
+            return self.__dict__.get("_minddp_sync_without_reducer", True)
+        return engine.reducer.sync_enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        engine = self.__dict__.get("_engine")
+        engine = self.__dict__.get("_minddp_engine")
         if engine is None:
-            self.__dict__["_sync_without_reducer"] = bool(value)
+            self.__dict__["_minddp_sync_without_reducer"] = bool(value)
         else:
             engine.reducer.sync_enabled = bool(value)
 
@@ -346,7 +351,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             RuntimeError: ``reduction`` is not ``"weighted"``.
             ValueError: ``weight`` is negative or not finite.
         """
-        weights = self._weights("add_weight")
+        weights = self._minddp_weights("add_weight")
         weight = float(weight)
         if not 0 <= weight < float("inf"):
             raise ValueError(f"weight must be finite and not negative, got {weight}")
@@ -358,9 +363,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         Raises:
             RuntimeError: ``reduction`` is not ``"weighted"``.
         """
-        self._weights("clear_weight").clear()
+        self._minddp_weights("clear_weight").clear()
 
-    def _weights(self, method: str) -> Any:
+    def _minddp_weights(self, method: str) -> Any:
         if self.reduction != "weighted" or self.reducer is None:
             raise RuntimeError(f'{method} needs reduction="weighted", this module has {self.reduction!r}')
         return self.reducer.weights
@@ -372,8 +377,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         gradients (they are local, or half averaged). Where only some ranks failed, the others' collectives are still
         under way and would meet the wrong ones: restart from a checkpoint instead.
         """
-        if self._engine is not None:
-            self._engine.abort_iteration()
+        if self._minddp_engine is not None:
+            self._minddp_engine.abort_iteration()
 
     def release_buckets(self) -> None:
         """Frees the buckets' memory between phases of training; the next backward allocates it again."""
@@ -393,20 +398,21 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             ValueError: ``gradient_as_bucket_view`` does not go with a parameter's new dtype.
             NotImplementedError: with ``mixed_precision``, delayed parameters or an optimizer in backward.
         """
-        engine = self._engine
-        if engine is None or engine.mixed is not None or self._delayed is not None or self._steps_in_backward:
+        engine = self._minddp_engine
+        delayed, steps = self._minddp_delayed is not None, self._minddp_steps_in_backward
+        if engine is None or engine.mixed is not None or delayed or steps:
             raise NotImplementedError(
                 "refresh() does not go with mixed_precision=, delay_all_reduce_named_params= or an optimizer in "
                 "backward, which hold on to parameters: construct the wrapper anew."
             )
         engine.check_finished()
         localize_shards(self.module, self.process_group)
-        self._wrapped.collect()
-        self._config.check_views([p.dtype for p in self._wrapped.reduced])
-        self.device_ids, self.output_device = self._wrapped.check_devices(self.device_ids, self.output_device)
-        self._synchronize_model()
-        self._config = engine.replaced(bucket_plan=None)
-        engine.rebuild(self._config)
+        self._minddp_wrapped.collect()
+        self._minddp_config.check_views([p.dtype for p in self._minddp_wrapped.reduced])
+        self.device_ids, self.output_device = self._minddp_wrapped.check_devices(self.device_ids, self.output_device)
+        self._minddp_synchronize_model()
+        self._minddp_config = engine.replaced(bucket_plan=None)
+        engine.rebuild(self._minddp_config)
 
     def last_step(self) -> StepTimes:
         """Where the last synchronized backward's time went, in seconds, bucket by bucket.
@@ -415,11 +421,11 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         """
         return step_times(self.reducer.last_step())
 
-    @property
+    @shown
     def bucket_plan(self) -> Any:
         """The buckets in force as a :class:`minddp.planner.BucketPlan`: save it, pin it with ``bucket_plan=``."""
-        assert self._engine is not None
-        return self._engine.bucket_plan
+        assert self._minddp_engine is not None
+        return self._minddp_engine.bucket_plan
 
     # ----------------------------------------------------------------------------------------
     # Uneven inputs
@@ -447,7 +453,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        self._has_joined = False
+        self._minddp_has_joined = False
         return DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property

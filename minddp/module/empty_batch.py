@@ -159,7 +159,7 @@ class EmptyBatch:
     @torch.enable_grad()
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ddp = self._ddp
-        inputs, kwargs = ddp._move_inputs(inputs, kwargs)
+        inputs, kwargs = ddp._minddp_move_inputs(inputs, kwargs)
         ddp.reducer.begin_forward()
         try:
             output = ddp._post_forward(ddp._run_ddp_forward(*inputs, **kwargs))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from .shown import shown
+
 
 class ManualFinalization:
     """The part of :class:`DistributedDataParallel` that leaves a backward's end to the caller; names are torch's."""
 
-    _engine: Any
-    _config: Any
+    _minddp_engine: Any
+    _minddp_config: Any
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -22,18 +24,18 @@ class ManualFinalization:
             RuntimeError: set between a forward and the end of its backward, or where every parameter's reduction is
                 delayed.
         """
-        return bool(self._config.manual_finalization)
+        return bool(self._minddp_config.manual_finalization)
 
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
-        engine = self._engine
+        engine = self._minddp_engine
         if engine is None:
-            self._check_not_delayed(bool(required))
+            self._minddp_check_not_delayed(bool(required))
             return
         engine.reducer._set_manual_finalization_required(bool(required))
-        self._config = engine.config = engine.replaced(manual_finalization=bool(required))
+        self._minddp_config = engine.config = engine.replaced(manual_finalization=bool(required))
 
-    @property
+    @shown
     def should_finalize_after_backward(self) -> bool:
         """Whether :meth:`finalize_backward` has to wait until the backward of the last forward has returned.
 
@@ -42,7 +44,8 @@ class ManualFinalization:
         """
         if not self.require_manual_backward_finalization:
             return False
-        return self._engine.mixed is not None or bool(self._engine.reducer._should_finalize_after_backward())
+        engine = self._minddp_engine
+        return engine.mixed is not None or bool(engine.reducer._should_finalize_after_backward())
 
     def finalize_backward(self) -> None:
         """Waits for the collectives of a synchronized backward and writes the averages to ``.grad``. Exactly once.
@@ -51,11 +54,11 @@ class ManualFinalization:
             RuntimeError: ``require_manual_backward_finalization`` is not set, gradients are still to come, nothing is
                 to be finalized (under ``no_sync``, or a second time), or every parameter's reduction is delayed.
         """
-        self._check_not_delayed(True)
-        self._engine.reducer._finalize_backward_manual()
+        self._minddp_check_not_delayed(True)
+        self._minddp_engine.reducer._finalize_backward_manual()
 
-    def _check_not_delayed(self, required: bool) -> None:
-        if required and self._engine is None:
+    def _minddp_check_not_delayed(self, required: bool) -> None:
+        if required and self._minddp_engine is None:
             raise RuntimeError(
                 "Manual backward finalization is not supported when all DDP parameters use "
                 "delay_all_reduce_named_params: that reduction ends with backward."

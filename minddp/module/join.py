@@ -38,7 +38,7 @@ class DDPJoinHook(JoinHook):
     """What a joined rank does for one DistributedDataParallel; see :meth:`DistributedDataParallel.join`."""
 
     def __init__(self, ddp: Any, divide_by_initial_world_size: bool):
-        if ddp._engine is None:
+        if ddp._minddp_engine is None:
             raise NotImplementedError(
                 "join() does not go with delay_all_reduce_named_params= for every parameter: leave one out of it."
             )
@@ -50,10 +50,11 @@ class DDPJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         ddp = self.ddp
-        ddp._engine.check_finished()  # its last own iteration may wait for finalize_backward(), or for gradients
+        # Its last own iteration may wait for finalize_backward(), or for gradients.
+        ddp._minddp_engine.check_finished()
         ddp._rebuild_buckets()
         if ddp._check_sync_bufs_pre_fwd():
-            with ddp._engine.collective():
+            with ddp._minddp_engine.collective():
                 ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))
         synchronizes = agree_on_sync(ddp, is_joined_rank=True)
         ddp.require_forward_param_sync = synchronizes
@@ -62,8 +63,8 @@ class DDPJoinHook(JoinHook):
         else:
             if synchronizes:
                 ddp.reducer.shadow_backward()
-            if ddp._delayed is not None:  # whose collective does not mind no_sync
-                ddp._delayed.shadow(synchronizes, ddp._divide_by_initial_world_size)
+            if ddp._minddp_delayed is not None:  # whose collective does not mind no_sync
+                ddp._minddp_delayed.shadow(synchronizes, ddp._divide_by_initial_world_size)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         if self.empty_batch is not None:
@@ -73,7 +74,7 @@ class DDPJoinHook(JoinHook):
         # All ranks are here: what follows is like before. Torch's class goes on counting ranks in every forward, and
         # its buffers come from the last of them from now on.
         ddp._join_config = type(ddp._join_config).construct_disabled_join_config()
-        ddp._has_joined = True
+        ddp._minddp_has_joined = True
         ddp.reducer.set_divisor(ddp.process_group.size())
 
 

@@ -1,12 +1,12 @@
 """Steps on gradients of forwards under no_sync() whose backward ran outside of it: likely a mistake.
 
 Until a step uses them nothing is wrong: the next synchronized backward averages them, as in a pipeline whose
-micro-batches are forwarded before the first goes back.
+micro-batches are forwarded before the first goes back. Logged, since a program may have made warnings errors.
 """
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ..guards.optimizer_guard import Guarded
 from ..reduction.reducer import Reducer
 
+log = logging.getLogger("minddp")
 _TEXT = (
     "DistributedDataParallel: optimizer.step() on rank {} uses gradients of this rank alone, of {}: their forward "
     "ran inside of no_sync(), and backward() outside of it. As in torch, where forward ran decides. Put both "
@@ -39,4 +40,4 @@ class LocalSteps:
         ]
         if found:
             self._has_warned = True
-            warnings.warn(_TEXT.format(reducer.group.rank(), found[:10]), stacklevel=2)
+            log.warning(_TEXT.format(reducer.group.rank(), found[:10]))

@@ -10,6 +10,7 @@ import torch
 from ..guards.replicas import check_replicas
 from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states
+from .shown import shown
 
 
 class Replicas:
@@ -18,10 +19,10 @@ class Replicas:
     module: torch.nn.Module
     process_group: Any
     device: torch.device
-    _wrapped: Any
+    _minddp_wrapped: Any
     broadcast_bucket_size: int
-    _config: Any
-    _iterations_unchecked: int = 0
+    _minddp_config: Any
+    _minddp_iterations_unchecked: int = 0
 
     def check_replicas(self, buffers: bool = False) -> None:
         """Raises on every rank unless all ranks hold the same parameters, bit for bit. Collective.
@@ -36,7 +37,7 @@ class Replicas:
             RuntimeError: names the tensors that differ, and which ranks hold the same.
         """
         tensors = itertools.chain(all_parameters(self.module), self.module.named_buffers() if buffers else ())
-        named = [(name, tensor) for name, tensor in tensors if name not in self._wrapped.left_alone]
+        named = [(name, tensor) for name, tensor in tensors if name not in self._minddp_wrapped.left_alone]
         check_replicas(named, self.process_group, self.device)
 
     def repair_replicas(self, rank: int) -> None:
@@ -50,18 +51,18 @@ class Replicas:
         size = self.process_group.size()
         if not isinstance(rank, int) or not 0 <= rank < size:
             raise ValueError(f"repair_replicas: rank must be one of the group's, 0 to {size - 1}, got {rank!r}")
-        ignored = self._wrapped.left_alone
+        ignored = self._minddp_wrapped.left_alone
         sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, rank, ignored, buffers=True)
 
-    @property
+    @shown
     def skipped_steps(self) -> int:
         """With ``check_finite="skip"``: iterations whose gradients no optimizer used; the same on all ranks."""
-        engine: Any = self.__dict__.get("_engine")
+        engine: Any = self.__dict__.get("_minddp_engine")
         return 0 if engine is None or engine.finite is None else int(engine.finite.skipped)
 
-    def _check_replicas_now_and_then(self) -> None:
+    def _minddp_check_replicas_now_and_then(self) -> None:
         """Before each synchronized forward."""
-        self._iterations_unchecked += 1
-        if self._iterations_unchecked >= self._config.check_replicas_every:
-            self._iterations_unchecked = 0
+        self._minddp_iterations_unchecked += 1
+        if self._minddp_iterations_unchecked >= self._minddp_config.check_replicas_every:
+            self._minddp_iterations_unchecked = 0
             self.check_replicas()

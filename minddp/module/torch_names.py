@@ -16,6 +16,7 @@ from .. import environment
 from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states
 from .config import Config, warn_about_static_and_unused
+from .shown import shown
 
 _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -31,17 +32,17 @@ class TorchNames:
     forward_sync_buffers: bool
     broadcast_bucket_size: int
     use_side_stream_for_tensor_copies: bool
-    _config: Any
-    _engine: Any
-    _delayed: Any
-    _wrapped: Any
+    _minddp_config: Any
+    _minddp_engine: Any
+    _minddp_delayed: Any
+    _minddp_wrapped: Any
     _log_and_throw: Any
     _find_common_rank: Any
     _distributed_rank: Any
 
     # --- attributes ---
 
-    def _set_attributes(self, config: Config) -> None:
+    def _minddp_set_attributes(self, config: Config) -> None:
         """What torch's class has under these names."""
         self.static_graph = config.static_graph
         self.find_unused_parameters = config.find_unused_parameters
@@ -63,72 +64,72 @@ class TorchNames:
     @property
     def reducer(self) -> Any:
         """None where every parameter's reduction is delayed."""
-        return None if self._engine is None else self._engine.reducer
+        return None if self._minddp_engine is None else self._minddp_engine.reducer
 
     @property
     def logger(self) -> Any:
-        return None if self._engine is None else self._engine.logger
+        return None if self._minddp_engine is None else self._minddp_engine.logger
 
     @property
     def num_iterations(self) -> int:
         """Synchronized backwards so far. Forks of torch's older classes count it up in a forward of their own."""
-        return 0 if self._engine is None else self._engine.reducer.iteration()
+        return 0 if self._minddp_engine is None else self._minddp_engine.reducer.iteration()
 
     @num_iterations.setter
     def num_iterations(self, value: int) -> None:
         pass
 
-    @property
+    @shown
     def device(self) -> torch.device:
-        return self._wrapped.device
+        return self._minddp_wrapped.device
 
-    @property
+    @shown
     def device_type(self) -> str:
-        return self._wrapped.device_type
+        return self._minddp_wrapped.device_type
 
-    @property
+    @shown
     def is_multi_device_module(self) -> bool:
-        return self._wrapped.is_multi_device
+        return self._minddp_wrapped.is_multi_device
 
-    @property
+    @shown
     def parameters_to_ignore(self) -> set[str]:
-        return self._wrapped.ignored
+        return self._minddp_wrapped.ignored
 
-    @property
+    @shown
     def parameter_names(self) -> list[str]:
-        return self._wrapped.names
+        return self._minddp_wrapped.names
 
-    @property
+    @shown
     def reducer_parameters(self) -> list[torch.nn.Parameter]:
-        return self._wrapped.reduced
+        return self._minddp_wrapped.reduced
 
-    @property
+    @shown
     def _module_parameters(self) -> list[torch.nn.Parameter]:
-        return self._wrapped.module_parameters
+        return self._minddp_wrapped.module_parameters
 
-    @property
+    @shown
     def _delay_all_reduce_params(self) -> list[torch.nn.Parameter]:
-        return self._wrapped.delayed
+        return self._minddp_wrapped.delayed
 
-    @property
+    @shown
     def _delay_all_reduce_all_params(self) -> bool:
-        return self._wrapped.all_delayed
+        return self._minddp_wrapped.all_delayed
 
-    @property
+    @shown
     def _has_rebuilt_buckets(self) -> bool:
-        return self._engine is not None and self._engine.has_rebuilt_buckets
+        return self._minddp_engine is not None and self._minddp_engine.has_rebuilt_buckets
 
-    @property
+    @shown
     def bucket_bytes_cap_list(self) -> list[int]:
-        return list(self._config.caps) if len(self._config.caps) > 1 else []
+        return list(self._minddp_config.caps) if len(self._minddp_config.caps) > 1 else []
 
-    @property
+    @shown
     def lazy_bucket_allocation(self) -> bool:
-        return self._config.lazy_bucket_allocation
+        return self._minddp_config.lazy_bucket_allocation
 
-    @property
+    @shown
     def check_finite(self) -> str | None:
-        return self._config.check_finite
+        return self._minddp_config.check_finite
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
@@ -150,30 +151,30 @@ class TorchNames:
     # --- the reducer ---
 
     def _rebuild_buckets(self) -> None:
-        self._engine.rebuild_buckets()
+        self._minddp_engine.rebuild_buckets()
 
     def _remove_autograd_hooks(self) -> None:
-        self._engine.reducer.remove_hooks()
+        self._minddp_engine.reducer.remove_hooks()
 
     def _check_reducer_finalized(self) -> None:
-        self._engine.check_finished()
+        self._minddp_engine.check_finished()
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         """The parameters to reduce, and for each whether its gradient is sparse."""
-        return self._wrapped.reduced, self._wrapped.expect_sparse()
+        return self._minddp_wrapped.reduced, self._minddp_wrapped.expect_sparse()
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[torch.nn.Parameter]) -> dict[int, str]:
         """Index in ``parameters`` -> name; ValueError when the two do not match."""
-        return self._wrapped.debug_mapping(parameters)
+        return self._minddp_wrapped.debug_mapping(parameters)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts and statistics under torch's keys; see :mod:`minddp.module.logging_data`."""
-        return self._engine.logger.data(self._engine.reducer)
+        return self._minddp_engine.logger.data(self._minddp_engine.reducer)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
-        self._engine.logger.set_sample_rate(sample_rate)
+        self._minddp_engine.logger.set_sample_rate(sample_rate)
 
     # --- changes after construction ---
 
@@ -182,24 +183,24 @@ class TorchNames:
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
-        if self._engine.reducer.iteration() > 0:
+        if self._minddp_engine.reducer.iteration() > 0:
             self._log_and_throw(RuntimeError, "_set_static_graph should be called before training loop starts")
         if self.find_unused_parameters:
             warn_about_static_and_unused(stacklevel=3)
         self.static_graph = True
-        self._config = self._engine.replaced(static_graph=True)
-        self._engine.rebuild(self._config)
+        self._minddp_config = self._minddp_engine.replaced(static_graph=True)
+        self._minddp_engine.rebuild(self._minddp_config)
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Goes on with another group, after ranks were lost or added; buckets are planned anew."""
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
-            if self._delayed is not None:
-                self._delayed.set_group(new_process_group)
-            if self._engine is not None:
-                self._engine.rebuild(group=new_process_group)
-        elif self._engine is not None:
-            self._engine.has_rebuilt_buckets = False
+            if self._minddp_delayed is not None:
+                self._minddp_delayed.set_group(new_process_group)
+            if self._minddp_engine is not None:
+                self._minddp_engine.rebuild(group=new_process_group)
+        elif self._minddp_engine is not None:
+            self._minddp_engine.has_rebuilt_buckets = False
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Kept for compatibility: outputs are never cloned here, and may be changed in place all the same."""
@@ -214,7 +215,7 @@ class TorchNames:
             self.process_group,
             self.broadcast_bucket_size,
             self._authoritative_rank,
-            self._wrapped.left_alone,
+            self._minddp_wrapped.left_alone,
             self.forward_sync_buffers,
         )
 

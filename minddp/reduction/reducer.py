@@ -84,7 +84,8 @@ class Reducer(_C.Reducer):
         find_unused = settings.graph_mode == _C.GraphMode.FIND_UNUSED
         self._agrees_on_order = not find_unused
         # Smaller buckets would be skipped by ranks that send the larger one alike, as with torch's.
-        self.is_settled = find_unused and settings.skip_all_reduce_unused
+        # Nor are views made anew, as with torch's: a program may hold those that it has seen.
+        self.is_settled = find_unused and (settings.skip_all_reduce_unused or settings.gradient_as_bucket_view)
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook = False
         self._divisor = group.size()

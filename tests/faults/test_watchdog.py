@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -236,3 +237,40 @@ def _stopped(rank, world_size, port):
 def test_a_stopped_rank_is_named_by_all():
     with _store_host() as (_, port):
         _run(_stopped, port, world_size=3)
+
+
+def _late_for_all(rank, world_size, port):
+    """At the group's timeout the one rank is named that did not come, by all, however late they came themselves."""
+    with _group(rank, world_size, port, "late", timeout=1.5):
+        ddp = minddp.DistributedDataParallel(_net())
+        _train(ddp, 2)
+        time.sleep({0: 0, 1: 3, 2: 0.3}[rank])
+        if rank == 1:
+            return
+        with pytest.raises(minddp.LostPeer, match="Rank 1 .* is between iterations 2 and 3") as told:
+            _train(ddp, 1)
+        assert told.value.lost_ranks == [1], str(told.value)
+
+
+def test_at_the_groups_timeout_the_rank_that_did_not_come_is_named():
+    with _store_host() as (_, port):
+        _run(_late_for_all, port, world_size=3)
+
+
+def _shown_by_the_hook(rank, world_size, port):
+    """An exception that is caught, and shown by sys.excepthook, ends nobody; ranks here run in no <module>."""
+    with _group(rank, world_size, port, "shown"):
+        ddp = minddp.DistributedDataParallel(_net())
+        _train(ddp, 2)
+        if rank == 1:
+            try:
+                raise ValueError("a bad file, skipped")
+            except ValueError:
+                sys.excepthook(*sys.exc_info())
+            time.sleep(15 * LOOK)
+        _train(ddp, 2)
+
+
+def test_a_caught_exception_that_is_shown_ends_nobody():
+    with _store_host() as (_, port):
+        _run(_shown_by_the_hook, port)

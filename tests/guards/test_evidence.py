@@ -18,8 +18,8 @@ from minddp.guards.evidence import (
     Fact,
     Kind,
     Wait,
+    comes,
     describe,
-    has_passed,
     judge,
     lost,
     root_causes,
@@ -36,9 +36,12 @@ PROCESS = Process("node7", "m", 77, 1)
 GONE, KILLED, EXITED = Sight("gone"), Sight("gone", "SIGKILL"), Sight("gone", "exit code 3")
 
 
-def report(phase="between", iteration=6, wait=None, collective="", missing=(), wrapper="w", does="", stepped=False):
+def report(
+    phase="between", iteration=6, wait=None, collective="", missing=(), wrapper="w", does="", stepped=False,
+    history=None,
+):
     place = {"phase": phase, "iteration": iteration, "missing": list(missing), "stepped": stepped, "collectives": 3}
-    said = {"line": "train.py:3 in f", "words": "", "does": does}
+    said = {"line": "train.py:3 in f", "words": "", "does": does, "history": history}
     return {"places": {wrapper: place}, "wait": wait, "collective": collective, **said}
 
 
@@ -148,40 +151,41 @@ def test_the_number_of_a_collective_tells_who_has_done_its_part(known, kind):
     assert judge([fact(**known), BUSY], fourth)[0][1] is kind
 
 
-OWN = report("between", 7)["places"]["w"]
+OWN = {**report("between", 7)["places"]["w"], "history": [1, 0]}
 ASKS = Wait(f"w|{ASKED}", ASKED, 0, (4, 5, 6), "w", iteration=7)
 
 
 @pytest.mark.parametrize(
-    ("known", "within", "passed"),
+    ("known", "within", "come"),
     [
-        ({"failure": told()}, False, True),
-        ({"sight": GONE}, False, True),
-        ({"report": report("between", 7)}, False, False),  # before its step, or in it
-        ({"report": report("between", 7, stepped=True)}, False, True),
-        ({"report": report("between", 6, stepped=True)}, False, False),  # of the iteration before
-        ({"report": report("forward", 8)}, False, False),
-        ({"report": report("backward", 8)}, False, True),
-        ({"report": report("forward", 9)}, False, True),
-        ({"report": report(wait="w/7|bucket 0 of iteration 7")}, False, False),  # this rank has sent its part
-        ({"report": report(wait="w/7|bucket 0 of iteration 7")}, True, True),
-        ({"report": report(wait="w/8|bucket 0 of iteration 8")}, False, True),
-        ({"report": report(wait="w/collective 4|the buffers")}, False, True),
-        ({"report": report(wait="w/collective 4|the buffers")}, True, True),
-        ({"report": report(wait="w/collective 3|the buffers")}, False, False),  # this rank has begun it
-        ({"report": report(wait="v/collective 4|the buffers")}, False, False),
-        ({"report": report("backward", 7)}, True, False),  # at whose end it may come
-        ({"report": report(collective="barrier")}, False, False),
-        ({"silent": True}, False, False),
-        ({"sight": Sight("stopped"), "report": report()}, False, False),
+        ({"failure": told()}, False, False),
+        ({"sight": GONE}, False, False),
+        ({"report": report("between", 7)}, False, None),  # before its step, or in it
+        ({"report": report("between", 7, stepped=True)}, False, False),
+        ({"report": report("between", 6, stepped=True)}, False, None),  # of the iteration before
+        ({"report": report("forward", 8)}, False, None),
+        ({"report": report("backward", 8)}, False, False),
+        ({"report": report("forward", 9)}, False, False),
+        ({"report": report(wait="w/7|bucket 0 of iteration 7")}, False, None),  # this rank has sent its part
+        ({"report": report(wait="w/7|bucket 0 of iteration 7", history=[2, 0])}, True, False),
+        ({"report": report(wait="w/7|bucket 0 of iteration 7", history=[1, 0])}, True, True),  # in the same one
+        ({"report": report(wait="w/8|bucket 0 of iteration 8")}, False, False),
+        ({"report": report(wait="w/collective 4|the buffers")}, False, False),
+        ({"report": report(wait="w/collective 4|the buffers")}, True, False),
+        ({"report": report(wait="w/collective 3|the buffers")}, False, None),  # this rank has begun it
+        ({"report": report(wait="v/collective 4|the buffers")}, False, None),
+        ({"report": report("backward", 7)}, True, None),  # at whose end it may come
+        ({"report": report(collective="barrier")}, False, None),
+        ({"silent": True}, False, None),
+        ({"sight": Sight("stopped"), "report": report()}, False, None),
     ],
 )
-def test_who_has_passed(known, within, passed):
-    assert has_passed(fact(**known), replace(ASKS, within=within), OWN) is passed
+def test_who_comes(known, within, come):
+    assert comes(fact(**known), replace(ASKS, within=within), OWN) is come
 
 
 def test_who_has_stepped_itself_knows_nothing_by_another_ranks_step():
-    assert not has_passed(fact(report=report("between", 7, stepped=True)), ASKS, {**OWN, "stepped": True})
+    assert comes(fact(report=report("between", 7, stepped=True)), ASKS, {**OWN, "stepped": True}) is None
 
 
 def test_the_first_cause_is_named():
@@ -252,10 +256,10 @@ def _bad_timeouts(rank, world_size):
     for value, error in ((0, ValueError), (-1.0, ValueError), ("x", TypeError), (True, TypeError)):
         with pytest.raises(error, match="desync_timeout must be a"):
             minddp.DistributedDataParallel(nn.Linear(1, 1), desync_timeout=value)
-    assert minddp.DistributedDataParallel(nn.Linear(1, 1))._config.desync_timeout is None
+    assert minddp.DistributedDataParallel(nn.Linear(1, 1))._minddp_config.desync_timeout is None
     os.environ["MINDDP_DESYNC_TIMEOUT"] = "7.5"
     try:
-        assert minddp.DistributedDataParallel(nn.Linear(1, 1))._config.desync_timeout == 7.5
+        assert minddp.DistributedDataParallel(nn.Linear(1, 1))._minddp_config.desync_timeout == 7.5
         os.environ["MINDDP_DESYNC_TIMEOUT"] = "soon"
         with pytest.raises(ValueError, match="MINDDP_DESYNC_TIMEOUT is 'soon': set it to a positive number"):
             minddp.DistributedDataParallel(nn.Linear(1, 1))

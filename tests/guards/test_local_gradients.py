@@ -32,14 +32,14 @@ class _StandsStill(dist.HashStore):
 
 def test_a_rank_that_is_there_when_the_time_is_over_is_not_missed(monkeypatch):
     monkeypatch.setattr(times, "look", 0.01)
-    guard = LocalGradients(_Group(), dist.HashStore(), "wrapper", lambda rank, seconds, within: True)
+    guard = LocalGradients(_Group(), dist.HashStore(), "wrapper", lambda rank, seconds, within: False)
     guard._store = _StandsStill()
     guard.meet(1)
     guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
 
 
 def test_a_rank_that_will_certainly_not_come_is_named():
-    guard = LocalGradients(_Group(), dist.HashStore(), "wrapper", lambda rank, seconds, within: True)
+    guard = LocalGradients(_Group(), dist.HashStore(), "wrapper", lambda rank, seconds, within: False)
     with pytest.raises(RuntimeError, match="on rank 0 .* rank 1 has had no such backward"):
         guard.meet(1)
     with pytest.raises(RuntimeError, match="rank 1 has shown none"):
@@ -54,7 +54,7 @@ def test_any_other_rank_is_waited_for_as_long_as_the_store_says(monkeypatch):
         looks.append((rank, within))
         if len(looks) == 5:
             dist.PrefixStore("minddp/local/wrapper", store).set("taken/1/1", "")
-        return False
+        return None
 
     guard = LocalGradients(_Group(), store, "wrapper", comes)
     guard.meet(1)

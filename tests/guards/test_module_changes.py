@@ -166,7 +166,7 @@ def _one_cast_of_many(rank, world_size):
     message = r"wrapped:\n  '3.weight' was torch.float32 on cpu, is torch.float16 on cpu\n"
     with pytest.raises(RuntimeError, match=message):
         for _ in range(5):  # one parameter a forward is looked at
-            ddp._engine.changes.check()
+            ddp._minddp_engine.changes.check()
     return True
 
 

@@ -130,7 +130,7 @@ def _tuned_and_mixed(rank, world_size):
     mixed = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     auto = DDP(_net(), bucket_cap_mb="auto")
     auto._set_static_graph()
-    assert auto._engine.tuner._reducer is auto.reducer
+    assert auto._minddp_engine.tuner._reducer is auto.reducer
     group = dist.new_group()
     for ddp in (auto, DDP(_net(), mixed_precision=mixed)):
         ddp._update_process_group(group)
@@ -297,7 +297,7 @@ def _plans(rank, world_size, folder):
         _step(same, rank)
         assert same.reducer.buckets() == buckets
     # The same numbers of buckets and positions, other parameters in them.
-    names, shapes, dtypes = ddp._wrapped.facts()
+    names, shapes, dtypes = ddp._minddp_wrapped.facts()
     order = [i for bucket in buckets for i in bucket]
     other = minddp.BucketPlan([[i] for i in range(4)]).for_parameters(names, shapes, dtypes, order)
     turned = minddp.BucketPlan([[i] for i in range(4)]).for_parameters(names, shapes, dtypes, order[::-1])
@@ -665,9 +665,9 @@ def _refreshed(rank, world_size):
     with pytest.raises(ValueError, match="contradict"):
         ddp.refresh()
     ddp = DDP(_net(), find_unused_parameters=True)
-    key = ddp._engine.inspector.key
+    key = ddp._minddp_engine.inspector.key
     ddp.refresh()
-    assert ddp._engine.inspector.key == key  # or what one rank tells, the others look for under another name
+    assert ddp._minddp_engine.inspector.key == key  # or what one rank tells, the others look for under another name
     _same(_step(ddp, rank), _truth(ddp.module, world_size))
     return key
 

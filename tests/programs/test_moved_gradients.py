@@ -15,6 +15,7 @@ from torch import nn
 
 import minddp
 from minddp.testing import run_ranks
+from tests.faults.logged import logged
 from tests.programs.beside_torch import MODES, those_that_differ
 
 DEFAULTS = {mode: MODES[mode] for mode in ("default", "find_unused", "small")}
@@ -258,8 +259,8 @@ def _pipeline(rank, world_size, order):
     first, second = minddp.DistributedDataParallel(net()), minddp.DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
     losses = {}
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with logged() as seen, warnings.catch_warnings():
+        warnings.simplefilter("error")
         for what in order.split():
             if what[0] == "f":
                 with first.no_sync() if what == "f0" else contextlib.nullcontext():
@@ -269,7 +270,7 @@ def _pipeline(rank, world_size, order):
                 losses[what[1]].backward()
             else:
                 optimizer.step()
-    return [str(each.message) for each in seen]
+    return seen
 
 
 @pytest.mark.parametrize("order", ["f0 b0 f1 b1 step", "f0 f1 b0 b1 step", "f0 f1 b1 b0 f1 b1 step"])

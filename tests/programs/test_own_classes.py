@@ -152,14 +152,143 @@ def scripted_whole(cls, rank, **args):
     return trained(cls(torch.jit.script(Two()), **args), rank)
 
 
+# --- names of the program's own, which are a wrapper's here
+
+
+def names_of_its_own(cls, rank, **args):
+    class Own(cls):
+        def __init__(self, module, **args):
+            super().__init__(module, **args)
+            self._engine, self._config, self._wrapped, self._delayed = object(), {}, True, False
+            self._has_joined, self.check_finite, self.has_comm_hook = True, True, True
+            self.device, self.parameter_names, self.bucket_plan = torch.device("cpu"), ["a"], None
+
+        def _move_inputs(self, one_batch):
+            raise AssertionError("it is the program's own")
+
+    net = Two()
+    net.a = nn.Sequential(nn.BatchNorm1d(4), net.a)
+    ddp = Own(net, **args)
+    assert ddp.parameter_names == ["a"] and ddp._has_joined is True
+    return [*trained(ddp, rank), *(buffer.clone() for buffer in net.buffers())]
+
+
+class WeightDropout(nn.Module):
+    """fastai's: the inner layer gets another tensor in a parameter's place."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.raw = nn.Parameter(self.inner.weight.detach().clone())
+        del self.inner._parameters["weight"]
+        self.a = self.inner
+
+    def forward(self, x):
+        self.inner._parameters["weight"] = self.raw * 0.5
+        return self.b(self.inner(x).tanh())
+
+
+def weight_dropout(cls, rank, **args):
+    net = WeightDropout()
+    ddp, seen = cls(net, **args), []
+    parameters = [net.raw, net.inner.bias, *net.b.parameters()]
+    for i in range(3):
+        ddp(batch(rank, i)).square().sum().backward()
+        seen += [p.grad.clone() for p in parameters]
+        for p in parameters:
+            p.grad = None
+    return seen
+
+
+# --- closures
+
+
+class Reads(torch.optim.SGD):
+    """Its step reads what the closure carries, and whether it is the one of before."""
+
+    cached, same = None, 0
+
+    def step(self, closure):
+        self.same += closure is self.cached
+        self.cached = closure
+        loss = closure()
+        super().step()
+        return loss * closure.scale
+
+
+def closures(cls, rank, **args):
+    ddp, i, seen = cls(Two(), **args), 0, []
+    optimizer = Reads(ddp.parameters(), 0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = ddp(batch(rank, i)).square().sum()
+        loss.backward()
+        closure.scale = 2.0
+        return loss.detach()
+
+    for i in range(3):
+        seen.append(optimizer.step(closure))
+    return [*seen, torch.tensor(optimizer.same), *(p.detach() for p in ddp.parameters())]
+
+
+# --- gradients that a program holds
+
+
+def held_gradients(cls, rank, **args):
+    """A list of `.grad`, taken after the first backward."""
+    ddp, seen = cls(Two(), **args), []
+    ddp(batch(rank)).square().sum().backward()
+    held = [p.grad for p in ddp.parameters()]
+    for i in range(3):
+        torch._foreach_zero_(held)
+        ddp(batch(rank, i)).square().sum().backward()
+        seen += [gradient.clone() for gradient in held]
+    return seen
+
+
+# --- steps that are tried again
+
+
+def retried(cls, rank, **args):
+    ddp = cls(Two(), **args)
+    optimizer, tries = torch.optim.SGD(ddp.parameters(), 0.1), []
+
+    def fails_once(*_):
+        tries.append(0)
+        if rank == 1 and len(tries) == 2:
+            raise OSError("busy")
+
+    optimizer.register_step_pre_hook(fails_once)
+    for i in range(3):
+        optimizer.zero_grad()
+        ddp(batch(rank, i)).square().sum().backward()
+        for _ in range(2):
+            try:
+                optimizer.step()
+                break
+            except OSError:
+                pass
+    return [p.detach() for p in ddp.parameters()]
+
+
 STEPS = [overrides_run, overrides_all, patches_the_instance, patches_the_class, calls_the_steps]
-PARAMETERS = [twice_told, hidden_child, told_by_a_child, scripted, scripted_whole]
+PARAMETERS = [twice_told, hidden_child, told_by_a_child, scripted, scripted_whole, weight_dropout]
+OBJECTS = [names_of_its_own, closures, retried]
+HELD = {name: MODES[name] for name in ("default", "find_unused")}
+HELD["find_unused, views"] = {**MODES["find_unused"], **MODES["views"]}
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("programs", [STEPS, PARAMETERS], ids=["steps", "parameters"])
+@pytest.mark.parametrize("programs", [STEPS, PARAMETERS, OBJECTS], ids=["steps", "parameters", "objects"])
 def test_the_numbers_are_torchs(programs):
     assert not those_that_differ(programs, 2, 90, MODES)
+
+
+def test_gradients_that_are_held():
+    """Torch makes no views anew where it looks for unused parameters."""
+    assert not those_that_differ([held_gradients], 2, 60, HELD)
 
 
 class Hides(Two):

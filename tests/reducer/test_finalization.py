@@ -585,8 +585,8 @@ def _remade(rank, world_size):
             assert ddp.reducer.phase() == _C.Phase.LAUNCHED
             ddp.finalize_backward()
         if remake == ddp.refresh:
-            ddp.__dict__["_config"] = ddp._engine.config
-            ddp._engine.rebuild()  # so that no iteration is behind it
+            ddp.__dict__["_config"] = ddp._minddp_engine.config
+            ddp._minddp_engine.rebuild()  # so that no iteration is behind it
     return True
 
 
