@@ -218,17 +218,17 @@ class Reads(torch.optim.SGD):
 
 
 def closures(cls, rank, **args):
-    ddp, i, seen = cls(Two(), **args), 0, []
+    ddp, seen = cls(Two(), **args), []
     optimizer = Reads(ddp.parameters(), 0.1)
 
     def closure():
         optimizer.zero_grad()
-        loss = ddp(batch(rank, i)).square().sum()
+        loss = ddp(batch(rank, len(seen))).square().sum()
         loss.backward()
         closure.scale = 2.0
         return loss.detach()
 
-    for i in range(3):
+    for _ in range(3):
         seen.append(optimizer.step(closure))
     return [*seen, torch.tensor(optimizer.same), *(p.detach() for p in ddp.parameters())]
 
