@@ -49,8 +49,8 @@ class Forwards {
     armed_ = awaits_backward_ = hidden_ = hidden_local_ = false;
     history_ = {};
   }
-  // Synchronized forwards, and backwards that were not, since the last iteration. Of two ranks in one iteration with the
-  // same history, where one's backward was taken, the other's is the one that it was taken for.
+  // Synchronized forwards, and backwards that were not, since the last iteration. Of two ranks in one iteration with
+  // the same history, where one's backward was taken, the other's is the one that it was taken for.
   struct History {
     int64_t forwards = 0, local_backwards = 0;
   };

@@ -175,8 +175,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::vector<Bucket>& buckets() const { return buckets_; }
   size_t next_bucket() const { return next_bucket_; }
   const Trace& trace() const { return *trace_; }
-  bool has_recorded() const { return ended_ > 0; }           // the first synchronized backward is over
-  int64_t ended() const { return ended_; }                   // how many are, of this rank's or in its absence
+  bool has_recorded() const { return ended_ > 0; }  // the first synchronized backward is over
+  int64_t ended() const { return ended_; }          // how many are, of this rank's or in its absence
   const Forwards::History& history() const { return forwards_.history(); }
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
   const std::string& last_error() const { return last_error_; }
