@@ -209,6 +209,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         if self._minddp_engine is not None:
             optimizer_guard.watch(self._minddp_engine)
         lifetime.end_in_order(self)
+        names = wrapped.debug_mapping(wrapped.reduced)
+        self._ddp_init_helper(wrapped.reduced, wrapped.expect_sparse(), names, self._minddp_config.static_graph)
 
     # ----------------------------------------------------------------------------------------
     # Forward

@@ -167,6 +167,15 @@ class TorchNames:
         """Index in ``parameters`` -> name; ValueError when the two do not match."""
         return self._minddp_wrapped.debug_mapping(parameters)
 
+    def _ddp_init_helper(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        expect_sparse_gradient: Sequence[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Called at the end of construction and of unpickling, for subclasses that add to it; does nothing itself."""
+
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts and statistics under torch's keys; see :mod:`minddp.module.logging_data`."""
         return self._minddp_engine.logger.data(self._minddp_engine.reducer)

@@ -31,7 +31,6 @@ LEFT_OUT = {
     "_register_delay_all_reduce_hook": _INSIDE,
     "_root_copy_hook": _INSIDE,
     "_module_wait_for_copy_hook": _INSIDE,
-    "_ddp_init_helper": _INSIDE,
     "_check_default_group": _INSIDE,
     "_check_manual_backward_finalization_supported": _INSIDE,
     "_inside_ddp_forward": _INSIDE,

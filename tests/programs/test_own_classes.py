@@ -163,13 +163,17 @@ def names_of_its_own(cls, rank, **args):
             self._has_joined, self.check_finite, self.has_comm_hook = True, True, True
             self.device, self.parameter_names, self.bucket_plan = torch.device("cpu"), ["a"], None
 
+        def _ddp_init_helper(self, *arguments, **options):
+            super()._ddp_init_helper(*arguments, **options)
+            self.ready = True
+
         def _move_inputs(self, one_batch):
             raise AssertionError("it is the program's own")
 
     net = Two()
     net.a = nn.Sequential(nn.BatchNorm1d(4), net.a)
     ddp = Own(net, **args)
-    assert ddp.parameter_names == ["a"] and ddp._has_joined is True
+    assert ddp.parameter_names == ["a"] and ddp._has_joined is True and ddp.ready
     return [*trained(ddp, rank), *(buffer.clone() for buffer in net.buffers())]
 
 
