@@ -83,11 +83,12 @@ def test_local_backwards_side_by_side_are_accumulated():
 
 @pytest.mark.timeout(120)
 def test_with_unused_parameters_a_side_by_side_backward_is_right_or_told():
-    """The first of them says what is unused. Torch's class raises, too."""
+    """The first of them says what is unused. Torch's class raises, too. Where one rank's threads came one after the
+    other, it has one iteration more than the others, and Gloo ends a process that gets more than it expects."""
     told = []
     try:
         weights = run_ranks(_train, 2, minddp.DistributedDataParallel, {"find_unused_parameters": True}, timeout=50)
     except RankError as error:
         weights, told = [[], []], list(error.failures.values())
     assert all(map(torch.equal, *weights))
-    assert all("RuntimeError" in text or "LostPeer" in text for text in told), told
+    assert all(any(end in text for end in ("RuntimeError", "LostPeer", "exit code -6")) for text in told), told
