@@ -61,7 +61,7 @@ class Ranks:
         return (self.store.requests - before) / seconds
 
 
-@pytest.mark.parametrize("size", [2, 16, 64, 1024])
+@pytest.mark.parametrize("size", [2, 16, 64, 256, pytest.param(1024, marks=pytest.mark.all)])
 def test_requests_grow_no_faster_than_ranks(size):
     ranks = Ranks(size)
     idle = ranks.turns(20 * ranks.ranks[0].interval)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,14 +116,19 @@ def problems(mutants: list[Mutant], root: Path = ROOT) -> list[str]:
     return found
 
 
+@functools.cache
+def _functions(file: Path) -> tuple[str, set[str]]:
+    source = file.read_text()
+    return source, {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+
+
 def _missing(test: str, root: Path) -> str | None:
     """Why a node id names nothing. Reads the file; of parameters only names that stand in it."""
     file, _, rest = test.partition("::")
     name, bracket, parameter = rest.partition("[")
     if not (root / file).is_file():
         return "no such file"
-    source = (root / file).read_text()
-    functions = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+    source, functions = _functions(root / file)
     if name not in functions:
         return "no such test"
     words = [word for word in parameter.rstrip("]").split("-") if word.isidentifier()] if bracket else []
