@@ -69,10 +69,14 @@ def may_be_divided(program: dict[str, Any], label: str) -> bool:
 def _backwards(program: dict[str, Any], step: int) -> Iterator[tuple[str, dict[str, Any], Ways]]:
     """The steps up to ``step`` that matter for whose a gradient is, each with the forwards it comes from."""
     outputs: dict[str, Ways] = {}
+    made: set[str] = set()
     for verb, a in program["steps"][: step + 1]:
         ways: Ways = []
         if a.get("w", 0) >= len(program["wrappers"]):
             continue  # as the interpreter does
+        if verb == "forward" and a.get("input", "x") not in {"x", *made}:
+            continue  # as the interpreter does
+        made |= {a["out"]} if verb == "forward" else set()
         if verb == "forward" and a.get("grad") is not False:
             ways = [(a.get("w", 0), a.get("via", "ddp"), a.get("sync") is not False)]
             ways += outputs.get(a.get("input", "x"), [])
@@ -84,7 +88,7 @@ def _backwards(program: dict[str, Any], step: int) -> Iterator[tuple[str, dict[s
             ways = outputs.get(a["loss"], [])
         if "out" in a and ways:
             outputs[a["out"]] = ways
-        if verb in ("zero", "jacobian", "rewrap") or (ways and verb in ("forward", "backward")):
+        if verb in ("zero", "jacobian", "rewrap", "freeze") or (ways and verb in ("forward", "backward")):
             yield verb, a, ways
 
 
@@ -121,6 +125,7 @@ def other_forward_waits(program: dict[str, Any], step: int, label: str) -> bool:
     # Where one raises the forward may go on waiting.
     raising = _with_a_hook_that_raises(program)
     old: set[int] = set()
+    frozen: set[int] = set()  # whose backward comes to no parameter
     found = False
     for verb, a, ways in _backwards(program, step):
         if verb == "jacobian" or (verb == "forward" and ways[0][1:] == ("ddp", True)):
@@ -132,7 +137,9 @@ def other_forward_waits(program: dict[str, Any], step: int, label: str) -> bool:
             own = [(w, sync) for w, _, sync in ways if net_of(program, w) in nets]
             found = found or any(not sync and (w in old or others - {w}) for w, sync in own)
             if a.get("inputs") != "x":  # which comes to no parameter
-                waiting -= {w for w, via, _ in ways if via == "ddp" and w not in raising}
+                waiting -= {w for w, via, _ in ways if via == "ddp" and w not in raising | frozen}
+        elif verb == "freeze" and a.get("p") == "all":
+            (frozen.discard if a.get("value") else frozen.add)(a.get("w", 0))
         elif verb == "zero" and net_of(program, a.get("w", 0)) in nets:
             found = False
     return found
