@@ -8,10 +8,10 @@ Overview
     opens sockets.
 
 What always holds
-    Every namespace is named ``minddp-<pid>-…`` after the process that made it, nothing is created
-    outside those namespaces, and they are deleted when the ``with`` block ends, however it ends
-    (exception, SIGINT, SIGTERM, ``sys.exit``). What a killed (SIGKILL) process left behind is deleted by
-    the next one that starts.
+    Every namespace is named ``minddp-<pid>-<number>…`` after the process that made it and the network's number
+    in it, since one process may make several. Nothing is created outside those namespaces, and they are deleted
+    when the ``with`` block ends, however it ends (exception, SIGINT, SIGTERM, ``sys.exit``). What a killed
+    (SIGKILL) process left behind is deleted by the next one that starts.
 
 Needs root and iproute2 (``ip``, ``tc``), Linux. Bandwidth only: no delay is added (a kernel without
 ``netem`` cannot), so latency is that of a veth pair, some tens of microseconds.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -35,6 +36,7 @@ __all__ = ["INTERFACE", "Endpoint", "LinkError", "ShapedNetwork", "enter", "pars
 
 INTERFACE = "link0"  # the name of every rank's interface, inside its namespace
 _PREFIX = "minddp"
+_NUMBERS = itertools.count()  # several networks of one process stand side by side
 _NAMESPACE_FOLDER = "/var/run/netns"
 _CLONE_NEWNET = 0x40000000
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -96,11 +98,15 @@ class ShapedNetwork:
             raise LinkError(f"a shaped network joins 2 to 200 ranks, not {ranks}")
         self.rate = rate
         self.ranks = ranks
+        self._number = next(_NUMBERS)
         self._stack = contextlib.ExitStack()
 
     def endpoint(self, rank: int) -> Endpoint:
         """The namespace, interface and address of ``rank``."""
-        return Endpoint(_namespace(f"r{rank}"), INTERFACE, f"10.77.0.{rank + 1}")
+        return Endpoint(self._namespace(f"r{rank}"), INTERFACE, f"10.77.0.{rank + 1}")
+
+    def _namespace(self, suffix: str) -> str:
+        return f"{_PREFIX}-{os.getpid()}-{self._number}{suffix}"
 
     def __enter__(self) -> ShapedNetwork:
         _require_tools()
@@ -131,7 +137,7 @@ class ShapedNetwork:
             self._bring_up(end)
 
     def _join_bridge(self, stack: contextlib.ExitStack) -> None:
-        switch = _namespace("switch")
+        switch = self._namespace("switch")
         self._add_namespace(stack, switch)
         _command("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
         _command("ip", "-n", switch, "link", "set", "bridge0", "up")
@@ -160,10 +166,6 @@ class ShapedNetwork:
             "tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf",
             "rate", self.rate, "burst", str(burst), "latency", "50ms",
         )  # fmt: skip
-
-
-def _namespace(suffix: str) -> str:
-    return f"{_PREFIX}-{os.getpid()}-{suffix}"
 
 
 def _add_veth(first: str, first_name: str, second: str, second_name: str) -> None:

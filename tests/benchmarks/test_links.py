@@ -67,8 +67,9 @@ def test_bandwidth_is_at_most_the_rate(world_size: int) -> None:
 
 
 @needs_links
-def test_an_exception_leaves_nothing() -> None:
-    with pytest.raises(ZeroDivisionError), ShapedNetwork("1gbit", 2):
+def test_an_exception_leaves_nothing_of_two_networks() -> None:
+    with pytest.raises(ZeroDivisionError), ShapedNetwork("1gbit", 2), ShapedNetwork("1gbit", 3):
+        assert len(_namespaces(os.getpid())) == 2 + 4
         raise ZeroDivisionError
     assert _namespaces(os.getpid()) == []
 
