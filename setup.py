@@ -26,6 +26,7 @@ from setuptools import Extension, setup
 
 OLDEST_SETUPTOOLS = 77  # the first that knows pyproject.toml's `license` as it is written there
 OLDEST_TORCH = (2, 11)
+OLDEST_GPU = (7, 0)  # nvcc 13 compiles for none that is older
 BUILD_TOOLS = 'pip install "setuptools>=77" wheel ninja'
 
 # Without build isolation nobody has compared these with pyproject.toml's build requirements.
@@ -88,14 +89,22 @@ def toolkit_headers() -> list[str]:
 
 
 def cuda_archs() -> str:
-    """The architectures compiled for: the variable's, else the GPUs in sight, else torch's own."""
+    """The architectures compiled for: the variable's, else the GPUs in sight, else torch's own.
+
+    The kernel uses no architecture's own features: the ``a`` of torch's ``sm_90a`` is left out, and the newest is
+    compiled to PTX, too, for GPUs that come after it.
+    """
     if archs := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return archs
     seen = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    if seen:
-        return ";".join(f"{major}.{minor}" for major, minor in sorted(seen))
-    flags = [flag for flag in torch._C._cuda_getArchFlags().split() if flag.startswith("sm_")]
-    return ";".join(f"{flag[3:-1]}.{flag[-1]}" for flag in flags)
+    own = re.findall(r"\bsm_(\d+)(\d)[a-z]?\b", torch._C._cuda_getArchFlags() or "")
+    for found in (seen, {(int(major), int(minor)) for major, minor in own}):
+        if archs := ";".join(f"{major}.{minor}" for major, minor in sorted(found) if (major, minor) >= OLDEST_GPU):
+            return f"{archs}+PTX"
+    sys.exit(
+        f"minddp's CUDA sources need a GPU of capability 7.0 or newer; torch {torch.__version__} has code for none: "
+        "leave them out with MINDDP_CUDA=0, or name architectures in TORCH_CUDA_ARCH_LIST"
+    )
 
 
 def extension(cuda: bool) -> Extension:

@@ -116,7 +116,8 @@ void scaled_copy(const std::vector<CopySegment>& segments, at::Device device, at
     double scale) {
   if (segments.empty()) return;
 #ifdef MINDDP_WITH_CUDA
-  if (device.is_cuda()) return cuda::scaled_copy(segments, src, dst, scale, device.index());
+  if (device.is_cuda() && cuda::covers(device.index()))
+    return cuda::scaled_copy(segments, src, dst, scale, device.index());
 #endif
   for (const CopySegment& s : segments)
     device.is_cpu() ? copy_one(s, src, dst, scale) : scaled_copy_reference(s, device, src, dst, scale);

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 
+#include "coverage.h"
 #include "scaled_copy.h"
 #include "scaled_copy_kernel.cuh"
 
@@ -90,7 +92,35 @@ struct Launcher {
   }
 };
 
+// By the driver, which knows what was compiled, and whether it can compile the build's PTX for this device.
+Coverage::Answer ask_driver(c10::DeviceIndex device) {
+  const c10::cuda::CUDAGuard guard(device);
+  int major = 0, minor = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  cudaFuncAttributes attributes;
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, scaled_copy_kernel<float, float, true, InlineTable<kSmallTable>>);
+  switch (error) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidPtx:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorJitCompilationDisabled:
+      static_cast<void>(cudaGetLastError());
+      break;  // else the next check finds it
+    default: C10_CUDA_CHECK(error);
+  }
+  return {error == cudaSuccess, std::to_string(major) + "." + std::to_string(minor)};
+}
+
 }  // namespace
+
+bool covers(c10::DeviceIndex device) {
+  static Coverage coverage;
+  return coverage.covers(device, ask_driver);
+}
 
 void scaled_copy(const std::vector<CopySegment>& segments, at::ScalarType src_type, at::ScalarType dst_type,
     double scale, c10::DeviceIndex device, uint32_t* nonfinite_flags) {

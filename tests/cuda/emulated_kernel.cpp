@@ -13,6 +13,7 @@ struct Index {
 };
 static Index blockIdx, threadIdx;
 
+#include "cuda/coverage.h"
 #include "cuda/scaled_copy_kernel.cuh"
 
 #include <algorithm>
@@ -70,4 +71,22 @@ extern "C" int emulate(
 
 extern "C" const char* error() {
   return last_error.c_str();
+}
+
+// Asks `calls` times whether a device is covered that is (`covered`), or is not. Returns how often the device was asked
+// and the log warned: 100 * asked + warned, and 10,000 more where an answer was not `covered`.
+extern "C" int ask_coverage(int covered, int calls) {
+  struct Counting : c10::WarningHandler {
+    void process(const c10::Warning& warning) override { ++warned, last_error = warning.msg(); }
+    int warned = 0;
+  } counting;
+  c10::WarningUtils::WarningHandlerGuard guard(&counting);
+  Coverage coverage;
+  int asked = 0, wrong = 0;
+  for (int call = 0; call < calls; ++call)
+    wrong += coverage.covers(1, [&](c10::DeviceIndex) {
+      ++asked;
+      return Coverage::Answer{covered != 0, "7.0"};
+    }) != (covered != 0);
+  return 10'000 * (wrong != 0) + 100 * asked + counting.warned;
 }

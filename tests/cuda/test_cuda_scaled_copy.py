@@ -187,6 +187,16 @@ def test_nothing_to_do_launches_nothing(emulated: Any) -> None:
     assert emulated.launches == 1
 
 
+@pytest.mark.parametrize("covered", [True, False])
+def test_a_device_that_the_build_has_no_code_for(emulated: Any, covered: bool) -> None:
+    """It is asked about once, and named once with the way out; the copy then takes torch's operators."""
+    asked, warned = divmod(emulated.library.ask_coverage(covered, 5), 100)
+    assert (asked, warned) == (1, 0 if covered else 1)
+    if not covered:
+        assert "cuda:1, of capability 7.0" in emulated.library.error().decode()
+        assert "TORCH_CUDA_ARCH_LIST=7.0" in emulated.library.error().decode()
+
+
 # --- how the GPU is used ---------------------------------------------------------------------------------
 
 
