@@ -6,7 +6,8 @@ It travels as JSON: nothing of it is executed.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import weakref
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -50,25 +51,34 @@ def _gather_equal(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [data.cpu().numpy().tobytes() for data in everyone]
 
 
-_devices: dict[str, torch.device] = {}  # by the group's name
+# By the group's name, since Python's object of one of torch's groups may be made anew; by the group where its class
+# is one in Python, which may have no name.
+_devices: dict[str, torch.device] = {}
+_devices_of_own: MutableMapping[dist.ProcessGroup, torch.device] = weakref.WeakKeyDictionary()
 
 
 def work_on(group: dist.ProcessGroup, device: torch.device) -> None:
-    """What ranks of ``group`` tell each other travels on ``device``, where its backend does not work on the host.
+    """What ranks of ``group`` tell each other travels on ``device``, where its backend does not work on the host, and
+    where nobody knows: a group whose class in Python registers no backend.
 
     Without it on the current one, which is the first one on all ranks where nobody has set another.
     """
     if type(group) is dist.ProcessGroup:
         _devices[group.group_name] = device
+    else:
+        _devices_of_own[group] = device
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
     """Where the group's backend works, the host if it can."""
-    types = [] if type(group) is not dist.ProcessGroup else group._device_types
-    if not types or torch.device("cpu") in types:
+    torchs = type(group) is dist.ProcessGroup
+    noted = _devices.get(group.group_name) if torchs else _devices_of_own.get(group)
+    types = group._device_types
+    if torch.device("cpu") in types:
         return torch.device("cpu")
-    noted = _devices.get(group.group_name)
-    return noted if noted is not None and noted.type == types[0].type else torch.device(types[0].type)
+    if noted is not None and (not types or noted.type == types[0].type):
+        return noted
+    return torch.device(types[0].type if types else "cpu")
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

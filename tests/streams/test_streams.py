@@ -22,6 +22,7 @@ from minddp.guards import watchdog
 from minddp.ranks.processes import Process, here
 from minddp.testing import run_ranks, shutdown
 from tests.streams import extension, programs
+from tests.streams.late import LateGroup
 
 SEEDS = list(range(6))
 
@@ -125,6 +126,27 @@ def _values_show(rank: int, world_size: int) -> list[bool]:
 def test_orders_differ() -> None:
     shown = run_ranks(_values_show, 1, backend=None)[0]
     assert 5 < sum(shown) < 35
+
+
+# ---- a process group in Python
+
+
+def _constructs_over_late_group(rank: int, world_size: int) -> list[str]:
+    extension.load()
+    x, side_x = programs.batches(extension.NAME)[0]
+    found = []
+    for options in ({}, {"check_finite": True}, {"find_unused_parameters": True}, {"check_replicas_every": 1}):
+        model = minddp.DistributedDataParallel(
+            programs.Branches(extension.NAME), process_group=LateGroup(extension.NAME), **options
+        )
+        model(x, side_x).square().mean().backward()
+        found += [name for name, p in model.named_parameters() if p.grad is None]
+    return found
+
+
+def test_a_group_in_python_that_takes_the_device_alone() -> None:
+    """Nobody can ask it where it works: what ranks tell each other travels where the parameters are."""
+    assert run_ranks(_constructs_over_late_group, 1, backend=None) == [[]]
 
 
 # ---- the host's part
