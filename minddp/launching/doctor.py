@@ -1,10 +1,11 @@
-"""``minddp doctor``: what is installed and built, what works on this machine, and a step of training on two ranks.
+"""``minddp doctor``: what is installed and built, what works on this machine, and a step of training on its ranks.
 
     minddp doctor                 # everything; exit status 1 if something that should work does not
     minddp doctor --no-step       # only what is installed
 
 The step trains one batch with torch's class and with minddp's on each backend that works here, and compares the
-gradients, bit for bit.
+gradients, bit for bit. It runs on two ranks; with NCCL on one rank, whose buckets go through the group all the same,
+and on two where there are two GPUs.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  {name}: {text}")
     if options.no_step:
         return 0
-    answers = {backend: _try_step(backend) for backend in _backends() if backend in ("gloo", shm.BACKEND)}
-    print("one step on two ranks, beside torch's class:")
-    for backend, answer in answers.items():
-        print(f"  {backend}: {answer}")
-    return int(any(not answer.startswith("ok") for answer in answers.values()))
+    print("one step, beside torch's class:")
+    failed = False
+    for backend, ranks in _trials():
+        answer = _try_step(backend, ranks)
+        print(f"  {backend}, {ranks} rank{'s' * (ranks > 1)}: {answer}")
+        failed |= not answer.startswith("ok")
+    return int(failed)
 
 
 def _machine() -> str:
@@ -69,23 +72,39 @@ def _backends() -> list[str]:
     return [name for name, works in offered.items() if works]
 
 
-def _try_step(backend: str) -> str:
+def _trials() -> list[tuple[str, int]]:
+    """What a step is tried on: backends, and how many ranks."""
+    backends = _backends()
+    trials = [(backend, 2) for backend in backends if backend in ("gloo", shm.BACKEND)]
+    if "nccl" in backends:
+        trials += [("nccl", ranks) for ranks in (1, 2) if ranks <= torch.cuda.device_count()]
+    return trials
+
+
+def _try_step(backend: str, ranks: int) -> str:
+    through_the_group = {"MINDDP_ALWAYS_REDUCE": "1"}  # one rank alone, too
+    device = "cuda" if backend == "nccl" else "cpu"
     try:
-        differing = run_ranks(_step, 2, timeout=_TIMEOUT_SECONDS, backend=backend)
+        differing = run_ranks(
+            _step, ranks, device, timeout=_TIMEOUT_SECONDS, backend=backend, env=through_the_group
+        )
     except RankError as error:
         last = {rank: text.strip().splitlines()[-1] for rank, text in error.failures.items()}
         return "failed. " + "; ".join(f"rank {rank}: {line}" for rank, line in sorted(last.items()))
-    return "ok, the same gradients" if not any(differing) else f"other gradients than torch's: {differing[0]}"
+    wrong = {rank: names for rank, names in enumerate(differing) if names}
+    return f"other gradients than torch's: {wrong}" if wrong else "ok, the same gradients"
 
 
-def _step(rank: int, world_size: int) -> list[str]:
+def _step(rank: int, world_size: int, device: str) -> list[str]:
     """On a rank: the names of the gradients that are not, bit for bit, those of torch's class."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     gradients: list[dict[str, Any]] = []
     for wrap in (torch.nn.parallel.DistributedDataParallel, DistributedDataParallel):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(device)
         torch.manual_seed(1 + rank)
-        wrap(model)(torch.randn(4, 8)).square().mean().backward()
+        wrap(model)(torch.randn(4, 8).to(device)).square().mean().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     theirs, ours = gradients
     return [name for name in theirs if not torch.equal(theirs[name], ours[name])]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from minddp import testing
 from minddp.launching import command, doctor
@@ -47,8 +49,8 @@ def test_run_gives_the_program_its_own_arguments(tmp_path: Path) -> None:
 def test_doctor_takes_a_step_beside_torch(capfd: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([]) == 0
     printed = capfd.readouterr().out
-    assert "gloo: ok, the same gradients" in printed
-    assert "shm: ok, the same gradients" in printed
+    assert "gloo, 2 ranks: ok, the same gradients" in printed
+    assert "shm, 2 ranks: ok, the same gradients" in printed
 
 
 def test_doctor_tells_what_does_not_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +59,27 @@ def test_doctor_tells_what_does_not_work(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setattr(doctor, "run_ranks", fails)
     assert doctor.main([]) == 1
-    assert "gloo: failed. rank 1: RuntimeError: no route to host" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "run_ranks", lambda *_, **__: [["0.weight"], []])
+    assert "gloo, 2 ranks: failed. rank 1: RuntimeError: no route to host" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_, **__: [[], ["0.weight"]])
     assert doctor.main([]) == 1
-    assert "other gradients than torch's: ['0.weight']" in capsys.readouterr().out
+    assert "other gradients than torch's: {1: ['0.weight']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+def test_doctor_tries_gpus(gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank over NCCL through its group, where it would take none; two where there are two GPUs."""
+    tried = []
+
+    def takes(function: object, ranks: int, device: str, backend: str, env: dict[str, str], **_: object) -> list[Any]:
+        tried.append((backend, ranks, device, env.get("MINDDP_ALWAYS_REDUCE")))
+        return [[] for _ in range(ranks)]
+
+    monkeypatch.setattr(doctor, "run_ranks", takes)
+    monkeypatch.setattr(doctor, "_gpus", lambda: f"{gpus} of them")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert doctor.main([]) == 0
+    over_nccl = [("nccl", ranks, "cuda", "1") for ranks in (1, 2) if ranks <= gpus]
+    assert [trial for trial in tried if trial[0] == "nccl"] == over_nccl
+    assert ("nccl, 1 rank: ok" in capsys.readouterr().out) == (gpus > 0)

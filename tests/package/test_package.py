@@ -123,8 +123,8 @@ def test_the_wheel_says_which_torch_it_is_for(wheel: Path) -> None:
 def trains_on_two_ranks(environment: Environment) -> None:
     printed = environment.check("minddp", "doctor")
     assert f"package: {environment.bin.parent}" in printed
-    assert "gloo: ok, the same gradients" in printed
-    assert "shm: ok, the same gradients" in printed
+    assert "gloo, 2 ranks: ok, the same gradients" in printed
+    assert "shm, 2 ranks: ok, the same gradients" in printed
 
 
 def test_the_wheel_in_an_empty_environment(user: Environment) -> None:
@@ -152,7 +152,7 @@ def test_in_the_clones_root_the_installed_package_is_found(user: Environment, ch
     done = user.call("python", "-W", "error", "-c", code, cwd=checkout)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(user.bin.parent))
-    assert "gloo: ok" in user.check("python", "-m", "minddp", "doctor", cwd=checkout)
+    assert "gloo, 2 ranks: ok" in user.check("python", "-m", "minddp", "doctor", cwd=checkout)
 
 
 def test_sources_that_differ_from_the_installed_package_are_told(user: Environment, checkout: Path) -> None:
