@@ -35,9 +35,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from .functional import all_reduce
-from .functional.agreement import all_gather_ints
 from .functional.transport import gather_rows
 from .ranks import ordering
+from .ranks.messages import gather_objects, work_on
 
 __all__ = ["SyncBatchNorm", "batch_norm_reference", "convert_sync_batchnorm"]
 
@@ -250,7 +250,8 @@ def _compare_once(module: SyncBatchNorm, x: Tensor, group: Any) -> None:
     if seen is not None and seen() is group:
         return
     ordering.record(group, "SyncBatchNorm: comparing channels")
-    rows = all_gather_ints([x.shape[1], _statistics_dtype(x.dtype).itemsize], group)
+    work_on(group, x.device)
+    rows = gather_objects([x.shape[1], _statistics_dtype(x.dtype).itemsize], group)
     if any(row != rows[0] for row in rows):
         told = ", ".join(
             f"rank {rank}: {channels} channels, float{8 * width} statistics"

@@ -21,7 +21,7 @@ What always holds
     * Under torch.compile a call is a graph break: it runs, eagerly; ``fullgraph=True`` refuses it.
       ``torch.func`` transforms (grad, vmap, jvp) and forward-mode tangents raise, on every rank.
 
-Reading order: ``linear.py`` (the derivation), ``collectives.py``, ``agreement.py``, ``transport.py``.
+Reading order: ``linear.py`` (the derivation), ``collectives.py``, ``agreement.py``, ``control.py``, ``transport.py``.
 ``gradcheck.py`` checks a program of your own by finite differences across ranks. May import from
 ``ranks`` and ``environment`` only.
 """

@@ -10,10 +10,10 @@ Overview
     whether any rank needs gradients (then all of them join in backward).
 
 Cost
-    One small collective per forward call: one latency of the network. It runs on the CPU, on the group's own
-    Gloo backend where it has one, else on a Gloo group made at first use, so that no CUDA stream is
-    waited for. ``MINDDP_CHECK_COLLECTIVES=0`` (on all ranks alike) leaves it out wherever nothing has to
-    be learned: then equal calls, shapes, dtypes and ``requires_grad`` on all ranks are yours to keep.
+    One small collective per forward call: one latency of the network. It runs on the CPU (``control.py``), so
+    that no CUDA stream is waited for. ``MINDDP_CHECK_COLLECTIVES=0`` (on all ranks alike) leaves it out
+    wherever nothing has to be learned: then equal calls, shapes, dtypes and ``requires_grad`` on all ranks
+    are yours to keep.
 
 What always holds
     After an error nothing of the failed call is under way; the group can be used again.
@@ -26,14 +26,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import environment
 from ..ranks import ordering
+from .control import all_gather_ints
 
 __all__ = ["Call", "CollectiveError", "agree", "require_replicated"]
 
@@ -177,51 +176,6 @@ def agree(call: Call, group: Any) -> list[Header]:
 def _exchange_headers(call: Call, group: Any) -> list[Header]:
     values = call.encode(ordering.digest(group))
     return [Header.decode(row) for row in all_gather_ints(values, group)]
-
-
-def all_gather_ints(values: list[int], group: Any) -> list[list[int]]:
-    size = dist.get_world_size(group)
-    if size == 1:
-        return [values]
-    sent = torch.tensor(values, dtype=torch.int64).repeat(size)
-    received = torch.empty_like(sent)
-    # An all_to_all of copies: Gloo posts all its messages at once, where its all_gather goes round a ring.
-    work = dist.all_to_all_single(received, sent, group=_control_group(group), async_op=True)
-    ordering.wait(work, group)
-    rows: list[list[int]] = received.view(size, -1).tolist()
-    return rows
-
-
-def ints_from_root(values: list[int] | None, root: int, group: Any) -> list[int]:
-    """The root's ``values``, one for each rank of the group."""
-    size = dist.get_world_size(group)
-    ints = torch.tensor(values if values is not None else [0] * size, dtype=torch.int64)
-    ordering.wait(dist.broadcast(ints, group=_control_group(group), group_src=root, async_op=True), group)
-    return list(ints.tolist())
-
-
-_control_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-
-def _control_group(group: Any) -> Any:
-    """The group, if it can move CPU tensors; else a Gloo group of the same ranks, made at first use."""
-    if group not in _control_groups:
-        # None for the group itself: a value that refers to its key would keep the group alive for ever.
-        _control_groups[group] = None if supports(group, "cpu") else _companion(group)
-    return _control_groups[group] or group
-
-
-def supports(group: Any, device: str) -> bool:
-    try:
-        group._get_backend(torch.device(device))
-    except RuntimeError:
-        return False
-    return True
-
-
-def _companion(group: Any) -> Any:
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 _MUST_MATCH: list[tuple[str, Callable[[Header], Any]]] = [

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import agreement, linear
+from . import agreement, control, linear
 from .agreement import Call, CollectiveError
 
 OPS = ("sum", "avg", "product", "min", "max")
@@ -66,7 +66,7 @@ def tensor(x: Any, group: Any, name: str = "x") -> Tensor:
         raise TypeError(f"{name} {reason}")
     if x.dim() > agreement.MAX_DIMS:
         raise ValueError(f"{name} has {x.dim()} dimensions; at most {agreement.MAX_DIMS} are supported")
-    if not agreement.supports(group, x.device.type):
+    if not control.supports(group, x.device.type):
         raise ValueError(
             f"{name} is on {x.device}, which the group's backend {dist.get_backend(group)!r} cannot reach"
         )

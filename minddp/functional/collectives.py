@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import environment
-from . import agreement, arguments, linear, transport
+from . import agreement, arguments, control, linear, transport
 from .agreement import Call, CollectiveError, Header
 from .calls import eager, settle
 
@@ -306,7 +306,7 @@ def scatter(
     rows, counts = parsed
     if dist.get_rank(group) != call.root:
         rows = _no_rows(agreement.empty_like_header(headers[call.root]), x)
-    counts = agreement.ints_from_root(counts, call.root, group)
+    counts = control.ints_from_root(counts, call.root, group)
     return linear.apply(_from_root(counts, call.root, group), rows, needs_grad)
 
 
@@ -437,7 +437,7 @@ def _received(send: Sequence[int], expected: Sequence[int] | None, group: Any) -
     """Rows that every rank sends to this one; raises on every rank if one expects anything else."""
     size, rank = len(send), dist.get_rank(group)
     row = [*send, *(expected if expected is not None else [-1] * size)]
-    table = agreement.all_gather_ints(row, group)
+    table = control.all_gather_ints(row, group)
     for receiver, line in enumerate(table):
         sent = [table[sender][receiver] for sender in range(size)]
         if line[size] >= 0 and line[size:] != sent:

@@ -20,14 +20,15 @@ PER_STEP: dict[str, set[str] | None] = {
     "functional/collectives.py": None,
     "functional/calls.py": None,
     "functional/agreement.py": None,
+    "functional/control.py": None,
     "functional/linear.py": None,
     "functional/transport.py": None,
     "ranks/broadcast.py": {"broadcast_coalesced", "_receive", "_once", "_messages", "_cuts"},
 }
 ALLOWED = {
     ("sync_batchnorm.py", "_require_two_values", "item"): "read only where a rank has at most one value per channel",
-    ("functional/agreement.py", "all_gather_ints", "tolist"): "of a tensor on the CPU, as it travels",
-    ("functional/agreement.py", "ints_from_root", "tolist"): "of a tensor on the CPU, as it travels",
+    ("functional/control.py", "all_gather_ints", "tolist"): "of a tensor on the CPU, as it travels",
+    ("functional/control.py", "ints_from_root", "tolist"): "of a tensor on the CPU, as it travels",
     ("functional/agreement.py", "_raise_together", "tolist"): "of an array.array, on the way to an error",
     ("functional/agreement.py", "require_replicated", "tolist"): "a check that can be turned off; it says so",
     ("functional/agreement.py", "require_replicated", "cpu"): "as above",

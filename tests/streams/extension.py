@@ -19,6 +19,7 @@ from torch.utils import cpp_extension
 HERE = Path(__file__).resolve().parent
 NAME = "streams"  # the device, and a backend whose futures order streams, as NCCL's
 PLAIN = "streams_plain"  # the same without that: only a collective's work does
+ALONE = "streams_alone"  # the first, for tensors of the device alone, as NCCL
 
 
 def folder() -> Path:
@@ -78,10 +79,12 @@ def load() -> Any:
     torch._register_device_module(NAME, device)
     _lists.impl("_foreach_norm.Scalar", _foreach_norm, "PrivateUse1")
     _lists.impl("stack", _stack, "PrivateUse1")
-    for backend, futures_order in ((NAME, True), (PLAIN, False)):
+    for backend, futures_order, devices in (
+        (NAME, True, ["cpu", NAME]), (PLAIN, False, ["cpu", NAME]), (ALONE, True, [NAME])
+    ):  # fmt: skip
         dist.Backend.register_backend(
             backend,
             lambda store, rank, size, timeout, orders=futures_order: extension.make_group(rank, size, orders),
-            devices=["cpu", NAME],
+            devices=devices,
         )
     return extension

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import minddp
+from minddp import sync_batchnorm
 from minddp.guards import watchdog
 from minddp.ranks.processes import Process, here
 from minddp.testing import run_ranks, shutdown
@@ -126,6 +127,23 @@ def _values_show(rank: int, world_size: int) -> list[bool]:
 def test_orders_differ() -> None:
     shown = run_ranks(_values_show, 1, backend=None)[0]
     assert 5 < sum(shown) < 35
+
+
+# ---- a process group of the device alone
+
+
+def _compares_channels(rank: int, world_size: int) -> None:
+    extension.load()
+    with programs.group(extension.ALONE), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", None)
+        sync_batchnorm._compare_once(
+            minddp.SyncBatchNorm(3), torch.ones(2, 3, device=extension.NAME), dist.group.WORLD
+        )
+
+
+def test_sync_batchnorm_makes_no_group_in_forward() -> None:
+    """Of its forward what needs no operator that the fake device lacks."""
+    run_ranks(_compares_channels, 1, backend=None)
 
 
 # ---- a process group in Python

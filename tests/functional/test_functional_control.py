@@ -1,0 +1,50 @@
+"""Where headers travel for a group that has no CPU backend, as ``init_process_group("nccl")`` makes."""
+
+from __future__ import annotations
+
+import types
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minddp import functional as F
+from minddp.functional import arguments, control
+from minddp.testing import run_ranks
+
+
+def _calls(rank: int, size: int, without: tuple[int, ...]) -> tuple[list[float], list[str], str, bool]:
+    """Collectives of a group that is taken for one of a device alone; Gloo refuses on the ranks ``without``."""
+    made = []
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(control, "supports", lambda group, device: False)
+        patch.setattr(arguments, "control", types.SimpleNamespace(supports=lambda group, device: True))
+        new_group = dist.new_group
+        patch.setattr(dist, "new_group", lambda *args, **kwargs: made.append(1) or new_group(*args, **kwargs))
+        if rank in without:
+
+            def refuses() -> None:
+                raise RuntimeError("Unable to find address for: eth7\nand more")
+
+            patch.setattr(dist.ProcessGroupGloo, "create_default_device", refuses)
+        x = torch.tensor([float(rank)])
+        results = [float(F.all_reduce(x)), float(F.broadcast(x if rank == 1 else None, src=1))]
+        results += F.all_gather(torch.full((rank + 1,), float(rank))).tolist()
+        with pytest.raises(F.CollectiveError) as error:
+            F.all_reduce(torch.ones(1 + rank))
+    return results, [str(warning.message) for warning in caught], str(error.value), bool(made)
+
+
+@pytest.mark.parametrize("without", [(), (1,)])
+def test_headers_of_a_group_of_a_device_alone(without: tuple[int, ...]) -> None:
+    """Through a Gloo group; on the device where a rank has no network interface, and all of them say so once."""
+    for results, warned, error, made in run_ranks(_calls, 2, without):
+        assert results == [1.0, 1.0, 0.0, 1.0, 1.0]
+        assert "do not agree on the shape" in error
+        assert made == (not without)
+        assert len(warned) == len(without)
+        for text in warned:
+            assert "rank 1: Unable to find address for: eth7;" in text
+            assert "GLOO_SOCKET_IFNAME" in text
