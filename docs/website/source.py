@@ -10,14 +10,14 @@ import functools
 import itertools
 import os
 import re
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from tests.mutants.catalog import Mutant, load, spot_of
+from tests.mutants.places import Sources, Spot
 
 from .layout import ROOT, Layout
 
-MUTANTS = ROOT / "tests" / "mutants" / "mutants.toml"
 CPP_COMMENT = re.compile(r"\s*//( ?)(.*)$")
 # A function that is defined at the left margin, such as `void Reducer::launch(size_t index) {`.
 CPP_FUNCTION = re.compile(r"^(?:[\w:<>,&*~\[\] ]+[ &*])?((?:\w+::)*~?\w+)\((?!.*;\s*$)")
@@ -218,23 +218,24 @@ def first_sentence(path: str) -> str:
 
 
 @functools.cache
-def _mutants() -> list[dict[str, Any]]:
-    return list(tomllib.loads(MUTANTS.read_text())["mutant"])
+def _mutants() -> list[tuple[Mutant, Spot]]:
+    sources = Sources(ROOT)
+    return [(mutant, spot_of(mutant, sources)) for mutant in load()]
 
 
 def held_by(path: str, text: str) -> str:
     """The faults that have been planted in the file, each with the tests that notice it."""
-    planted = [mutant for mutant in _mutants() if mutant["file"] == path]
+    planted = [(spot.begin, mutant) for mutant, spot in _mutants() if spot.file == path]
     lines = []
-    for mutant in sorted(planted, key=lambda mutant: text.index(mutant["text"])):
-        line = text.count("\n", 0, text.index(mutant["text"])) + 1
+    for begin, mutant in sorted(planted, key=lambda each: each[0]):
+        line = text.count("\n", 0, begin) + 1
         tests = ", ".join(
-            f"`{name}` in `{file}`" for file, _, name in (test.partition("::") for test in mutant["tests"])
+            f"`{name}` in `{file}`" for file, _, name in (test.partition("::") for test in mutant.tests)
         )
-        lines.append(f"* line {line}. {_escape(mutant['fault'])} Noticed at least by {tests}.\n")
+        lines.append(f"* line {line}. {_escape(mutant.fault)} Noticed at least by {tests}.\n")
     if not lines:
         return ""
-    file, _, name = planted[0]["tests"][0].partition("::")
+    file, _, name = planted[0][1].tests[0].partition("::")
     head = (
         "`make mutants` plants each of these faults here, and fails unless a test notices it. To run one of the "
         f"tests: `python -m pytest {file} -k {name.partition('[')[0]}`.\n\n"

@@ -8,13 +8,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .catalog import Mutant, load, problems
+from .catalog import Mutant, follow, load, problems
 from .workshop import Outcome, Workshop
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 where every mutant that ran was caught."""
     options = _parser().parse_args(arguments)
+    if options.follow:
+        print(*follow(), sep="\n")
     mutants = load()
     if wrong := problems(mutants):
         print("mutants.toml does not fit the sources:", *wrong, sep="\n  ")
@@ -38,6 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--cpp-only", action="store_true", help="those of csrc")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N of what is chosen")
     parser.add_argument("--list", action="store_true", help="show what is chosen, and end")
+    parser.add_argument(
+        "--follow", action="store_true", help="first write into the list which place each text stands in now"
+    )
     parser.add_argument("--folder", type=Path, help="keep the copy and its build here for the next time")
     parser.add_argument("--timeout", type=int, default=90, metavar="SECONDS", help="for one test; longer is a hang")
     parser.add_argument("--baseline", action="store_true", help="first run the tests without a fault: all must pass")
@@ -73,7 +78,7 @@ def _run(mutants: Sequence[Mutant], workshop: Workshop, baseline: bool) -> int:
     print(f"\n{len(outcomes)} mutants: {caught} caught, {survived} survived, {errors} in error")
     for mutant in mutants:
         if (outcome := outcomes[mutant.id]).verdict != "caught":
-            print(f"  {outcome.verdict} {mutant.id}: {mutant.fault} ({mutant.file}) {outcome.by}")
+            print(f"  {outcome.verdict} {mutant.id}: {mutant.fault} ({mutant.at}) {outcome.by}")
     return 0 if caught == len(outcomes) else 1
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from .catalog import ROOT, Mutant, batches, planted, with_switches
+from .catalog import ROOT, Mutant, batches, planted, spot_of, with_switches
+from .places import Sources, Spot
 
 __all__ = ["Outcome", "Workshop"]
 
@@ -83,29 +84,33 @@ class Workshop:
 
     def try_all(self, mutants: Sequence[Mutant], tell: Callable[[Mutant, Outcome], None]) -> None:
         """Those in Python first, with the extension as it is; then those in C++, in as few builds as will do."""
-        for mutant in mutants:
+        sources = Sources(self.root)
+        spots = [(mutant, spot_of(mutant, sources)) for mutant in mutants]
+        for mutant, spot in spots:
             if not mutant.is_cpp:
-                with self._changed({mutant.file: partial(planted, mutant)}):
+                with self._changed({spot.file: partial(planted, mutant, spot)}):
                     tell(mutant, self._test(mutant))
-        for batch in batches([mutant for mutant in mutants if mutant.is_cpp], self.root):
+        for batch in batches([(mutant, spot) for mutant, spot in spots if mutant.is_cpp]):
             self._try_batch(batch, tell)
 
-    def _try_batch(self, batch: list[Mutant], tell: Callable[[Mutant, Outcome], None]) -> None:
-        of_file = {file: [m for m in batch if m.file == file] for file in dict.fromkeys(m.file for m in batch)}
-        switches = batch[0].switch is not None
-        plant = with_switches if switches else lambda mutants, source: planted(mutants[0], source)
-        edits = {file: partial(plant, theirs) for file, theirs in of_file.items()}
+    def _try_batch(self, batch: list[tuple[Mutant, Spot]], tell: Callable[[Mutant, Outcome], None]) -> None:
+        if batch[0][0].alone:
+            ((mutant, spot),) = batch
+            edits: dict[str, Callable[[str], str]] = {spot.file: partial(planted, mutant, spot)}
+        else:
+            files = dict.fromkeys(spot.file for _, spot in batch)
+            edits = {file: partial(with_switches, [each for each in batch if each[1].file == file]) for file in files}
         with self._changed(edits):
             complaint = self._build()
             if complaint is None:
-                for mutant in batch:
+                for mutant, _ in batch:
                     tell(mutant, self._test(mutant))
         if complaint is not None and len(batch) == 1:
-            tell(batch[0], Outcome("ERROR", f"does not compile: {complaint}", 0.0))
+            tell(batch[0][0], Outcome("ERROR", f"does not compile: {complaint}", 0.0))
         elif complaint is not None:  # which of them?
             print(f"a batch does not compile, so each mutant of it is built alone: {complaint}", flush=True)
-            for mutant in batch:
-                self._try_batch([mutant], tell)
+            for each in batch:
+                self._try_batch([each], tell)
 
     @contextmanager
     def _changed(self, edits: dict[str, Callable[[str], str]]) -> Iterator[None]:
