@@ -35,7 +35,7 @@ std::vector<size_t> parameter_indices(const Bucket& bucket) {
 
 Reducer::Buckets bucket_indices(const Reducer& reducer) {
   Reducer::Buckets buckets;
-  for (const Bucket& bucket : reducer.buckets()) buckets.push_back(parameter_indices(bucket));
+  for (size_t i = 0; i < reducer.bucket_count(); ++i) buckets.push_back(parameter_indices(reducer.bucket(i)));
   return buckets;
 }
 
@@ -43,8 +43,8 @@ py::dict bucket_times(const Reducer& reducer, size_t index) {
   const Trace& trace = reducer.trace();
   py::dict times;
   times["index"] = index;
-  times["nbytes"] = reducer.buckets()[index].nbytes();
-  times["parameters"] = parameter_indices(reducer.buckets()[index]);
+  times["nbytes"] = reducer.bucket(index).nbytes();
+  times["parameters"] = parameter_indices(reducer.bucket(index));
   times["ready_ns"] = trace.at(index, BucketEvent::kReady);
   times["pack_begin_ns"] = trace.at(index, BucketEvent::kPackBegin);
   times["launch_ns"] = trace.at(index, BucketEvent::kLaunch);
@@ -57,7 +57,7 @@ py::dict bucket_times(const Reducer& reducer, size_t index) {
 py::dict last_step(const Reducer& reducer) {
   const Trace& trace = reducer.trace();
   py::list buckets;
-  for (size_t i = 0; i < reducer.buckets().size(); ++i) buckets.append(bucket_times(reducer, i));
+  for (size_t i = 0; i < reducer.bucket_count(); ++i) buckets.append(bucket_times(reducer, i));
   py::dict step;
   step["iteration"] = trace.iteration;
   step["forward_begin_ns"] = trace.at(StepEvent::kForwardBegin);
@@ -72,20 +72,21 @@ py::dict last_step(const Reducer& reducer) {
 
 std::vector<int64_t> bucket_nbytes(const Reducer& reducer) {
   std::vector<int64_t> sizes;
-  for (const Bucket& bucket : reducer.buckets()) sizes.push_back(bucket.nbytes());
+  for (size_t i = 0; i < reducer.bucket_count(); ++i) sizes.push_back(reducer.bucket(i).nbytes());
   return sizes;
 }
 
 int64_t allocated_bytes(const Reducer& reducer) {
   int64_t total = 0;
-  for (const Bucket& bucket : reducer.buckets()) total += bucket.buffer().defined() ? bucket.nbytes() : 0;
+  for (size_t i = 0; i < reducer.bucket_count(); ++i)
+    if (reducer.bucket(i).buffer().defined()) total += reducer.bucket(i).nbytes();
   return total;
 }
 
 std::vector<GradBucket> zero_buckets(const Reducer& reducer) {
   std::vector<GradBucket> buckets;
-  for (size_t i = 0; i < reducer.buckets().size(); ++i)
-    buckets.push_back(reducer.grad_bucket(i, reducer.buckets()[i].zeros()));
+  for (size_t i = 0; i < reducer.bucket_count(); ++i)
+    buckets.push_back(reducer.grad_bucket(i, reducer.bucket(i).zeros()));
   return buckets;
 }
 
@@ -228,7 +229,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("reduce_dtype", &ReducerOptions::reduce_dtype)
       .def_readwrite("gradient_as_bucket_view", &ReducerOptions::gradient_as_bucket_view)
       .def_readwrite("skip_all_reduce_unused", &ReducerOptions::skip_all_reduce_unused)
-      .def_readwrite("sums_anew", &ReducerOptions::sums_anew)
+      .def_readwrite("refuses_earlier_sums", &ReducerOptions::refuses_earlier_sums)
       .def_readwrite("any_grad_dtype", &ReducerOptions::any_grad_dtype)
       .def_readwrite("always_reduce", &ReducerOptions::always_reduce)
       .def_readwrite("not_in_contexts", &ReducerOptions::not_in_contexts)
@@ -286,25 +287,29 @@ void bind_reducer(py::module_& module) {
           py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr, py::arg("on_taken") = nullptr)
       .def("abort_iteration", &Reducer::abort_iteration)
       .def("bypassed", &Reducer::bypassed)
-      .def("left_local", &Reducer::left_local)
+      .def("left_local", [](const Reducer& r) { return r.grad_states().left_local(); })
       .def("adopt_gradients", &Reducer::adopt_gradients)
       .def("share", &Reducer::share, py::arg("other"), py::arg("views"))
-      .def("arrived_in", &Reducer::arrived_in, py::arg("index"))
-      .def("touched_in", &Reducer::touched_in, py::arg("index"))
+      .def(
+          "arrived_in", [](const Reducer& r, size_t index) { return r.grad_states().arrived_in(index); },
+          py::arg("index"))
+      .def(
+          "touched_in", [](const Reducer& r, size_t index) { return r.grad_states().touched_in(index); },
+          py::arg("index"))
       .def("averaged_since", &Reducer::averaged_since, py::arg("index"), py::arg("backward"))
       .def_readwrite("sync_enabled", &Reducer::sync_enabled)
       .def_readwrite("optimizer_in_backward", &Reducer::optimizer_in_backward)
       .def("phase", &Reducer::phase)
-      .def("interrupted", &Reducer::interrupted)
+      .def("interrupted", [](const Reducer& r) { return r.grad_states().is_interrupted(); })
       .def("in_backward", &Reducer::in_backward)
       .def("missing", &Reducer::missing)
-      .def("has_recorded", &Reducer::has_recorded)
+      .def("has_recorded", [](const Reducer& r) { return r.ended() > 0; })
       .def("ended", &Reducer::ended)
       .def("iteration", [](const Reducer& r) { return r.trace().iteration; })
       .def(
           "_get_local_used_map", [](Reducer& r) { return at::tensor(r.used_map(), at::kInt); }, Release())
       .def("_ddp_graph_static", &Reducer::graph_is_static)
-      .def("last_error", [](const Reducer& r) { return r.last_error(); })
+      .def("last_error", [](const Reducer& r) { return r.error(); })
       .def("position", &position)
       .def("last_step", &last_step);
 }

@@ -32,7 +32,7 @@ class ReducerOptions:
     reduce_dtype: torch.dtype | None
     gradient_as_bucket_view: bool
     skip_all_reduce_unused: bool
-    sums_anew: bool
+    refuses_earlier_sums: bool
     not_in_contexts: str
     any_grad_dtype: bool
     always_reduce: bool

@@ -1,21 +1,19 @@
 // One bucket: a flat buffer, its windows, and the two passes over memory.
 //
 //   pack    .grad of every parameter -> buffer              (copy + scale + cast; on the CPU as each arrives)
-//   unpack  buffer, after the collective -> .grad           (the same, or nothing with views)
+//   unpack  buffer, after the collective -> .grad           (the same)
 //
-// The only unit that touches `.grad`, and only when backward is over: until unpack, whoever looks at a gradient sees
-// this rank's own. (With gradient_as_view, `.grad` is a window on the buffer from pack on, and shows what is there.)
+// The buffer holds the gradients one after another without gaps, each in its parameter's own memory layout, so that a
+// gradient that keeps autograd's layout contract is one contiguous piece on both sides. Until unpack, whoever looks at
+// a gradient sees this rank's own. Threads: the reducer's; a bucket has no lock.
 //
-// Always: the buffer holds the gradients one after another without gaps, each in its parameter's own memory layout,
-// so that a gradient that keeps autograd's layout contract is one contiguous piece on both sides. Threads: the
-// reducer's; a bucket has no lock.
+// Two cases are buckets of another kind: cases/view_bucket.h, where `.grad` is a window on the buffer, and
+// cases/sparse_bucket.h.
 #pragma once
 
-#include "support/context_gradients.h"
 #include "support/exchange_memory.h"
 #include "support/one_piece.h"
 #include "support/scaled_copy.h"
-#include "support/sole_holder.h"
 #include "wait.h"
 
 #include "cuda/producers.h"
@@ -40,114 +38,114 @@ class Bucket {
     std::vector<int64_t> strides;
     at::Tensor view;      // parameter-shaped window on the buffer (not a view to autograd)
     bool packed = false;  // in this backward
-    double left = 1.0;    // what it is to be multiplied with before its bucket leaves
-    at::Tensor* place = nullptr;
-    // Where its gradient is, and its average goes: `.grad`, but in a backward of distributed autograd's.
+    at::Tensor* place = nullptr;  // of the gradient, where a case has another than `.grad`
     at::Tensor& grad() const { return place ? *place : parameter.mutable_grad(); }
   };
   struct Options {
-    at::ScalarType buffer_dtype;    // what travels; gradients are cast to it and back
-    bool sparse = false;            // one parameter, whose gradient travels as it is
-    bool gradient_as_view = false;  // .grad becomes a window on the buffer
-    bool any_grad_dtype = false;    // gradients need not have their parameter's dtype
-    int rank = 0;                   // for messages
-    Allocate allocate = nullptr;    // makes the buffer; empty: at::empty
+    at::ScalarType buffer_dtype;  // what travels; gradients are cast to it and back
+    bool any_grad_dtype = false;  // gradients need not have their parameter's dtype
+    int rank = 0;                 // for messages
+    Allocate allocate = nullptr;  // makes the buffer; empty: at::empty
   };
+  // How gradients go into the buffer.
+  struct Packing {
+    double scale;
+    bool may_grow;                      // contributions may follow
+    const std::vector<int32_t>& used;   // by parameter
+    const at::Tensor& contribution;     // that has just come; or undefined
+  };
+
   Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
       const std::vector<std::string>& names, Options options);
+  virtual ~Bucket() = default;
 
-  void begin_backward() {  // back to kFilling, all gradients pending
-    state_ = State::kFilling;
-    pending_ = slots_->size();
-    producers_.clear();
-    for (Slot& slot : *slots_) slot.packed = false;
-    if (borrowed_) release();
-  }
+  virtual void begin_backward();  // back to kFilling, all gradients pending
   // A gradient, made on the current stream, is whole; true when it was the last one.
   bool mark_ready() { return producers_.note(), --pending_ == 0; }
-  // Copies the gradients that are not there yet, times `scale`, into the buffer, on the current stream, after the
-  // streams that made them; a missing gradient counts as zero. Afterwards kPacked. With views, a gradient alone in
-  // its bucket is not copied where nobody else holds its memory: that memory is the buffer. `may_grow`: contributions
-  // may follow; where one will be added to the buffer itself, the scale is applied before_launch().
-  void pack(double scale, const std::vector<int32_t>& used, const at::Tensor& contribution, bool may_grow);
-  // The same for gradient i of several, just made: what is done to `.grad` from here on changes nothing, it is still
-  // in the CPU's cache and, where it becomes a view, its own memory is free for the next. On a device, where every
-  // copy is a launch, all are copied when the last one is there.
-  void pack_early(size_t i, double scale, bool may_grow);
-  // Gradient i has grown since; false when what was packed has left, or was scaled where the growth went.
-  bool repack(size_t i, double scale);
-  // With views: gradients that are there before any backward become windows, as they are.
-  void adopt_gradients();
+  // Copies the gradients that are not there yet, times the scale, into the buffer, on the current stream, after the
+  // streams that made them; a missing gradient counts as zero. Afterwards kPacked.
+  void pack(const Packing& how);
+  // The same for gradient i of several, just made: what is done to `.grad` from here on changes nothing, and it is
+  // still in the CPU's cache. On a device, where every copy is a launch, all are copied when the last one is there.
+  void pack_early(size_t i, const Packing& how) {
+    if (slots_->size() > 1 && device_.is_cpu()) fill(i, i + 1, how);
+  }
+  // Gradient i has grown since it was packed; false when it is too late to pack it again.
+  virtual bool repack(size_t i, double scale);
+  // What the current stream launches comes after the packing, on whichever stream that was. REQUIRES: kPacked.
+  virtual void before_launch() { producers_.wait_packed(); }
   void launched(Flight flight) {
     flight_ = std::move(flight);
     state_ = State::kLaunched;
   }
-  // What the current stream launches comes after the packing, on whichever stream that was, and after what this has
-  // left to do. REQUIRES: kPacked.
-  void before_launch();
+  // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those that do not
+  // exist. REQUIRES: kLaunched.
+  virtual void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used);
   // The streams that made this backward's gradients go on after its end, on the current stream.
   void hold_back_streams() const { producers_.hold_back(); }
-  // Forgets buffer and collective, which nobody waits for any more. It may still write to the buffer, and keeps that
-  // alive: a `.grad` that is a window on it becomes a tensor of its own.
+  // Forgets buffer and collective, which nobody waits for any more; it may still write to the buffer.
   void abandon();
-  // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those that do not
-  // exist. A gradient alone in its bucket, whose memory nobody else holds, changes memory with the buffer instead: a
-  // pass less. REQUIRES: kLaunched.
-  void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used);
-  void release() {  // drops the buffer; the next pack makes a new one
-    buffer_ = at::Tensor();
-    borrowed_ = false;
-    for (Slot& slot : *slots_) slot.view = at::Tensor();
+  virtual void release();  // drops the buffer; the next pack makes a new one
+  // From now on gradients are at these places, by parameter; null: in `.grad`.
+  virtual void move_gradients(std::vector<at::Tensor>* places) {
+    for (Slot& slot : *slots_) slot.place = places ? &(*places)[slot.index] : nullptr;
   }
-
-  // Gradients are in other places from now on. Windows that were made so far keep their memory to themselves.
-  void move_to(ContextGradients& gradients) {
-    if (options_.gradient_as_view) release();
-    for (Slot& slot : *slots_) slot.place = gradients.in_use() ? &gradients.place(slot.index) : nullptr;
-  }
+  virtual at::Tensor zeros() const;  // what a rank without data sends
+  // Gradients that are there before any backward are taken in, where that means something.
+  virtual void adopt_gradients() {}
 
   State state() const { return state_; }
   bool complete() const { return pending_ == 0; }
   int64_t numel() const { return numel_; }
   int64_t nbytes() const { return numel_ * int64_t(at::elementSize(options_.buffer_dtype)); }
-  const Options& options() const { return options_; }
+  at::ScalarType dtype() const { return options_.buffer_dtype; }
   at::Device device() const { return device_; }
   const std::shared_ptr<std::vector<Slot>>& slots() const { return slots_; }
   const at::Tensor& buffer() const { return buffer_; }  // undefined when released
-  at::Tensor zeros() const;                             // what a rank without data sends
   const Flight& flight() const { return flight_; }
 
- private:
+ protected:
+  virtual void fill(size_t begin, size_t end, const Packing& how) { copy_in(begin, end, how.scale); }  // slots
+  virtual at::Tensor new_gradient(const Slot& slot) const;
+  // Before a collective that has not ended is forgotten.
+  virtual void leave_to_collective() {}
   void allocate();
-  void pack_dense(size_t begin, size_t end, double scale, bool may_grow);  // slots
-  bool can_borrow(const std::vector<int32_t>& used, const at::Tensor& contribution) const;
-  void borrow(double scale, bool may_grow);
-  void pack_sparse(double scale);
-  void unpack_sparse(const at::Tensor& result, double scale);
-  bool exchange(const at::Tensor& result, double scale);
-  void adopt_view(Slot& slot);
+  void copy_in(size_t begin, size_t end, double scale);
+  void copy_out(const at::Tensor& result, double scale, const std::vector<int32_t>& used);
+  at::TensorOptions buffer_options() const {
+    return slots_->front().parameter.options().dtype(options_.buffer_dtype).requires_grad(false);
+  }
+  void check(const Slot& slot, const at::Tensor& grad, bool sparse) const;
   static bool is_one_piece(const Slot& slot, const at::Tensor& grad) {
     return minddp::is_one_piece(grad, slot.parameter.sizes(), slot.strides);
   }
-  bool can_cast(at::ScalarType dtype) const {
-    return dtype == grad_dtype_ || (at::isFloatingType(dtype) && at::isFloatingType(options_.buffer_dtype));
-  }
-  void check(Slot& slot, const at::Tensor& grad) const;
 
   const Options options_;
   const at::ScalarType grad_dtype_;
   const at::Device device_;
   const std::shared_ptr<std::vector<Slot>> slots_ = std::make_shared<std::vector<Slot>>();  // shared with hooks
-  int64_t numel_ = 0;
   at::Tensor buffer_;
-  bool borrowed_ = false;  // buffer_ is the gradient's own memory
-  size_t pending_ = 0;
   State state_ = State::kFilling;
-  Producers producers_;                // streams that made this backward's gradients
-  std::vector<CopySegment> segments_;  // reserved once: packing allocates nothing
+  Producers producers_;  // streams that made this backward's gradients
   // Held until unpack: it keeps the buffer, and what a hook put in its place, alive while other threads or the device
   // still write to it.
   Flight flight_;
+
+ private:
+  bool exchange(const at::Tensor& result, double scale);
+  bool can_cast(at::ScalarType dtype) const {
+    return dtype == grad_dtype_ || (at::isFloatingType(dtype) && at::isFloatingType(options_.buffer_dtype));
+  }
+
+  int64_t numel_ = 0;
+  size_t pending_ = 0;
+  std::vector<CopySegment> segments_;  // reserved once: packing allocates nothing
 };
+
+// set_ instead of as_strided: no autograd view, so users may detach_() gradients.
+inline at::Tensor window(const at::Tensor& buffer, const Bucket::Slot& slot) {
+  const int64_t begin = buffer.storage_offset() + slot.offset;
+  return at::empty({0}, buffer.options()).set_(buffer.storage(), begin, slot.parameter.sizes(), slot.strides);
+}
 
 }  // namespace minddp

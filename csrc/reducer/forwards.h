@@ -18,6 +18,7 @@
 namespace minddp {
 
 enum class Origin {
+  kNone,          // no backward runs
   kSynchronized,  // through a forward outside of no_sync
   kLocal,         // through forwards under no_sync only
   kBypassed,      // through no forward of the wrapper

@@ -95,7 +95,7 @@ class Reducer(_C.Reducer):
         options.gradient_as_bucket_view = settings.gradient_as_bucket_view
         options.skip_all_reduce_unused = settings.skip_all_reduce_unused
         # The sum over one rank may hold what it likes; a weight divides each time.
-        options.sums_anew = settings.reduction == "weighted" or (settings.reduction == "sum" and group.size() > 1)
+        options.refuses_earlier_sums = settings.reduction == "weighted" or (settings.reduction == "sum" and group.size() > 1)
         options.always_reduce = settings.always_reduce
         options.any_grad_dtype = settings.mixed_precision
         if settings.reduction != "mean":

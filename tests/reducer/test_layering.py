@@ -20,18 +20,23 @@ LAYERS = [
     "bucket",
     "forwards",
     "grad_hooks",
-    "param_usage",
+    "iteration",
+    "grad_states",
     "used_map",
     "comm_hook",
+    "state",
     "reducer",
+    "between_iterations",
     "bindings_comm_hook",
     "bindings_find_tensors",
     "bindings",
 ]
 BINDINGS = {"bindings_comm_hook", "bindings_find_tensors", "bindings"}
 PURE = {"wait"}
+CASES = {"wait", "bucket", "state"}  # what a case may include of the path
 # What each folder beside the path may include of the others.
 FOLDERS = {
+    "cases": {"support"},
     "support": set(),
     "cpu": {"support", "cuda"},
     "cuda": {"support"},
@@ -75,14 +80,22 @@ def test_dependencies_point_down(unit: str) -> None:
 
 def test_nothing_but_the_bindings_includes_the_reducer() -> None:
     users = {unit for unit, paths in units().items() for path in paths if "reducer" in included_units(path)}
-    assert users <= {"reducer"} | BINDINGS
+    assert users <= {"reducer", "between_iterations"} | BINDINGS
 
 
 def test_subfolders_stand_on_pure_units() -> None:
-    """cpu/, cuda/, shm/ and transport/ know nothing of buckets or the reducer."""
+    """cpu/, cuda/, shm/ and transport/ know nothing of buckets or the reducer; cases/ know nothing of the reducer."""
     for path in CSRC.glob("*/*"):
         if path.parent != PATH and path.suffix in (".h", ".cuh", ".cpp", ".cu"):
-            assert included_units(path) <= PURE, path.relative_to(CSRC)
+            allowed = CASES if path.parent.name == "cases" else PURE
+            assert included_units(path) <= allowed, path.relative_to(CSRC)
+
+
+def test_the_core_knows_no_case() -> None:
+    """Only :file:`between_iterations.cpp`, where cases are made, includes one."""
+    users = {path.stem for paths in units().values() for path in paths for target in includes(path)
+             if target.parent.name == "cases"}  # fmt: skip
+    assert users == {"between_iterations"}
 
 
 def test_folders_include_what_they_may() -> None:

@@ -1,0 +1,102 @@
+#include "context_gradients.h"
+
+#include "support/errors.h"
+
+#ifdef MINDDP_WITH_RPC
+#include <torch/csrc/distributed/autograd/context/context.h>
+#endif
+
+namespace minddp {
+
+void ContextGradients::on_arrival(Arrival& arrival) {
+  const bool current = has_current();
+  if (current) {
+    arrival.in_grad = false;
+    arrival.defined = arrival.contribution.defined();
+  }
+  if (!state_.backward.is_synchronized() || (!current && !context_)) return;
+  const bool begun = state_.iteration.phase != Phase::kIdle;
+  const char* why = refusal_.empty() ? fetch(arrival, begun) : refusal_.c_str();
+  if (why) state_.fail(errors::context_gradient(state_.rank, {arrival.index, state_.names[arrival.index]}, why));
+  if (!begun) enter();
+}
+
+// From here on the iteration is like any other.
+void ContextGradients::enter() {
+  of_grad_ = state_.grads;
+  for (size_t i = 0; i < places_.size(); ++i) state_.grads.used[i] = places_[i].defined();
+  for (auto& bucket : state_.buckets) bucket->move_gradients(&places_);
+}
+
+// Done, the context gets the results; given up, it keeps this rank's own.
+void ContextGradients::on_end(bool done) {
+  if (!context_) return;
+  if (done) bring_back();
+  state_.grads.restore(*of_grad_);
+  context_.reset();
+  places_.clear();
+  for (auto& bucket : state_.buckets) bucket->move_gradients(nullptr);
+}
+
+#ifdef MINDDP_WITH_RPC
+
+using torch::distributed::autograd::DistAutogradContext;
+using torch::distributed::autograd::ThreadLocalDistAutogradContext;
+
+// Set by that engine on each thread while it runs nodes; a program's `with context()` alone does not set it.
+bool ContextGradients::has_current() { return ThreadLocalDistAutogradContext::getContextPtr() != nullptr; }
+
+// All of them at the first: a bucket is packed with gradients of earlier backwards in it, too. Null where the
+// gradient lies in its place now; else why not, and the way out.
+const char* ContextGradients::fetch(const Arrival& arrival, bool begun) {
+  const auto current = ThreadLocalDistAutogradContext::getContextPtr();
+  if (begun && context_ != current)
+    return "an iteration that is not finished has gradients elsewhere: run all of its backwards in one context, and "
+           "checkpoints with use_reentrant=False";
+  const auto gradients = current->getGradients();
+  const auto entry = gradients.find(state_.parameters[arrival.index]);
+  if (entry == gradients.end() && arrival.defined)
+    return "a nested graph has put it into .grad: pass use_reentrant=False to checkpoints";
+  if (!begun) {
+    context_ = current;
+    places_.clear();
+    for (const at::Tensor& parameter : state_.parameters) {
+      const auto known = gradients.find(parameter);
+      places_.push_back(known == gradients.end() ? at::Tensor() : known->value());
+    }
+  }
+  if (entry != gradients.end()) places_[arrival.index] = entry->value();
+  return nullptr;
+}
+
+// An entry is written by the context's own method, under its lock. A parameter that other ranks alone have used has
+// none yet: the map that getGradients() returns is the context's own, not a copy, and nobody else writes to it, since
+// the graph task of this worker is over.
+void ContextGradients::bring_back() {
+  TORCH_CHECK(context_.use_count() > 1,
+      "finalize_backward(): the context of this backward (torch.distributed.autograd.context()) is no more, and its "
+      "gradients with it. Call it inside of the context's `with` block, and abort_iteration() to go on.");
+  auto gradients = context_->getGradients();
+  for (size_t i = 0; i < places_.size(); ++i) {
+    if (!places_[i].defined()) continue;
+    if (!gradients.contains(state_.parameters[i])) {
+      gradients.insert(state_.parameters[i], places_[i]);
+      continue;
+    }
+    context_->runGradCallbackForVariable(state_.parameters[i], [&](at::Tensor& entry) {
+      const bool changed = !entry.is_same(places_[i]);
+      entry = places_[i];
+      return changed;
+    });
+  }
+}
+
+#else  // this torch has no RPC
+
+bool ContextGradients::has_current() { return false; }
+const char* ContextGradients::fetch(const Arrival&, bool) { return nullptr; }
+void ContextGradients::bring_back() {}
+
+#endif
+
+}  // namespace minddp

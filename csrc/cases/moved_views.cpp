@@ -1,0 +1,44 @@
+#include "moved_views.h"
+
+#include <ATen/ATen.h>
+
+namespace minddp {
+
+// A window that lies elsewhere now is the program's, and the slot gets another one. A gradient that lies in another's
+// window gets memory of its own.
+void MovedViews::on_begin() {
+  for (auto& bucket : state_.buckets) {
+    const at::Tensor& buffer = bucket->buffer();
+    if (!buffer.defined() || !buffer.has_storage()) continue;
+    for (auto& slot : *bucket->slots()) {
+      if (!slot.view.defined()) continue;
+      const bool at_home = slot.view.is_alias_of(buffer) && slot.view.strides() == at::IntArrayRef(slot.strides) &&
+          slot.view.storage_offset() == buffer.storage_offset() + slot.offset;
+      if (!at_home) slot.view = window(buffer, slot);
+    }
+  }
+  for (auto& bucket : state_.buckets) {
+    for (auto& slot : *bucket->slots()) {
+      at::Tensor& grad = slot.parameter.mutable_grad();
+      if (grad.defined() && !grad.is_same(slot.view) && grad.has_storage() && is_displaced(grad)) grad = grad.clone();
+    }
+  }
+}
+
+// It begins where another parameter's window does, or lies across its own, transposed. Where the window's parameter
+// has the same gradient, the program has made them one, and they stay so.
+bool MovedViews::is_displaced(const at::Tensor& grad) const {
+  const auto begin_alike = [](const at::Tensor& a, const at::Tensor& b) {
+    return a.defined() && a.has_storage() && a.const_data_ptr() == b.const_data_ptr();
+  };
+  for (auto& bucket : state_.buckets) {
+    const at::Tensor& buffer = bucket->buffer();
+    if (!buffer.defined() || !buffer.has_storage() || !buffer.is_alias_of(grad)) continue;
+    for (auto& slot : *bucket->slots())
+      if (begin_alike(slot.view, grad))
+        return !begin_alike(slot.parameter.grad(), grad) || slot.view.strides() != grad.strides();
+  }
+  return false;
+}
+
+}  // namespace minddp

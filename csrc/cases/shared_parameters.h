@@ -1,0 +1,32 @@
+// Case: somebody else reduces some of the parameters, too. A second wrapper of the module, or one that shares a layer.
+#pragma once
+
+#include "reducer/state.h"
+
+#include <memory>
+#include <vector>
+
+namespace minddp {
+
+class SharedParameters : public Case {
+ public:
+  SharedParameters(ReducerState& state, bool alone) : state_(state), alone_(alone) {}
+  // `other` reduces some of these parameters. Where one of the two makes gradients `views`, a backward through both
+  // is refused: two windows cannot be one `.grad`.
+  void add(const std::shared_ptr<const ReducerState>& other, bool views);
+  void on_backward(Forwards::Answer& answer) override;
+  void on_arrival(Arrival& arrival) override;
+
+ private:
+  struct Owner {
+    std::weak_ptr<const ReducerState> state;
+    std::vector<int64_t> indices;  // there, of each parameter here; or -1
+    bool views;
+  };
+
+  ReducerState& state_;
+  const bool alone_;  // nothing is sent
+  std::vector<Owner> owners_;
+};
+
+}  // namespace minddp

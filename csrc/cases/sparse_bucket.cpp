@@ -1,0 +1,36 @@
+#include "sparse_bucket.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+namespace minddp {
+
+void SparseBucket::fill(size_t, size_t, const Packing& how) {
+  Slot& slot = slots_->front();
+  const at::Tensor& grad = slot.grad();
+  if (grad.defined()) check(slot, grad, /*sparse=*/true);
+  buffer_ = grad.defined() ? grad.clone().mul_(how.scale) : zeros();
+  slot.packed = true;
+}
+
+bool SparseBucket::repack(size_t i, double scale) {
+  if (!Bucket::repack(i, scale)) return false;
+  release();
+  return true;
+}
+
+void SparseBucket::unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
+  c10::NoGradGuard no_grad;
+  flight_ = {};
+  Slot& slot = slots_->front();
+  if (used[slot.index]) slot.grad() = scale == 1.0 ? result : result.mul(scale);
+  release();
+}
+
+// As an embedding's gradient: one index an entry, which is a row.
+at::Tensor SparseBucket::zeros() const {
+  const at::Tensor& p = slots_->front().parameter;
+  return at::_sparse_coo_tensor_with_dims(1, p.dim() - 1, p.sizes(), buffer_options().layout(at::kSparse));
+}
+
+}  // namespace minddp

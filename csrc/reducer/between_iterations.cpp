@@ -1,0 +1,125 @@
+// The reducer while no backward runs: how it is made, remade and asked.
+#include "cases/context_gradients.h"
+#include "cases/earlier_sums.h"
+#include "cases/lazy_memory.h"
+#include "cases/moved_views.h"
+#include "cases/shared_parameters.h"
+#include "cases/sparse_bucket.h"
+#include "cases/view_bucket.h"
+#include "reducer.h"
+#include "support/errors.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+
+namespace minddp {
+
+// Buckets are known from the start; hooks come with install_hooks(), once somebody owns the reducer.
+Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> expect_sparse,
+    c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options, const Buckets& buckets)
+    : ReducerState{std::move(parameters), std::move(names), group->getRank()},
+      expect_sparse_(std::move(expect_sparse)), group_(std::move(group)),
+      any_sparse_(std::ranges::count(expect_sparse_, true) > 0), options_(std::move(options)),
+      place_(this->parameters.size()), used_map_(options_.graph_mode, alone()), trace_(std::make_shared<Trace>()) {
+  ReducerState& state = *this;
+  cases_.push_back(std::make_unique<ContextGradients>(state, options_.not_in_contexts));
+  if (options_.gradient_as_bucket_view) cases_.push_back(std::make_unique<MovedViews>(state));
+  if (options_.refuses_earlier_sums) cases_.push_back(std::make_unique<EarlierSums>(state));
+  if (options_.lazy_bucket_allocation) cases_.push_back(std::make_unique<LazyMemory>(state));
+  set_buckets(buckets);
+}
+
+void Reducer::share(const std::shared_ptr<Reducer>& other, bool views) {
+  if (!shared_) {
+    ReducerState& state = *this;
+    shared_ = new SharedParameters(state, alone());
+    cases_.emplace_back(shared_);
+  }
+  shared_->add({other, static_cast<const ReducerState*>(other.get())}, views);
+}
+
+// Hooks hold the reducer weakly: autograd's nodes keep the hooks, the reducer keeps the parameters, and parameters
+// keep their nodes. A strong reference would close that circle, and no wrapper would ever be freed.
+void Reducer::install_hooks() {
+  OnReady on_ready = [weak = weak_from_this()](size_t index, const at::Tensor& contribution) {
+    if (auto self = weak.lock()) self->on_ready(index, contribution);
+  };
+  BeforeGrowth before_growth = [weak = weak_from_this()](size_t index) {
+    auto self = weak.lock();
+    if (!self) return;
+    auto lock = self->guard();
+    for (auto& c : self->cases_) c->on_growth(index);
+  };
+  const bool wanted = std::ranges::any_of(cases_, [](const auto& c) { return c->wants_growth(); });
+  hooks_ = std::make_unique<GradHooks>(parameters, on_ready, wanted ? before_growth : nullptr);
+}
+
+// A parameter may stand at another index than before: registered anew, frozen, or in another order of buckets.
+void Reducer::take_over(const Reducer& before) {
+  grads.take_over(before.grads, indices_in(before.parameters, parameters), group_ == before.group_);
+}
+
+// Buckets are made anew, never resized.
+void Reducer::set_buckets(const Buckets& indices_by_bucket) {
+  TORCH_CHECK(phase() == Phase::kIdle, "set_buckets: a backward is not finished; call it between iterations");
+  buckets.clear();
+  for (const auto& indices : indices_by_bucket) {
+    for (size_t slot = 0; slot < indices.size(); ++slot) place_[indices[slot]] = {buckets.size(), slot};
+    const at::Tensor& first = parameters[indices[0]];
+    const bool sparse = expect_sparse_[indices[0]];
+    const bool cast = options_.reduce_dtype && !sparse && first.is_floating_point();
+    const Bucket::Options options{cast ? *options_.reduce_dtype : first.scalar_type(), options_.any_grad_dtype, rank,
+        transport_memory(group_, first.device())};
+    if (sparse)
+      buckets.push_back(std::make_unique<SparseBucket>(indices, parameters, names, options));
+    else if (options_.gradient_as_bucket_view && options.buffer_dtype == first.scalar_type())
+      buckets.push_back(std::make_unique<ViewBucket>(indices, parameters, names, options));
+    else
+      buckets.push_back(std::make_unique<Bucket>(indices, parameters, names, options));
+  }
+  trace_ = std::make_shared<Trace>(*trace_);  // callbacks of earlier collectives keep the old one
+  trace_->resize(parameters.size(), buckets.size());
+}
+
+// Memory alone: the next pack allocates again, so nothing else has to know.
+void Reducer::release_buckets() {
+  TORCH_CHECK(phase() == Phase::kIdle, "release_buckets: a backward is not finished");
+  for (auto& bucket : buckets) bucket->release();
+}
+
+// As torch's class does when it is made: who asks for `.grad` before the first backward gets what stays `.grad`.
+void Reducer::adopt_gradients() {
+  for (auto& bucket : buckets) bucket->adopt_gradients();
+}
+
+// What a static graph knows to be unused is not waited for.
+std::vector<size_t> Reducer::missing() const {
+  std::vector<size_t> indices = iteration.missing();
+  std::erase_if(indices, [&](size_t index) { return used_map_.known_unused(index); });
+  return indices;
+}
+
+// Looked at when the next forward or step begins, not when backward ends: a second backward may still bring the rest,
+// and a program that needs neither has lost nothing.
+void Reducer::check_finished() const {
+  if (phase() == Phase::kIdle) return;
+  // A forward inside of backward is a checkpoint's. Outside, that backward never reached its end.
+  bool inside = torch::autograd::get_current_graph_task_id() != -1;
+  if (phase() == Phase::kBackward && inside) return;
+  if (phase() == Phase::kLaunched) fail(errors::not_finalized(rank));
+  std::vector<errors::Parameter> absent;
+  for (size_t index : missing()) absent.push_back({index, names[index]});
+  auto cause = options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
+      : phase() == Phase::kBackward                      ? errors::Cause::kBackwardRaised
+                                                         : errors::Cause::kUnused;
+  fail(errors::unfinished_reduction(rank, absent, cause));
+}
+
+void Reducer::shadow_used_map() {
+  std::fill(grads.used.begin(), grads.used.end(), 0);
+  send_used_map();
+  used_map_.follow([&](Future& future) { wait(future, buckets.size()); });
+  ++trace_->iteration;
+  ++learned.iterations;
+}
+
+}  // namespace minddp

@@ -1,0 +1,115 @@
+// Where each parameter's gradient has come from, and so whether it is this rank's alone or an average.
+//
+// The one place that knows: the reducer notes arrivals and ends of iterations here, and whoever asks whether an
+// optimizer may use a gradient is answered from here. Backwards are known by autograd's numbers of their graph tasks,
+// which grow, and which all wrappers of a parameter see alike.
+#pragma once
+
+#include "iteration.h"
+#include "support/same_tensor.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <utility>
+#include <vector>
+
+namespace minddp {
+
+struct GradState {
+  int bypassed_in = -1;  // the last backward that bypassed the wrapper and was not averaged since
+  int arrived_in = -1;   // the last one through a forward of the wrapper
+  bool outside_no_sync = false;  // local, though its backward ran where gradients are synchronized
+  SameTensor bypassed_grad;      // where the bypassing one went; `.grad` may have been replaced since
+  SameTensor result;             // of the last reduction
+};
+
+class GradStates {
+ public:
+  static constexpr int kNone = -1;
+  explicit GradStates(size_t count) : used(count, 0), states_(count) {}
+
+  // By parameter: 1 where a (defined) gradient has arrived since the last synchronization. no_sync accumulates what
+  // the next one sends. (torch's local_used_map.)
+  std::vector<int32_t> used;
+
+  GradState& operator[](size_t index) { return states_[index]; }
+  const GradState& operator[](size_t index) const { return states_[index]; }
+
+  // `never_sent`: a static graph's, which no iteration averages. `within_no_sync`: where backward runs.
+  void arrived(size_t index, Origin origin, int graph_task, const at::Tensor& grad, bool never_sent,
+      bool within_no_sync) {
+    GradState& state = states_[index];
+    const bool bypassed = origin == Origin::kBypassed || (never_sent && origin == Origin::kLocal);
+    (bypassed ? state.bypassed_in : state.arrived_in) = graph_task;
+    if (bypassed) state.bypassed_grad = grad;
+    if (origin == Origin::kLocal && !within_no_sync) state.outside_no_sync = true;
+  }
+  // An exception has ended a backward whose gradients were to be averaged. One that came from the hook of a first
+  // gradient leaves no other trace.
+  void interrupted(int graph_task) { interrupted_in_ = graph_task; }
+  void forget_interruption() { interrupted_in_ = kNone; }
+  bool is_interrupted() const { return interrupted_in_ != kNone; }
+  // The last gradient of an iteration came in this backward; its buckets are all on their way.
+  void all_launched(int graph_task) { ended_in_ = graph_task; }
+  // What has been accumulated is on all ranks now, but for what is never sent.
+  void averaged(const auto& never_sent) {
+    std::fill(used.begin(), used.end(), 0);
+    for (size_t i = 0; i < states_.size(); ++i) {
+      states_[i].outside_no_sync = false;
+      if (!never_sent(i)) states_[i].bypassed_in = kNone;
+    }
+  }
+  void given_up() { interrupted_in_ = ended_in_ = kNone; }
+  // Of the same parameters, as another reducer knows them, by their index `there` or -1. Results of another group's
+  // ranks are none of this one's.
+  void take_over(const GradStates& before, const std::vector<int64_t>& there, bool same_group) {
+    for (size_t i = 0; i < states_.size(); ++i) {
+      if (there[i] < 0) continue;
+      used[i] = before.used[there[i]];
+      states_[i] = before.states_[there[i]];
+      if (!same_group) states_[i].result = SameTensor();
+    }
+    interrupted_in_ = before.interrupted_in_;
+  }
+  // As they were, but for a backward that was interrupted since.
+  void restore(const GradStates& before) {
+    const int interrupted_in = interrupted_in_;
+    *this = before;
+    interrupted_in_ = interrupted_in;
+  }
+
+  // --- what is asked before optimizer.step() ---
+
+  // Parameters whose gradient bypassed the wrapper, and the backward that it came in. By identity of `.grad`: once
+  // zeroed to None, or replaced, it is gone. It may have come through another wrapper's forward: then that one's
+  // arrived_in is not smaller.
+  std::vector<std::pair<size_t, int>> bypassed(const std::vector<at::Tensor>& parameters) const {
+    std::vector<std::pair<size_t, int>> found;
+    for (size_t i = 0; i < states_.size(); ++i)
+      if (states_[i].bypassed_in != kNone && states_[i].bypassed_grad == parameters[i].grad())
+        found.emplace_back(i, states_[i].bypassed_in);
+    return found;
+  }
+  // Parameters with a gradient of a forward under no_sync whose backward ran outside of it, not synchronized since.
+  std::vector<size_t> left_local() const {
+    std::vector<size_t> found;
+    for (size_t i = 0; i < states_.size(); ++i)
+      if (states_[i].outside_no_sync) found.push_back(i);
+    return found;
+  }
+  int arrived_in(size_t index) const { return states_[index].arrived_in; }
+  // The last backward that brought it, or may have before an exception ended that one.
+  int touched_in(size_t index) const { return std::max(states_[index].arrived_in, interrupted_in_); }
+  // An iteration has ended in that backward or since, and nothing local has come after it. REQUIRES: between
+  // iterations.
+  bool averaged_since(size_t index, int backward) const {
+    return !used[index] && ended_in_ >= backward && ended_in_ > interrupted_in_;
+  }
+
+ private:
+  std::vector<GradState> states_;
+  int ended_in_ = kNone;        // the backward in which the last iteration ended
+  int interrupted_in_ = kNone;  // the one that an exception has ended, until the next forward
+};
+
+}  // namespace minddp

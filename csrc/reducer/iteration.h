@@ -1,0 +1,80 @@
+// What one iteration and one backward know; both are forgotten as a whole.
+//
+// A gradient usually arrives once a backward. In one of several backwards before a synchronization, or where nested
+// checkpoints share its parameter, it arrives in several contributions. The first iteration counts them, and sends
+// nothing before its end; from then on a gradient is whole at its usual last arrival.
+#pragma once
+
+#include "forwards.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace minddp {
+
+enum class Phase { kIdle, kBackward, kIncomplete, kLaunched };
+using Flags = std::vector<char>;  // by parameter
+
+// From the first gradient of a synchronized backward to the averages.
+struct Iteration {
+  explicit Iteration(size_t count) : arrivals(count, 0), absent(count, 0), grown(count, 0) {}
+  // Its vectors keep their memory: who asks where a rank is reads them at any time.
+  void forget() {
+    const Iteration blank(arrivals.size());
+    *this = blank;
+  }
+  // Parameters that have not come at all.
+  std::vector<size_t> missing() const {
+    std::vector<size_t> indices;
+    for (size_t i = 0; i < arrivals.size(); ++i)
+      if (arrivals[i] == 0) indices.push_back(i);
+    return indices;
+  }
+
+  Phase phase = Phase::kIdle;
+  size_t next_bucket = 0;         // the first that is not launched
+  bool sends_at_the_end = false;  // its gradients may come again
+  std::vector<int32_t> arrivals;  // by parameter
+  Flags absent;                   // marked ready when the iteration began
+  Flags grown;                    // autograd has added a gradient; a hook may have taken it from `.grad` since
+};
+
+// What earlier iterations have taught.
+struct Learned {
+  explicit Learned(size_t count) : expected(count, 1), nested(count, 0) {}
+  std::vector<int32_t> expected;  // the arrival at which a gradient is whole
+  Flags nested;  // arrives from a graph inside of backward's own, which nobody knows when backward begins
+  int64_t iterations = 0;
+
+  enum class Arrival { kEarly, kLast, kExtra };
+  Arrival note_arrival(Iteration& iteration, size_t index, bool has_gradient) const {
+    const int32_t left = expected[index] - ++iteration.arrivals[index];
+    iteration.grown[index] |= has_gradient;
+    if (iteration.absent[index] || left < 0) return Arrival::kExtra;
+    return left > 0 ? Arrival::kEarly : Arrival::kLast;
+  }
+};
+
+// The backward that has reached us, from its first sign to its end. It has several graph tasks where a program runs
+// backward() in threads, each through an output of its own. A reentrant checkpoint's graph task is none of these.
+struct Backward {
+  std::vector<int> graph_tasks;  // as autograd numbers them
+  Origin origin = Origin::kNone;
+  bool taken = false;        // for a forward that waits, of which the graph holds no sign
+  bool was_taken = false;    // at an earlier sign
+  bool makes_graph = false;  // create_graph=True
+  bool goes_to_all = false;  // autograd.grad() goes to given inputs, and may bring no gradient at all
+  uint64_t begin = 0;        // of the nodes that it makes
+  Flags takes_part;          // empty where nobody asks
+
+  bool has(int graph_task) const { return std::ranges::count(graph_tasks, graph_task) > 0; }
+  bool is_synchronized() const { return origin == Origin::kSynchronized; }
+  void join(const Forwards::Answer& answer) {
+    origin = answer.origin;
+    taken = answer.taken;
+    was_taken |= answer.taken;
+  }
+};
+
+}  // namespace minddp

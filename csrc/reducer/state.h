@@ -1,0 +1,64 @@
+// What the reducer and its cases both see, and the points of an iteration at which cases take part.
+//
+// The core averages dense gradients. Everything that only some programs meet is a case, a unit of its own in
+// csrc/cases, which the core calls at the points below. A reader of the core may skip all of them.
+#pragma once
+
+#include "bucket.h"
+#include "forwards.h"
+#include "grad_states.h"
+#include "iteration.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace minddp {
+
+struct ReducerState {
+  const std::vector<at::Tensor> parameters;
+  const std::vector<std::string> names;
+  const int rank;
+
+  Forwards forwards;
+  Backward backward;
+  Iteration iteration{parameters.size()};
+  Learned learned{parameters.size()};
+  GradStates grads{parameters.size()};
+  std::vector<std::unique_ptr<Bucket>> buckets;
+  mutable std::string last_error;
+
+  // A program may swallow an error inside of backward; the text is kept for whoever asks why a rank did not come.
+  [[noreturn]] void fail(const std::string& message) const {
+    last_error = message;
+    TORCH_CHECK(false, message);
+  }
+};
+
+// A gradient that has come, as the core sees it; a case may correct it.
+struct Arrival {
+  const size_t index;
+  const at::Tensor& contribution;  // undefined: none
+  bool defined;                    // there is a gradient now
+  bool in_grad = true;             // it is in `.grad`
+};
+
+class Case {
+ public:
+  virtual ~Case() = default;
+  // A backward has shown itself, and `answer` is what it is taken for.
+  virtual void on_backward(Forwards::Answer& answer) {}
+  // Autograd is about to add to `.grad`; on_growth() is called where wants_growth().
+  virtual bool wants_growth() const { return false; }
+  virtual void on_growth(size_t index) {}
+  // A gradient has come, of any backward; nothing has been done about it.
+  virtual void on_arrival(Arrival& arrival) {}
+  // An iteration begins; nothing is packed.
+  virtual void on_begin() {}
+  // Averages are in their places, of parameters with used[index] != 0.
+  virtual void after_unpack(const std::vector<int32_t>& used) {}
+  // The iteration is over: `done`, or given up.
+  virtual void on_end(bool done) {}
+};
+
+}  // namespace minddp
