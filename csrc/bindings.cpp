@@ -114,8 +114,8 @@ void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
 }
 
 void set_scales(Reducer& reducer, double before, double after) {
-  reducer.options().pre_scale = before;
-  reducer.options().post_scale = after;
+  reducer.pre_scale = before;
+  reducer.post_scale = after;
 }
 
 // A watcher that Ctrl-C interrupts is called once more, with -1 seconds: the wait is over, its collective is not.
@@ -222,19 +222,30 @@ void bind_grad_bucket(py::module_& module) {
       .def("set_buffer", &GradBucket::set_buffer, py::arg("buffer"), "Puts another tensor in buffer()'s place.");
 }
 
+// By keyword, each once: what is not given has its default, and what does not exist is an error.
+ReducerOptions options_of(const py::kwargs& given) {
+  ReducerOptions options;
+  size_t known = 0;
+  auto read = [&](const char* name, auto& field) {
+    if (!given.contains(name)) return;
+    field = given[name].cast<std::decay_t<decltype(field)>>();
+    ++known;
+  };
+  read("graph_mode", options.graph_mode);
+  read("reduce_dtype", options.reduce_dtype);
+  read("gradient_as_bucket_view", options.gradient_as_bucket_view);
+  read("lazy_bucket_allocation", options.lazy_bucket_allocation);
+  read("any_grad_dtype", options.any_grad_dtype);
+  read("refuses_earlier_sums", options.refuses_earlier_sums);
+  read("always_reduce", options.always_reduce);
+  read("not_in_contexts", options.not_in_contexts);
+  if (known != given.size()) throw py::type_error("ReducerOptions: an option that does not exist");
+  return options;
+}
+
 void bind_options(py::module_& module) {
-  py::class_<ReducerOptions>(module, "ReducerOptions")
-      .def(py::init<>())
-      .def_readwrite("graph_mode", &ReducerOptions::graph_mode)
-      .def_readwrite("reduce_dtype", &ReducerOptions::reduce_dtype)
-      .def_readwrite("gradient_as_bucket_view", &ReducerOptions::gradient_as_bucket_view)
-      .def_readwrite("skip_all_reduce_unused", &ReducerOptions::skip_all_reduce_unused)
-      .def_readwrite("refuses_earlier_sums", &ReducerOptions::refuses_earlier_sums)
-      .def_readwrite("any_grad_dtype", &ReducerOptions::any_grad_dtype)
-      .def_readwrite("always_reduce", &ReducerOptions::always_reduce)
-      .def_readwrite("not_in_contexts", &ReducerOptions::not_in_contexts)
-      .def_readwrite("lazy_bucket_allocation", &ReducerOptions::lazy_bucket_allocation)
-      .def_readwrite("manual_finalization", &ReducerOptions::manual_finalization);
+  py::class_<ReducerOptions>(module, "ReducerOptions", "What a reducer is, as long as it lives; see csrc/reducer.")
+      .def(py::init(&options_of));
 }
 
 void bind_reducer(py::module_& module) {
@@ -274,10 +285,10 @@ void bind_reducer(py::module_& module) {
           "wait_after_backward", [](Reducer& r, const PythonFuture& future) { r.wait_after_backward(future->fut); },
           py::arg("future"))
       .def(
-          "set_skip_all_reduce_unused", [](Reducer& r, bool skips) { r.options().skip_all_reduce_unused = skips; },
+          "set_skip_all_reduce_unused", [](Reducer& r, bool skips) { r.skip_all_reduce_unused = skips; },
           py::arg("skips"))
       .def(
-          "set_manual_finalization", [](Reducer& r, bool required) { r.options().manual_finalization = required; },
+          "set_manual_finalization", [](Reducer& r, bool required) { r.manual_finalization = required; },
           py::arg("required"))
       .def("expects_backward", &Reducer::expects_backward)
       .def("ready_to_finalize", &Reducer::ready_to_finalize)

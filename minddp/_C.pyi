@@ -28,17 +28,18 @@ class GradBucket:
     def set_buffer(self, buffer: torch.Tensor) -> None: ...
 
 class ReducerOptions:
-    graph_mode: GraphMode
-    reduce_dtype: torch.dtype | None
-    gradient_as_bucket_view: bool
-    skip_all_reduce_unused: bool
-    refuses_earlier_sums: bool
-    not_in_contexts: str
-    any_grad_dtype: bool
-    always_reduce: bool
-    lazy_bucket_allocation: bool
-    manual_finalization: bool
-    def __init__(self) -> None: ...
+    def __init__(
+        self,
+        *,
+        graph_mode: GraphMode = ...,
+        reduce_dtype: torch.dtype | None = ...,
+        gradient_as_bucket_view: bool = ...,
+        lazy_bucket_allocation: bool = ...,
+        any_grad_dtype: bool = ...,
+        refuses_earlier_sums: bool = ...,
+        always_reduce: bool = ...,
+        not_in_contexts: str = ...,
+    ) -> None: ...
 
 class Reducer:
     sync_enabled: bool

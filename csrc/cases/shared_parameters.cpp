@@ -17,11 +17,11 @@ void SharedParameters::add(const std::shared_ptr<const ReducerState>& other, boo
 // Where torch takes another wrapper's backward for the one that a forward waits for, and waits no longer.
 void SharedParameters::on_backward(Forwards::Answer& answer) {
   if (!answer.taken) return;
-  const bool anothers = std::ranges::any_of(owners_, [](const Owner& owner) {
+  const bool of_another = std::ranges::any_of(owners_, [](const Owner& owner) {
     const auto other = owner.state.lock();
     return other && other->forwards.has_nodes_in_graph();
   });
-  if (!anothers) return;
+  if (!of_another) return;
   answer = {Origin::kBypassed};
   state_.forwards.stop_waiting();
 }

@@ -1,4 +1,5 @@
-// Case: somebody else reduces some of the parameters, too. A second wrapper of the module, or one that shares a layer.
+// Case: somebody else reduces some of the parameters, too. A second wrapper of the module, or one that shares a
+// layer.
 #pragma once
 
 #include "reducer/state.h"

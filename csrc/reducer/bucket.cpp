@@ -101,8 +101,8 @@ bool Bucket::repack(size_t i, double scale) {
   return true;
 }
 
-// Where the gradient is alone in its bucket, its memory and the buffer's change places: a pass less. On the CPU, where
-// allocations are not ordered by streams; where no hook has seen the buffer, and may have kept it.
+// Where the gradient is alone in its bucket, its memory and the buffer's change places: a pass less. On the CPU,
+// where allocations are not ordered by streams; where no hook has seen the buffer, and may have kept it.
 bool Bucket::exchange(const at::Tensor& result, double scale) {
   Slot& slot = slots_->front();
   at::Tensor& grad = slot.grad();
@@ -135,7 +135,7 @@ void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<
   segments_.clear();
   for (Slot& slot : *slots_) {
     at::Tensor& grad = slot.grad();
-    if (!used[slot.index]) continue;                             // nowhere: what all ranks have stays
+    if (!used[slot.index]) continue;  // nowhere: what all ranks have stays
     if (!grad.defined() || grad.scalar_type() != grad_dtype_) grad = new_gradient(slot);  // or mixed precision's
     const void* src = base + slot.offset * flat.element_size();
     if (!is_one_piece(slot, grad)) {

@@ -4,8 +4,8 @@
 //   unpack  buffer, after the collective -> .grad           (the same)
 //
 // The buffer holds the gradients one after another without gaps, each in its parameter's own memory layout, so that a
-// gradient that keeps autograd's layout contract is one contiguous piece on both sides. Until unpack, whoever looks at
-// a gradient sees this rank's own. Threads: the reducer's; a bucket has no lock.
+// gradient that keeps autograd's layout contract is one contiguous piece on both sides. Until unpack, whoever looks
+// at a gradient sees this rank's own. Threads: the reducer's; a bucket has no lock.
 //
 // Two cases are buckets of another kind: cases/view_bucket.h, where `.grad` is a window on the buffer, and
 // cases/sparse_bucket.h.
@@ -36,8 +36,8 @@ class Bucket {
     at::Tensor parameter;
     int64_t offset;  // in elements
     std::vector<int64_t> strides;
-    at::Tensor view;      // parameter-shaped window on the buffer (not a view to autograd)
-    bool packed = false;  // in this backward
+    at::Tensor view;              // parameter-shaped window on the buffer (not a view to autograd)
+    bool packed = false;          // in this backward
     at::Tensor* place = nullptr;  // of the gradient, where a case has another than `.grad`
     at::Tensor& grad() const { return place ? *place : parameter.mutable_grad(); }
   };
@@ -50,9 +50,9 @@ class Bucket {
   // How gradients go into the buffer.
   struct Packing {
     double scale;
-    bool may_grow;                      // contributions may follow
-    const std::vector<int32_t>& used;   // by parameter
-    const at::Tensor& contribution;     // that has just come; or undefined
+    bool may_grow;                     // contributions may follow
+    const std::vector<int32_t>& used;  // by parameter
+    const at::Tensor& contribution;    // that has just come; or undefined
   };
 
   Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,

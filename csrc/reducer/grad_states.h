@@ -16,8 +16,8 @@
 namespace minddp {
 
 struct GradState {
-  int bypassed_in = -1;  // the last backward that bypassed the wrapper and was not averaged since
-  int arrived_in = -1;   // the last one through a forward of the wrapper
+  int bypassed_in = -1;          // the last backward that bypassed the wrapper and was not averaged since
+  int arrived_in = -1;           // the last one through a forward of the wrapper
   bool outside_no_sync = false;  // local, though its backward ran where gradients are synchronized
   SameTensor bypassed_grad;      // where the bypassing one went; `.grad` may have been replaced since
   SameTensor result;             // of the last reduction
@@ -36,8 +36,8 @@ class GradStates {
   const GradState& operator[](size_t index) const { return states_[index]; }
 
   // `never_sent`: a static graph's, which no iteration averages. `within_no_sync`: where backward runs.
-  void arrived(size_t index, Origin origin, int graph_task, const at::Tensor& grad, bool never_sent,
-      bool within_no_sync) {
+  void arrived(
+      size_t index, Origin origin, int graph_task, const at::Tensor& grad, bool never_sent, bool within_no_sync) {
     GradState& state = states_[index];
     const bool bypassed = origin == Origin::kBypassed || (never_sent && origin == Origin::kLocal);
     (bypassed ? state.bypassed_in : state.arrived_in) = graph_task;

@@ -151,7 +151,7 @@ void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) 
 // packed again, and the next iterations wait for one arrival more.
 void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
   auto [bucket, slot] = place_[index];
-  if (!buckets[bucket]->repack(slot, options_.pre_scale))
+  if (!buckets[bucket]->repack(slot, pre_scale))
     fail(errors::ready_twice(rank, {index, names[index]}, iteration.arrivals[index]));
   learned.expected[index] = iteration.arrivals[index];
   take(index, contribution);
@@ -175,7 +175,7 @@ void Reducer::pack(size_t index, const at::Tensor& contribution) {
 
 // Whether nobody used a bucket's parameters, on any rank. REQUIRES: it is complete, or backward is over.
 bool Reducer::skips(size_t index) const {
-  if (!options_.skip_all_reduce_unused || used_map_.mode() == GraphMode::kAllUsed) return false;
+  if (!skip_all_reduce_unused || used_map_.mode() == GraphMode::kAllUsed) return false;
   return std::ranges::none_of(*buckets[index]->slots(), [&](const auto& slot) { return grads.used[slot.index]; });
 }
 
@@ -221,7 +221,7 @@ void Reducer::finish_backward(int graph_task) {
   }
   if (ended.taken && callbacks_.on_taken) callbacks_.on_taken();
   launch_rest(graph_task);
-  if (!options_.manual_finalization) return finalize_backward();
+  if (!manual_finalization) return finalize_backward();
   iteration.phase = Phase::kLaunched;
 }
 
@@ -250,7 +250,7 @@ void Reducer::finalize_backward_manual() {
 void Reducer::finalize_backward() {
   const auto used =
       used_map_.globally_used(grads.used, iteration.arrivals, iteration.grown, [&] { return used_map(); });
-  const double scale = post_scale();
+  const double scale = scale_of_results();
   for (size_t i = 0; i < buckets.size(); ++i) unpack(i, scale, used);
   for (auto& c : cases_) c->after_unpack(used);
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets.size());
@@ -268,8 +268,7 @@ void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& use
   at::Tensor result = hook_ ? hook_->result(flight.future->value()) : bucket.buffer();
   if (at::isComplexType(bucket.dtype()) && !result.is_complex())
     result = at::view_as_complex(result.reshape({-1, 2}));  // as a process group's own future holds it
-  if (result.numel() != bucket.numel())
-    fail(errors::wrong_hook_result(rank, index, result.numel(), bucket.numel()));
+  if (result.numel() != bucket.numel()) fail(errors::wrong_hook_result(rank, index, result.numel(), bucket.numel()));
   trace_->note(index, BucketEvent::kUnpackBegin);
   if (!optimizer_in_backward) bucket.unpack(result, scale, used);
   bucket.hold_back_streams();
@@ -277,8 +276,8 @@ void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& use
 }
 
 // May ask other ranks (the sum of weights), and raise where that sum is nothing.
-double Reducer::post_scale() {
-  if (!callbacks_.post_scale) return options_.post_scale;
+double Reducer::scale_of_results() {
+  if (!callbacks_.post_scale) return post_scale;
   try {
     return callbacks_.post_scale();
   } catch (...) {  // on all ranks alike: the next iteration finds nothing of this one

@@ -20,14 +20,14 @@
 //
 // Where a gradient may come from (enum Origin), and what becomes of it:
 //
-//   | its backward goes through ...               | origin        | the reducer                 | step() may use it    |
+//   | its backward goes through ...               | origin        | the reducer                 | step() may use it |
 //   |---------------------------------------------|---------------|-----------------------------|----------------------|
-//   | a forward of the wrapper outside of no_sync | kSynchronized | averages it                 | once it is averaged  |
-//   | only forwards under no_sync                 | kLocal        | leaves it to the next       | yes                  |
-//   |                                             |               | synchronized backward       |                      |
-//   | no forward, while one waits for a backward  | kSynchronized | takes it for that one's, as | once it is averaged  |
-//   |                                             |               | torch does ("taken")        |                      |
-//   | no forward                                  | kBypassed     | notes it                    | if all ranks' agree  |
+//   | a forward of the wrapper outside of no_sync | kSynchronized | averages it                 | once it is averaged
+//   | | only forwards under no_sync                 | kLocal        | leaves it to the next       | yes | | | |
+//   synchronized backward       |                      | | no forward, while one waits for a backward  |
+//   kSynchronized | takes it for that one's, as | once it is averaged  | | |               | torch does ("taken") | |
+//   | no forward                                  | kBypassed     | notes it                    | if all ranks' agree
+//   |
 //
 // A backward that accumulates into none of our parameters changes nothing: an attack on the inputs, a Jacobian, a
 // step of a generator behind a frozen discriminator.
@@ -50,7 +50,8 @@
 //  * A parameter that takes no part is marked ready when the iteration begins. Were its bucket held back until
 //    backward is over, it would be launched behind other modules' collectives, on those ranks alone that did not
 //    use it.
-//  * What a rank sends is a parameter's whole gradient: averages of earlier backwards in it are the same on all ranks.
+//  * What a rank sends is a parameter's whole gradient: averages of earlier backwards in it are the same on all
+//  ranks.
 //  * A mean is a sum and a division. `pre_scale` divides while packing, which costs no pass over memory and
 //    keeps half precision in range; `post_scale` while unpacking, for what is known only then.
 //
@@ -82,19 +83,16 @@ namespace minddp {
 
 class SharedParameters;
 
+// As long as the reducer lives.
 struct ReducerOptions {
   GraphMode graph_mode = GraphMode::kAllUsed;
   std::optional<at::ScalarType> reduce_dtype;  // what travels; empty: the gradients' own
   bool gradient_as_bucket_view = false;        // cases/view_bucket.h
-  bool skip_all_reduce_unused = false;         // the same buckets are unused on every rank
-  bool refuses_earlier_sums = false;           // cases/earlier_sums.h
-  bool any_grad_dtype = false;                 // parameters change their dtype during backward
-  bool always_reduce = false;                  // go through the process group where it has one rank, too
   bool lazy_bucket_allocation = false;         // cases/lazy_memory.h
+  bool any_grad_dtype = false;                 // parameters change their dtype during backward
+  bool refuses_earlier_sums = false;           // cases/earlier_sums.h
+  bool always_reduce = false;                  // go through the process group where it has one rank, too
   std::string not_in_contexts;                 // cases/context_gradients.h: why not; empty: they can be reduced
-  bool manual_finalization = false;  // waiting and unpacking are left to the caller; REQUIRES: none is expected
-  double pre_scale = 1.0;
-  double post_scale = 1.0;
 };
 
 // Called on autograd's threads; each may raise, which ends backward with that error.
@@ -122,7 +120,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // For callers that decide by themselves when to synchronize: the next backward is, wherever forward ran.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void on_ready(size_t index, const at::Tensor& contribution);  // the hook of parameter `index`
-  // With options().manual_finalization: waits and unpacks, once for each synchronized backward, from a hook in it or
+  // With manual_finalization: waits and unpacks, once for each synchronized backward, from a hook in it or
   // after it; on the caller's current streams. REQUIRES: ready_to_finalize().
   void finalize_backward_manual();
   bool ready_to_finalize() const {
@@ -171,10 +169,13 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // Raises when the backward before left gradients un-averaged.
   void check_finished() const;
 
-  ReducerOptions& options() { return options_; }
   ReducerCallbacks& callbacks() { return callbacks_; }
-  bool sync_enabled = true;            // outside of no_sync; read when forward runs, and for a warning in backward
-  bool optimizer_in_backward = false;  // a hook has consumed the gradients: nothing to unpack
+  // Set between iterations.
+  bool sync_enabled = true;             // outside of no_sync; read when forward runs, and for a warning in backward
+  bool optimizer_in_backward = false;   // a hook has consumed the gradients: nothing to unpack
+  bool skip_all_reduce_unused = false;  // the same buckets are unused on every rank
+  bool manual_finalization = false;     // waiting and unpacking are left to the caller
+  double pre_scale = 1.0, post_scale = 1.0;
 
   Phase phase() const { return iteration.phase; }
   size_t next_bucket() const { return iteration.next_bucket; }
@@ -218,13 +219,13 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void launch_rest(int graph_task);
   void finalize_backward();
   void unpack(size_t index, double scale, const std::vector<int32_t>& used);
-  double post_scale();
+  double scale_of_results();
   void end_iteration();
   void send_used_map() { used_map_.send(*group_, grads.used, parameters[0].device()); }
   void wait(Future& future, size_t bucket);
 
   Bucket::Packing packing(const at::Tensor& contribution) const {
-    return {options_.pre_scale, may_grow(), grads.used, contribution};
+    return {pre_scale, may_grow(), grads.used, contribution};
   }
   // Nobody knows yet how often a gradient arrives in this iteration: all are taken as they come, nothing is sent
   // before its end.
@@ -232,15 +233,15 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   // One rank, and nothing to scale, cast or show: its gradients are the result, where they lie.
   bool passes_through() const {
-    return alone() && !hook_ && !callbacks_.post_scale && options_.pre_scale == 1.0 && options_.post_scale == 1.0 &&
-        !options_.gradient_as_bucket_view && !options_.reduce_dtype && !any_sparse_ && !options_.manual_finalization;
+    return alone() && !hook_ && !callbacks_.post_scale && pre_scale == 1.0 && post_scale == 1.0 &&
+        !options_.gradient_as_bucket_view && !options_.reduce_dtype && !any_sparse_ && !manual_finalization;
   }
   std::unique_lock<std::recursive_mutex> guard() { return std::unique_lock(mutex_); }
 
   const std::vector<bool> expect_sparse_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const bool any_sparse_;
-  ReducerOptions options_;
+  const ReducerOptions options_;
   ReducerCallbacks callbacks_;
   std::vector<std::unique_ptr<Case>> cases_;
   SharedParameters* shared_ = nullptr;  // one of the cases, once there is somebody else

@@ -70,7 +70,7 @@ def sections() -> dict[str, dict[str, str]]:
 PYTHON_FIRST = [
     "minddp/module/distributed.py",
     "minddp/module/engine.py",
-    "minddp/module/config.py",
+    "minddp/config.py",
     "minddp/module/parameters.py",
     "minddp/reduction/reducer.py",
     "minddp/reduction/bucket_assignment.py",

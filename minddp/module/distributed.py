@@ -22,6 +22,7 @@ from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from ..config import make_config
 from ..guards import lifetime, optimizer_guard
 from ..guards.stall_inspector import construction
 from ..ranks.messages import work_on
@@ -32,7 +33,6 @@ from ..timeline import StepTimes, step_times
 from . import delayed_params
 from .buffers import BufferSync
 from .comm_hooks import HookRegistration
-from .config import make_config
 from .copies import Copies
 from .engine import Engine
 from .finalization import ManualFinalization

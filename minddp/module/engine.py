@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C, environment
+from ..config import Config
 from ..guards import optimizer_guard
 from ..guards.finite_check import FiniteCheck
 from ..guards.local_gradients import LocalGradients
@@ -25,10 +26,9 @@ from ..guards.stall_inspector import StallInspector
 from ..planner import BucketPlan
 from ..planner.autotune import AutoTuner
 from ..ranks import ordering
-from ..reduction.reducer import Reducer, ReducerSettings, weakly, wire_dtype
+from ..reduction.reducer import Reducer, weakly, wire_dtype
 from ..timeline import recording
 from .comm_hooks import BUILTIN_HOOK_DTYPES, waits_in_callbacks
-from .config import Config
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
 from .parameters import Parameters
@@ -98,7 +98,9 @@ class Engine(StepCheck):
             self.parameters.names,
             self.parameters.expect_sparse(),
             self.group,
-            self._settings(),
+            self.replaced(reduce_dtype=self._reduce_dtype()),
+            always_reduce=self.has_foreign_group or environment.always_reduce(),
+            delays=bool(self.parameters.delayed),
         )
         self._made = True
         if before is not None:
@@ -138,26 +140,6 @@ class Engine(StepCheck):
     def detach(self) -> None:
         """The parameters are nobody's any more."""
         self.reducer.detach()
-
-    def _settings(self) -> ReducerSettings:
-        config = self.config
-        mode = _C.GraphMode.FIND_UNUSED if config.find_unused_parameters else _C.GraphMode.ALL_USED
-        return ReducerSettings(
-            graph_mode=_C.GraphMode.STATIC if config.static_graph else mode,
-            caps=config.caps,
-            last_cap=config.last_cap,
-            alone_from=config.alone_from(self.parameters.device_type),
-            reduction=config.reduction,
-            reduce_dtype=self._reduce_dtype(),
-            mixed_precision=config.mixed_precision is not None,
-            lazy_bucket_allocation=config.lazy_bucket_allocation,
-            manual_finalization=config.manual_finalization,
-            delays=bool(self.parameters.delayed),
-            predivide_factor=config.predivide_factor,
-            gradient_as_bucket_view=config.gradient_as_bucket_view,
-            skip_all_reduce_unused=config.skip_all_reduce_unused_params,
-            always_reduce=self.has_foreign_group or environment.always_reduce(),
-        )
 
     @property
     def has_foreign_group(self) -> bool:
@@ -199,8 +181,8 @@ class Engine(StepCheck):
         if not self.config.auto_tune:
             return None
         names, shapes, dtypes = self.parameters.facts()
-        settings = self.reducer.settings
-        nbytes = [p.numel() * wire_dtype(p, settings).itemsize for p in self.parameters.reduced]
+        dtype = self.reducer.config.reduce_dtype
+        nbytes = [p.numel() * wire_dtype(p, dtype).itemsize for p in self.parameters.reduced]
         return AutoTuner(
             self.reducer,
             self.group,

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from .. import environment
+from ..config import Config
 from ..reduction.reducer import Reducer
-from .config import Config
 from .parameters import Parameters
 
 _ALWAYS_RECORDED = 10

@@ -13,9 +13,9 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 
 from .. import environment
+from ..config import Config, warn_about_static_and_unused
 from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states
-from .config import Config, warn_about_static_and_unused
 from .shown import shown
 
 _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024

@@ -11,45 +11,17 @@ import secrets
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .. import _C
+from ..config import Config
 from ..guards.lifetime import outlive, outlive_callbacks
 from ..ranks.waiting import SHADOWED, wait_for_future
 from .bucket_assignment import Buckets, agree_on_order, assign_buckets, check_buckets, ready_order
 from .weights import Weights
-
-MIB = 1024 * 1024
-
-
-@dataclass(frozen=True)
-class ReducerSettings:
-    """What a reducer is made from, besides the parameters; see :class:`DistributedDataParallel`.
-
-    ``caps``, ``last_cap``: as in :func:`assign_buckets`. ``alone_from``: bytes from which a gradient has a bucket
-    of its own, which spares a copy. ``always_reduce``: go through the process group where it has one rank, too.
-    ``mixed_precision``: parameters change their dtype during forward and backward. ``manual_finalization``: see
-    :meth:`Reducer._finalize_backward_manual`. ``delays``: the wrapper has parameters that are reduced apart.
-    """
-
-    graph_mode: Any
-    caps: Sequence[int]
-    last_cap: int | None = None
-    alone_from: int | None = None
-    reduction: str = "mean"
-    reduce_dtype: torch.dtype | None = None
-    predivide_factor: float | None = None
-    gradient_as_bucket_view: bool = False
-    skip_all_reduce_unused: bool = False
-    always_reduce: bool = False
-    mixed_precision: bool = False
-    lazy_bucket_allocation: bool = False
-    manual_finalization: bool = False
-    delays: bool = False
 
 
 class Reducer(_C.Reducer):
@@ -60,7 +32,9 @@ class Reducer(_C.Reducer):
         names: their names, for messages.
         expect_sparse: which of them get sparse gradients.
         group: the process group.
-        settings: caps, reduction and modes.
+        config: the wrapper's arguments; ``reduce_dtype`` is the one that counts (a hook's, say).
+        always_reduce: go through the process group where it has one rank, too.
+        delays: the wrapper has parameters that are reduced apart.
     """
 
     def __init__(
@@ -69,47 +43,48 @@ class Reducer(_C.Reducer):
         names: Sequence[str],
         expect_sparse: Sequence[bool],
         group: dist.ProcessGroup,
-        settings: ReducerSettings,
+        config: Config,
+        always_reduce: bool = False,
+        delays: bool = False,
     ):
-        self.settings = settings
+        self.config = config
         self.group = group
         self.names = list(names)
         self._device = parameters[0].device
-        self._nbytes = [p.numel() * wire_dtype(p, settings).itemsize for p in parameters]
+        self._nbytes = [p.numel() * wire_dtype(p, config.reduce_dtype).itemsize for p in parameters]
         self.kinds: list[Hashable] = [
             (p.dtype, p.device, name if sparse else "") for p, name, sparse in zip(parameters, names, expect_sparse)
         ]
         # Where ranks may use different parameters, the order of arrival of one says little about the others'. And, as
         # in torch, their forwards have no collective of the reducer's in them: one rank alone may run some.
-        find_unused = settings.graph_mode == _C.GraphMode.FIND_UNUSED
+        find_unused = config.graph_mode == _C.GraphMode.FIND_UNUSED
         self._agrees_on_order = not find_unused
         # Smaller buckets would be skipped by ranks that send the larger one alike, as with torch's.
         # Nor are views made anew, as with torch's: a program may hold those that it has seen.
-        self.is_settled = find_unused and (settings.skip_all_reduce_unused or settings.gradient_as_bucket_view)
+        self.is_settled = find_unused and (config.skip_all_reduce_unused_params or config.gradient_as_bucket_view)
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook = False
         self._divisor = group.size()
-        options = _C.ReducerOptions()
-        options.graph_mode = settings.graph_mode
-        options.reduce_dtype = settings.reduce_dtype
-        options.gradient_as_bucket_view = settings.gradient_as_bucket_view
-        options.skip_all_reduce_unused = settings.skip_all_reduce_unused
-        # The sum over one rank may hold what it likes; a weight divides each time.
-        options.refuses_earlier_sums = settings.reduction == "weighted" or (settings.reduction == "sum" and group.size() > 1)
-        options.always_reduce = settings.always_reduce
-        options.any_grad_dtype = settings.mixed_precision
-        if settings.reduction != "mean":
-            options.not_in_contexts = 'its reduction is no mean: pass reduction="mean"'
-        elif settings.delays:
-            options.not_in_contexts = "others would stay local: leave out delay_all_reduce_named_params"
-        options.lazy_bucket_allocation = settings.lazy_bucket_allocation
-        options.manual_finalization = self._manual_finalization = settings.manual_finalization
+        self._manual_finalization = config.manual_finalization
+        options = _C.ReducerOptions(
+            graph_mode=config.graph_mode,
+            reduce_dtype=config.reduce_dtype,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            lazy_bucket_allocation=config.lazy_bucket_allocation,
+            any_grad_dtype=config.mixed_precision is not None,
+            # The sum over one rank may hold what it likes; a weight divides each time.
+            refuses_earlier_sums=config.reduction == "weighted" or (config.reduction == "sum" and group.size() > 1),
+            always_reduce=always_reduce,
+            not_in_contexts=_not_in_contexts(config.reduction, delays),
+        )
         everything = list(reversed(range(len(parameters))))
         super().__init__(
             list(parameters), self.names, list(expect_sparse), group, options, self._assign(everything, [])
         )
+        self.set_skip_all_reduce_unused(config.skip_all_reduce_unused_params)
+        self.set_manual_finalization(config.manual_finalization)
         outlive(self, group)
-        self.weights = Weights(group, self._device) if settings.reduction == "weighted" else None
+        self.weights = Weights(group, self._device) if config.reduction == "weighted" else None
         self.after_last_launch: list[Callable[[], None]] = []  # collectives at the end of each backward, in order
         if self.weights is not None:
             self.after_last_launch.append(self.weights.send)
@@ -121,18 +96,18 @@ class Reducer(_C.Reducer):
 
     def _assign(self, arrived: Sequence[int], absent: Sequence[int]) -> Buckets:
         # What never arrived would hold up what did, so the two do not share buckets.
-        settings = self.settings
-        alone = settings.alone_from or math.inf
+        config = self.config
+        alone = config.alone_from(self._device.type) or math.inf
         kinds: list[Hashable] = [
             (kind, i) if nbytes >= alone else kind for i, (kind, nbytes) in enumerate(zip(self.kinds, self._nbytes))
         ]
         # PowerSGD's collectives follow each other in callbacks: in as many buckets as torch's class has they meet the
         # other ranks' as there. With a static graph what is absent holds up nothing.
-        together = self._has_hook and settings.graph_mode == _C.GraphMode.STATIC
+        together = self._has_hook and config.graph_mode == _C.GraphMode.STATIC
         return [
             bucket
             for order in ([[*arrived, *absent]] if together else [arrived, absent])
-            for bucket in assign_buckets(self._nbytes, kinds, order, settings.caps, settings.last_cap)
+            for bucket in assign_buckets(self._nbytes, kinds, order, config.caps, config.last_cap)
         ]
 
     def observed_order(self) -> list[int]:
@@ -148,7 +123,7 @@ class Reducer(_C.Reducer):
         where unused buckets are skipped.
         With a static graph after the second, as in torch: a forward on one rank alone meets nobody before.
         """
-        static = self.settings.graph_mode == _C.GraphMode.STATIC
+        static = self.config.graph_mode == _C.GraphMode.STATIC
         if self.is_settled or self.ended() < 1 + static or self.phase() != _C.Phase.IDLE:
             return False
         self.is_settled = True
@@ -280,11 +255,10 @@ class Reducer(_C.Reducer):
 
         ``factor``: ``predivide_factor``, where given. ``divisor``: ranks, or those that are still training (join).
         """
-        settings, ranks = self.settings, self.group.size()
-        factor = settings.predivide_factor
+        reduction, factor, ranks = self.config.reduction, self.config.predivide_factor, self.group.size()
         if self._has_hook:
-            before, after = 1.0, 1.0 if settings.reduction == "mean" else float(ranks)
-        elif settings.reduction == "mean":
+            before, after = 1.0, 1.0 if reduction == "mean" else float(ranks)
+        elif reduction == "mean":
             before, after = (1.0 / factor, factor / self._divisor) if factor else (1.0 / self._divisor, 1.0)
         else:
             before, after = (1.0 / factor, factor) if factor else (1.0, 1.0)
@@ -307,11 +281,16 @@ class Reducer(_C.Reducer):
             self.weights.post_scale()
 
 
-def wire_dtype(parameter: torch.Tensor, settings: ReducerSettings) -> torch.dtype:
+def wire_dtype(parameter: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which a parameter's gradient travels."""
-    if settings.reduce_dtype is not None and parameter.is_floating_point():
-        return settings.reduce_dtype
-    return parameter.dtype
+    return reduce_dtype if reduce_dtype is not None and parameter.is_floating_point() else parameter.dtype
+
+
+def _not_in_contexts(reduction: str, delays: bool) -> str:
+    """Why gradients of distributed autograd's contexts cannot be reduced; empty: they can."""
+    if reduction != "mean":
+        return 'its reduction is no mean: pass reduction="mean"'
+    return "others would stay local: leave out delay_all_reduce_named_params" if delays else ""
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from .. import environment
-from ..planner import BucketPlan
-from ..reduction.reducer import MIB
+from . import _C, environment
+from .planner import BucketPlan
 
+MIB = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25
 DEFAULT_LAST_BUCKET_BYTES = MIB
 _DEFAULT_ALONE_BYTES = {"cpu": 4 * MIB}  # elsewhere the cap: collectives cost more there, copies less
@@ -64,6 +64,13 @@ class Config:
     def last_cap(self) -> int | None:
         """The cap of the bucket that is launched last, which nothing hides; None: as the others."""
         return DEFAULT_LAST_BUCKET_BYTES if self.default_caps else None
+
+    @property
+    def graph_mode(self) -> _C.GraphMode:
+        """What it means that a gradient does not come."""
+        if self.static_graph:
+            return _C.GraphMode.STATIC
+        return _C.GraphMode.FIND_UNUSED if self.find_unused_parameters else _C.GraphMode.ALL_USED
 
     def alone_from(self, device_type: str) -> int | None:
         """Bytes from which a gradient has a bucket of its own; None: no gradient has."""
