@@ -4,6 +4,7 @@
 #include <ATen/ScalarOps.h>
 
 #include "streaming.h"
+#include "support/grouped_copy.h"
 
 #ifdef MINDDP_WITH_CUDA
 #include "../cuda/scaled_copy.h"
@@ -119,8 +120,8 @@ void scaled_copy(const std::vector<CopySegment>& segments, at::Device device, at
   if (device.is_cuda() && cuda::covers(device.index()))
     return cuda::scaled_copy(segments, src, dst, scale, device.index());
 #endif
-  for (const CopySegment& s : segments)
-    device.is_cpu() ? copy_one(s, src, dst, scale) : scaled_copy_reference(s, device, src, dst, scale);
+  if (!device.is_cpu()) return grouped_copy(segments, device, src, dst, scale);
+  for (const CopySegment& s : segments) copy_one(s, src, dst, scale);
 }
 
 }  // namespace minddp

@@ -69,6 +69,7 @@ bool Device::settled(const Block& freed) {
 
 void Device::enqueue(int64_t stream, const std::string& what, std::vector<Range> ranges, std::function<void()> run) {
   std::scoped_lock lock(mutex_);
+  ++counts_["enqueue"];
   Clock& clock = clocks_[stream];
   join(clock, host_);
   const uint64_t epoch = ++clock[stream];

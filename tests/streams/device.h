@@ -70,6 +70,10 @@ class Device {
   void* allocate(size_t nbytes, int64_t stream, bool pinned);
   void free(void* memory);
   void record_use(const void* memory, int64_t stream);
+  bool owns(const void* memory) {
+    std::scoped_lock lock(mutex_);
+    return find(memory) != nullptr;
+  }
   bool is_pinned(const void* memory) {
     std::scoped_lock lock(mutex_);
     Block* block = find(memory);

@@ -74,9 +74,11 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 struct Memory final : c10::Allocator {
   explicit Memory(bool pinned) : pinned(pinned) {}
-  static void release(void* data) { Device::get().free(data); }
+  static void release(void* data) {
+    if (data) Device::get().free(data);
+  }
   c10::DataPtr allocate(size_t nbytes) override {
-    void* data = Device::get().allocate(nbytes, current_stream, pinned);
+    void* data = nbytes ? Device::get().allocate(nbytes, current_stream, pinned) : nullptr;  // as CUDA's
     return {data, data, &release, pinned ? c10::Device(c10::kCPU) : kDevice};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -95,7 +97,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void setCurrentDevice(c10::DeviceIndex) const override {}
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::Device getDeviceFromPtr(void*) const override { return kDevice; }
+  c10::Device getDeviceFromPtr(void* data) const override {
+    TORCH_CHECK(Device::get().owns(data), "The specified pointer resides on host memory");
+    return kDevice;
+  }
   bool isPinnedPtr(const void* data) const override { return Device::get().is_pinned(data); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
 };
@@ -265,6 +270,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_);
   m.impl("record_stream", record_stream);
   m.impl("_copy_from", copy_from);
+  for (const char* name : {"_foreach_copy_", "_foreach_mul_.Scalar", "_foreach_zero_"})  // else one entry a tensor
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&any_operator>());
   m.impl("_local_scalar_dense", local_scalar_dense);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operator>()); }

@@ -5,6 +5,7 @@ What the host does in a step is counted, too: where it waits, and what it copies
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import minddp
-from minddp import sync_batchnorm
+from minddp import _C, sync_batchnorm
 from minddp.guards import watchdog
 from minddp.ranks.processes import Process, here
 from minddp.testing import run_ranks, shutdown
@@ -199,6 +200,58 @@ def test_the_host_neither_waits_nor_copies_pageable_memory(name: str) -> None:
         # Weights that do not add up must raise before anything is averaged: the host reads their sum, once.
         assert counts.get("synchronize", 0) == (1 if name == "weighted" else 0), counts
         assert counts.get("pageable copy", 0) == 0, counts
+
+
+def _enqueues(rank: int, world_size: int, views: bool) -> list[int]:
+    """Of a bucket of 80 gradients, beyond what backward enqueues without a wrapper; and of one whose are empty."""
+    device = extension.load()
+    x = torch.ones(2, 4, device=extension.NAME)
+
+    def of_a_step(model: torch.nn.Module) -> int:
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(x).sum()
+            device.take_counts()
+            loss.backward()
+        return dict(device.take_counts())["enqueue"]
+
+    def make() -> torch.nn.Module:
+        return torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(40)]).to(extension.NAME)
+
+    with programs.group():
+        wrapped = minddp.DistributedDataParallel(make(), gradient_as_bucket_view=views)
+        more = of_a_step(wrapped) - of_a_step(make())
+        empty = torch.nn.Linear(4, 0).to(extension.NAME)
+        minddp.DistributedDataParallel(empty, gradient_as_bucket_view=views)(x).sum().backward()
+    return [more, *[p.grad.numel() for p in empty.parameters() if p.grad is not None]]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_bucket_is_a_few_launches_without_the_kernel(views: bool) -> None:
+    """Copy in, scale, reduce, copy out; a device that the build has no kernel for is the usual install."""
+    (enqueued, *empty) = run_ranks(_enqueues, 1, views, backend=None)[0]
+    assert enqueued <= (3 if views else 4)
+    assert empty == [0, 0]
+
+
+def _copies(rank: int, world_size: int) -> list[str]:
+    """The cases in which the pass on lists is not the readable version's, bit for bit."""
+    extension.load()
+    floats = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    values = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 100
+    different = []
+    for src, dst, scale in itertools.product(floats, floats, (1.0, 0.5, 1 / 3)):
+        want, found = torch.zeros(100, dtype=dst), torch.zeros(100, dtype=dst, device=extension.NAME)
+        _C.scaled_copy(values.to(src), want, scale, True)
+        on_device = values.to(src).to(extension.NAME)
+        _C.scaled_copy(on_device, found, scale, False)
+        if not torch.equal(found.cpu(), want):
+            different.append(f"{src} to {dst} by {scale}")
+    return different
+
+
+def test_the_pass_on_lists_copies_as_the_readable_version() -> None:
+    assert run_ranks(_copies, 1, backend=None) == [[]]
 
 
 def _hears_of_a_failure(rank: int, world_size: int, path: str) -> str:
