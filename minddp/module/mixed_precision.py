@@ -1,8 +1,8 @@
 """Native mixed precision: low-precision parameters during forward and backward, full precision outside.
 
 Before forward every parameter's ``.data`` becomes a low-precision copy; when backward has ended (or at
-once where autograd is off) the full-precision data is back and so are full-precision gradients. What
-travels between ranks has ``reduce_dtype``. Configuration: torch's ``_MixedPrecision``.
+once where autograd is off) the full-precision data is back and so are full-precision gradients, and the copies are
+let go. What travels between ranks has ``reduce_dtype``. Configuration: torch's ``_MixedPrecision``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,24 @@ def _full_precision(module: torch.nn.Module, state: dict[str, Any], prefix: str,
         full = getattr(parameter, "_fp_param", None)
         if full is not None and prefix + name in state and parameter.dtype != full.dtype:
             state[prefix + name] = full
+
+
+def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Each in ``dtype``, with its strides; what has it already is returned as it is.
+
+    By one operator for all, since on a device one for each is a launch for each. Not what is sparse or has a graph.
+    """
+    cast, together = list(tensors), []
+    for i, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided or tensor.requires_grad:
+            cast[i] = tensor.to(dtype)
+        elif tensor.dtype != dtype:
+            cast[i] = torch.empty_like(tensor, dtype=dtype)
+            together.append(i)
+    if together:
+        with torch.no_grad():
+            torch._foreach_copy_([cast[i] for i in together], [tensors[i] for i in together])
+    return cast
 
 
 class MixedPrecision:
@@ -69,13 +87,15 @@ class MixedPrecision:
 
     def lower(self) -> None:
         """Before forward: parameters, and gradients accumulated so far, become low precision."""
-        for parameter in self._parameters:
-            if not self._low:
+        if not self._low:
+            for parameter in self._parameters:
                 parameter._fp_param = parameter.data  # type: ignore[attr-defined]
-            parameter._mp_param = parameter._fp_param.to(self.param_dtype)  # type: ignore[attr-defined]
-            parameter.data = parameter._mp_param  # type: ignore[attr-defined]
-            if parameter.grad is not None:
-                parameter.grad.data = parameter.grad.to(self.param_dtype)
+        full = [parameter._fp_param for parameter in self._parameters]  # type: ignore[attr-defined]
+        for parameter, low in zip(self._parameters, _cast(full, self.param_dtype)):
+            parameter._mp_param = parameter.data = low  # type: ignore[attr-defined]
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        for grad, low in zip(grads, _cast([grad.detach() for grad in grads], self.param_dtype)):
+            grad.data = low
         self._low = True
         # A parameter of another dtype has another AccumulateGrad node: the hooks move along.
         self._moved()
@@ -96,10 +116,15 @@ class MixedPrecision:
         if not self._low:
             return
         self._low = False
+        with_grad: list[Any] = [parameter for parameter in self._parameters if parameter.grad is not None]
+        grads = {id(parameter): parameter.grad for parameter in with_grad}
+        for dtype in {parameter._fp_param.dtype for parameter in with_grad}:
+            of_dtype = [parameter for parameter in with_grad if parameter._fp_param.dtype == dtype]
+            cast = _cast([parameter.grad for parameter in of_dtype], dtype)
+            grads.update(zip(map(id, of_dtype), cast))
         for parameter in self._parameters:
-            grad = parameter.grad
-            if grad is not None and grad.dtype != parameter._fp_param.dtype:  # type: ignore[attr-defined]
-                grad = grad.to(parameter._fp_param.dtype)  # type: ignore[attr-defined]
             parameter.grad = None
             parameter.data = parameter._fp_param  # type: ignore[attr-defined]
-            parameter.grad = grad
+            parameter.grad = grads.get(id(parameter))
+            # Whoever still needs the copy, a graph that is kept, holds it.
+            parameter._mp_param = parameter.new_empty(0, dtype=self.param_dtype)  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ What the host does in a step is counted, too: where it waits, and what it copies
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import re
@@ -232,6 +233,36 @@ def test_a_bucket_is_a_few_launches_without_the_kernel(views: bool) -> None:
     (enqueued, *empty) = run_ranks(_enqueues, 1, views, backend=None)[0]
     assert enqueued <= (3 if views else 4)
     assert empty == [0, 0]
+
+
+def _casts(rank: int, world_size: int) -> tuple[int, int, list[bool]]:
+    """What a forward enqueues beyond that of a model in bfloat16; after backward: bytes of low-precision copies, and
+    whether the memory that they had is free."""
+    device = extension.load()
+    x = torch.ones(2, 4, device=extension.NAME)
+    low = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(40)]).to(extension.NAME)
+    counts = []
+    with programs.group():
+        model = minddp.DistributedDataParallel(copy.deepcopy(low), mixed_precision=programs.MIXED)
+        low.bfloat16()
+        for run in (model, lambda x: low(x.bfloat16())):
+            device.take_counts()
+            loss = run(x).sum()  # type: ignore[operator]
+            counts.append(dict(device.take_counts())["enqueue"])
+        made = [p._mp_param.untyped_storage()._weak_ref() for p in model.parameters()]
+        loss = model(x).sum()
+        made += [p._mp_param.untyped_storage()._weak_ref() for p in model.parameters()]
+        loss.backward()
+        del loss
+        left = sum(p._mp_param.untyped_storage().size() for p in model.parameters())
+        free = [torch.UntypedStorage._expired(ref) for ref in made]
+    return counts[0] - counts[1], left, free
+
+
+def test_mixed_precision_casts_at_once_and_keeps_no_copies() -> None:
+    enqueued, left, free = run_ranks(_casts, 1, backend=None)[0]
+    assert enqueued <= 2
+    assert left == 0 and all(free)
 
 
 def _copies(rank: int, world_size: int) -> list[str]:
