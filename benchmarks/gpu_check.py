@@ -1,17 +1,26 @@
 """Does the CUDA half work, and what does it cost? Three calls for a machine with one GPU, each under 8 minutes.
 
-    python benchmarks/gpu_check.py --plan            # what each call does, and how long it may take
-    python benchmarks/gpu_check.py A                 # or: make gpu-check ARGS=A
-    python benchmarks/gpu_check.py A B C             # one after another
+    python benchmarks/gpu_check.py --plan            # what each call does, how long it may take, what it leaves
+    python benchmarks/gpu_check.py A --results OUT   # or: make gpu-check ARGS="A --results OUT"
+    python benchmarks/gpu_check.py B --results OUT2 --carry OUT
     python benchmarks/gpu_check.py C --cpu-half      # what can be tried of it without a GPU
 
-A  builds with CUDA; the kernel's tests, the same under compute-sanitizer, the reducer's tests
+A  the kernel's tests, the same under compute-sanitizer, the reducer's tests
 B  late collectives, memory, what a step launches and waits for, graphs, SyncBatchNorm, functional, GradScaler
-C  what minddp adds to a step beside torch's class, and packing beside a copy of the device
+C  what minddp adds to a step beside torch's class, traces of a step, and packing beside a copy of the device
 
-Each part is a process of its own with a limit of its own: one that fails or hangs ends no other. What has passed is
-kept in ``benchmarks/results/gpu-check-<call>.json`` and not done again (``--again`` does it again); a table of it is
-printed, and written beside it. Nothing of minddp is imported here: it need not be built yet.
+Each call begins with a build, which does nothing where the extension is current. Made for a machine that is lent
+for the length of a command, and may have Python, torch and the CUDA toolkit alone. Before the first call, on a
+machine with a network:
+
+    python -m pip install --target build/gpu-tools "setuptools>=77" ninja numpy pytest pytest-timeout
+
+What lies there is found by all that a call starts. A call leaves one folder of at most 8 files (``--results``): a
+table, its numbers, the extension with its record, and in call C traces of a step. ``--carry`` is such a folder of a
+call before: its extension is taken where there is none, and what it has passed is not done again.
+
+Each part is a process of its own with a limit of its own: one that fails or hangs ends no other. ``--again`` does
+again what has passed. Nothing of minddp is imported here: it need not be built yet.
 """
 
 from __future__ import annotations
@@ -21,6 +30,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +42,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+TOOLS = ROOT / "build" / "gpu-tools"
+PACKAGE = ROOT / "minddp"
 CALL_SECONDS = 480
+MOST_FILES = 8
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ class Part:
         command: pytest's arguments, or the name of a measurement of ``gpu_measure.py``.
         tool: what runs it.
         on_cpu: whether it makes sense without a GPU.
+        files: what it leaves beside the table and the numbers.
     """
 
     what: str
@@ -52,21 +66,26 @@ class Part:
     command: tuple[str, ...]
     tool: str = "pytest"
     on_cpu: bool = False
+    files: tuple[str, ...] = ()
 
 
+BUILT = ("_C*.so", "_build.json")
+BUILD = Part("the extension with CUDA, where it is not current", 200, ("build",), "measure", True, BUILT)
+TRACES = tuple(f"trace-{variant}.json.gz" for variant in ("torch", "minddp", "minddp-views"))
 KERNEL = "tests/cuda/test_cuda_scaled_copy.py"
 FEW = (KERNEL, "-k", "gpu and (in_place or special or complex)", "--timeout=150")
 SYNC_BATCH_NORM = "tests/sync_batchnorm/test_sync_batchnorm.py::test_equals_batch_norm_over_the_whole_batch"
 STEPS = "tests/cuda/test_cuda_steps.py"
 CALLS: dict[str, dict[str, Part]] = {
     "A": {
-        "build": Part("the extension with CUDA, in place", 200, ("build",), "measure", on_cpu=True),
+        "build": BUILD,
         "kernel": Part("the kernel against ATen's arithmetic", 60, (KERNEL,), on_cpu=True),
         "memcheck": Part("the kernel's accesses, by compute-sanitizer", 60, FEW, "memcheck"),
         "initcheck": Part("the same for memory that nobody wrote", 60, FEW, "initcheck"),
         "reducer": Part("gradients by NCCL and Gloo, streams, launches", 95, ("tests/cuda/test_cuda_ddp.py",)),
     },
     "B": {
+        "build": BUILD,
         "late": Part("hooks on side streams that end late: exactly 3 times", 90, (STEPS, "-k", "late")),
         "memory": Part("what lives on after zero_grad", 40, (STEPS, "-k", "memory")),
         "profile": Part("what a step launches, copies and waits for", 110, (STEPS, "-k", "profile")),
@@ -76,30 +95,65 @@ CALLS: dict[str, dict[str, Part]] = {
         "scaler": Part("GradScaler beside the bare module", 40, (STEPS, "-k", "scaler")),
     },
     "C": {
-        "many-small": Part("what 400 small parameters cost, beside torch", 110, ("many-small",), "measure", True),
-        "resnet50": Part("what ResNet-50 costs, beside torch", 190, ("resnet50",), "measure"),
-        "bandwidth": Part("packing and unpacking beside a copy", 170, ("bandwidth",), "measure", True),
+        "build": BUILD,
+        "many-small": Part("what 400 small parameters cost, beside torch", 90, ("many-small",), "measure", True),
+        "traces": Part("a step of GPT-2, as Chrome traces", 60, ("traces",), "measure", False, TRACES),
+        "resnet50": Part("ResNet-50, 256 images of 224 px, AMP", 90, ("resnet50-224",), "measure"),
+        "gpt2": Part("GPT-2, 8 x 1,024 tokens", 70, ("gpt2-1024",), "measure"),
+        "7B layers": Part("four layers as those of a 7B model", 70, ("layers-7b",), "measure"),
+        "bandwidth": Part("packing and unpacking beside a copy", 90, ("bandwidth",), "measure", True),
     },
 }
+
+
+def files(call: str) -> list[str]:
+    """What a call leaves in its folder."""
+    stem = f"gpu-check-{call.lower()}"
+    return [f"{stem}.json", f"{stem}.txt", *(file for part in CALLS[call].values() for file in part.files)]
 
 
 def plan() -> str:
     """The calls as text."""
     lines = []
     for call, parts in CALLS.items():
-        lines.append(f"{call}  at most {sum(part.seconds for part in parts.values())} s")
+        seconds = sum(part.seconds for part in parts.values() if part is not BUILD)
+        lines.append(f"{call}  at most {seconds} s, and {BUILD.seconds} s where it builds")
         for name, part in parts.items():
             lines.append(f"   {name:12}{part.seconds:5} s  {part.what}")
+        lines.append(f"   leaves {', '.join(files(call))}")
     return "\n".join(lines)
 
 
-def run_part(part: Part, device: str, seconds: float) -> dict[str, Any]:
-    """One part's result: ``ok``, and what it said or measured."""
-    # One rank alone goes through NCCL, as it does in torch's class: like is compared with like.
-    environment = {**os.environ, "MINDDP_ALWAYS_REDUCE": "1", "PYTHONPATH": str(ROOT)}
+def take_build(carry: Path | None) -> None:
+    """The extension of a call before, where there is none: this may be another machine, or another copy."""
+    if carry is None or list(PACKAGE.glob("_C*.so")) or not (carry / "_build.json").exists():
+        return
+    for file in [*carry.glob("_C*.so"), carry / "_build.json"]:
+        shutil.copy2(file, PACKAGE)
+
+
+def leave_build(folder: Path) -> None:
+    """For the call after this one."""
+    for file in [*PACKAGE.glob("_C*.so"), *PACKAGE.glob("_build.json")]:
+        if file.resolve().parent != folder.resolve():
+            shutil.copy2(file, folder)
+
+
+def environment_of(part: Part) -> dict[str, str]:
+    """One rank alone goes through NCCL, as it does in torch's class: like is compared with like."""
+    path = f"{TOOLS / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    more = {"MINDDP_ALWAYS_REDUCE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{TOOLS}", "PATH": path}
+    if part.tool in ("memcheck", "initcheck"):
+        more["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # else a tensor's end is no allocation's
+    return {**os.environ, **more}
+
+
+def run_part(part: Part, device: str, seconds: float, output: Path) -> dict[str, Any]:
+    """One part's result: ``ok``, and what it said or measured. Its files lie beside ``output``."""
+    environment = environment_of(part)
     with tempfile.TemporaryDirectory(prefix="minddp-gpu-check-") as folder:
         answer = Path(folder) / "answer.json"
-        command = _command(part, device, answer)
+        command = _command(part, device, answer, output.parent)
         begin = time.monotonic()
         code, output = _run(command, environment, seconds)
         result: dict[str, Any] = {"ok": code == 0, "seconds": round(time.monotonic() - begin, 1)}
@@ -124,10 +178,11 @@ def closing(output: str) -> str:
     return next((line for line in reversed(lines) if theirs.search(line)), lines[-1])
 
 
-def _command(part: Part, device: str, answer: Path) -> list[str]:
+def _command(part: Part, device: str, answer: Path, folder: Path) -> list[str]:
     if part.tool == "measure":
         script = str(ROOT / "benchmarks" / "gpu_measure.py")
-        return [sys.executable, script, *part.command, "--device", device, "--output", str(answer)]
+        where = ["--output", str(answer), "--folder", str(folder)]
+        return [sys.executable, script, *part.command, "--device", device, *where]
     tests = [sys.executable, "-m", "pytest", "-rf", "--tb=short", *part.command]
     if part.tool == "pytest":
         return tests
@@ -167,15 +222,23 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def run_call(call: str, device: str, output: Path, again: bool) -> bool:
+def passed_before(output: Path, carry: Path | None, now: str) -> dict[str, Any] | None:
+    """What a call has left, here or in the folder carried, for the same sources."""
+    for path in [output, *([] if carry is None else [carry / output.name])]:
+        if path.exists() and (result := json.loads(path.read_text())).get("sources") == now:
+            return dict(result)
+    return None
+
+
+def run_call(call: str, device: str, output: Path, again: bool, carry: Path | None = None) -> bool:
     """Runs what has not passed; writes after each part. Whether all passed."""
+    take_build(carry)
+    output.parent.mkdir(parents=True, exist_ok=True)
     parts = {name: part for name, part in CALLS[call].items() if device == "cuda" or part.on_cpu}
     result: dict[str, Any] = {"benchmark": "gpu_check", "call": call, "device": device, "parts": {}}
     result["sources"] = sources()
-    if output.exists() and not again:
-        before = json.loads(output.read_text())
-        if before.get("sources") == result["sources"]:
-            result = before
+    if not again:
+        result = passed_before(output, carry, result["sources"]) or result
     deadline = time.monotonic() + CALL_SECONDS
     for name, part in parts.items():
         if name != "build" and result["parts"].get(name, {}).get("ok"):  # which may be another machine's
@@ -186,7 +249,9 @@ def run_call(call: str, device: str, output: Path, again: bool) -> bool:
             print(f"{call} {name}: no time left; call {call} once more")
             continue
         print(f"{call} {name}, at most {left:.0f} s …", flush=True)
-        result["parts"][name] = run_part(part, device, left)
+        result["parts"][name] = run_part(part, device, left, output)
+        if name == "build":
+            leave_build(output.parent)
         result["date"] = time.strftime("%Y-%m-%d")
         write(output, json.dumps(result, indent=1) + "\n")
         write(output.with_suffix(".txt"), table(result) + "\n")
@@ -220,7 +285,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plan", action="store_true", help="say what each call does, and end")
     parser.add_argument("--again", action="store_true", help="also what has passed")
     parser.add_argument("--cpu-half", action="store_true", help="on the CPU, also where there is a GPU")
-    parser.add_argument("--results", type=Path, help="folder (default on a GPU: benchmarks/results)")
+    parser.add_argument("--results", type=Path, help="folder for all that it leaves (on a GPU: benchmarks/results)")
+    parser.add_argument("--carry", type=Path, help="the folder that a call before has left")
     return parser.parse_args(argv)
 
 
@@ -240,7 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     if folder is None:
         folder = RESULTS if device == "cuda" else Path(tempfile.mkdtemp(prefix="minddp-gpu-check-"))
     outcomes = [
-        run_call(call, device, folder / f"gpu-check-{call.lower()}.json", arguments.again)
+        run_call(call, device, folder / f"gpu-check-{call.lower()}.json", arguments.again, arguments.carry)
         for call in arguments.calls or CALLS
     ]
     print(f"written: {folder}/gpu-check-*.json and .txt")

@@ -2,21 +2,25 @@
 
     python benchmarks/gpu_measure.py many-small --device cuda --output answer.json
 
-build        the extension, with CUDA, in place
-many-small, resnet50
-             at world size 1: launches of a step beyond the local one (torch.profiler; on a CPU ATen calls), and
-             step(DDP) - step(local): the reducer and the collectives of one rank
+build        the extension, with CUDA, in place; nothing where the one there is of the same sources and torch
+many-small, resnet50-224, gpt2-1024, layers-7b
+             at world size 1: launches of a step beyond the local one (torch.profiler; on a CPU ATen calls), the
+             device's time of a step (events), the host's until it has enqueued it, and the peak of memory; of
+             many-small also step(DDP) - step(local): the reducer and the collectives of one rank
+traces       a step of each of three variants, as Chrome traces in --folder
 bandwidth    packing and unpacking, as a share of a plain copy of as many bytes
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,6 +35,8 @@ VARIANTS = ["torch", "torch-views", "minddp", "minddp-views"]
 OURS = "scaled_copy_kernel"
 BUCKET_BYTES = 25 << 20
 SETS = 8  # of source and destination, in turn: together they fit into no cache
+RECORD = ROOT / "minddp" / "_build.json"
+TRACED = ["torch", "minddp", "minddp-views"]
 SEGMENTS = {"one segment": 1, "400 segments": 400, "5,000 segments": 5000}
 
 
@@ -38,13 +44,35 @@ SEGMENTS = {"one segment": 1, "400 segments": 400, "5,000 segments": 5000}
 
 
 def build(device: str) -> dict[str, Any]:
-    """Builds the extension; on a GPU machine a build without CUDA is an error."""
-    environment = os.environ | ({"MINDDP_CUDA": "1"} if device == "cuda" else {})
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
-    from minddp import _extension
+    """Builds the extension where it is not current; on a GPU machine a build without CUDA is an error."""
+    if not is_current(device):
+        environment = os.environ | ({"MINDDP_CUDA": "1"} if device == "cuda" else {})
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
+        RECORD.write_text(json.dumps({**json.loads(RECORD.read_text()), "sources": sources()}, indent=1) + "\n")
+    return {"config": json.loads(RECORD.read_text())}
 
-    return {"config": _extension.build_record()}
+
+def is_current(device: str) -> bool:
+    """Whether the extension is there, of these sources, for this torch and this device. By what the files hold, since
+    those of a copy are all new."""
+    import torch
+
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if not (ROOT / "minddp" / f"_C{suffix}").exists() or not RECORD.exists():
+        return False
+    record = json.loads(RECORD.read_text())
+    found = (record.get("sources"), record.get("torch"), bool(record.get("cuda")) or device != "cuda")
+    return found == (sources(), torch.__version__, True)
+
+
+def sources() -> str:
+    """Of what the extension is made."""
+    digest = hashlib.sha256()
+    for path in [ROOT / "setup.py", *sorted((ROOT / "csrc").rglob("*"))]:
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 # ---- on the rank
@@ -87,6 +115,80 @@ def _is_launch(event: Any, device: Any) -> bool:
     from torch.autograd import DeviceType
 
     return bool(event.device_type == DeviceType.CUDA and not event.name.startswith("ProfilerStep"))
+
+
+def device_costs(rank: int, world_size: int, model: str, engine: str, rounds: int) -> dict[str, dict[str, float]]:
+    """For each variant, medians over ``rounds`` steps: seconds of the device and of the host's enqueueing (on a CPU
+    the same), and the peak of allocated bytes (on a CPU 0)."""
+    import harness
+    import models
+    import torch
+    import variants as steps
+
+    device = harness.rank_device(engine, rank)
+    on_gpu = device.type == "cuda"
+    costs: dict[str, dict[str, float]] = {}
+    for variant in ["local", *VARIANTS]:
+        step = steps.make_step(variant, models.workload(model, device, rank), device)
+        for _ in range(3):
+            step()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        samples = [_one_step(step, on_gpu) for _ in range(rounds)]
+        costs[variant] = {
+            "device": statistics.median(seconds for seconds, _ in samples),
+            "enqueue": statistics.median(seconds for _, seconds in samples),
+            "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        }
+        del step
+        if on_gpu:
+            torch.cuda.empty_cache()
+    return costs
+
+
+def _one_step(step: Callable[[], Any], on_gpu: bool) -> tuple[float, float]:
+    """Seconds of the device, and of the host until it has enqueued the step."""
+    import torch
+
+    if not on_gpu:
+        begin = time.perf_counter()
+        step()
+        return (time.perf_counter() - begin,) * 2
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    first.record()
+    step()
+    last.record()
+    enqueued = time.perf_counter() - begin
+    last.synchronize()
+    return float(first.elapsed_time(last)) * 1e-3, enqueued
+
+
+def write_traces(rank: int, world_size: int, model: str, engine: str, folder: str) -> list[str]:
+    """A step of each variant in ``trace-<variant>.json.gz``, to be opened at ui.perfetto.dev."""
+    import harness
+    import models
+    import torch
+    import variants as steps
+    from torch.profiler import ProfilerActivity, profile
+
+    device = harness.rank_device(engine, rank)
+    written = []
+    for variant in TRACED:
+        step = steps.make_step(variant, models.workload(model, device, rank), device)
+        for _ in range(3):
+            step()
+        gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        with profile(activities=[ProfilerActivity.CPU, *gpu]) as seen:
+            step()
+            if gpu:
+                torch.cuda.synchronize()
+        path = Path(folder) / f"trace-{variant}.json.gz"
+        seen.export_chrome_trace(str(path))
+        written.append(f"{path.name}: {path.stat().st_size / 1e6:.1f} MB")
+        del step
+    return written
 
 
 # ---- bandwidth
@@ -217,6 +319,36 @@ def measure_model(model: str, device: str, rounds: int) -> dict[str, Any]:
     return {**entry, "table": model_lines(entry)}
 
 
+def measure_device(model: str, device: str, rounds: int) -> dict[str, Any]:
+    """Launches, and what a step costs the device and the host, of every variant on one model, at world size 1."""
+    import harness
+
+    with harness.Ranks(1, "nccl" if device == "cuda" else "gloo") as ranks:
+        launches = ranks.run(count_launches, model, ranks.engine, timeout=150)[0]
+        costs = ranks.run(device_costs, model, ranks.engine, rounds, timeout=150)[0]
+    return {"model": model, "launches": launches, "costs": costs, "table": cost_lines(model, launches, costs)}
+
+
+def cost_lines(model: str, launches: dict[str, Any], costs: dict[str, dict[str, float]]) -> list[str]:
+    """One model's table."""
+    row = "{:14}{:>12}{:>12}{:>12}{:>10}".format
+    lines = [f"{model}, a step:", row("", "device ms", "enqueue ms", "peak MB", "launches")]
+    for variant, cost in costs.items():
+        device, enqueue, peak = cost["device"] * 1e3, cost["enqueue"] * 1e3, cost["peak_bytes"] / 1e6
+        lines.append(row(variant, f"{device:.3f}", f"{enqueue:.3f}", f"{peak:.0f}", launches[variant]["launches"]))
+    return lines
+
+
+def traces(device: str, folder: Path) -> dict[str, Any]:
+    """Of GPT-2; on a CPU of what is small."""
+    import harness
+
+    model = "gpt2-1024" if device == "cuda" else "many-small"
+    with harness.Ranks(1, "nccl" if device == "cuda" else "gloo") as ranks:
+        written = ranks.run(write_traces, model, ranks.engine, str(folder.resolve()), timeout=150)[0]
+    return {"model": model, "table": written}
+
+
 def model_lines(entry: dict[str, Any]) -> list[str]:
     """One model's table."""
     import harness
@@ -238,18 +370,26 @@ def model_lines(entry: dict[str, Any]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("part", choices=["build", "many-small", "resnet50", "bandwidth"])
+    parts = ["build", "traces", "bandwidth", "many-small", "resnet50-224", "gpt2-1024", "layers-7b"]
+    parser.add_argument("part", choices=parts)
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
     parser.add_argument("--rounds", type=int, help="of the overhead (default: 20 on a GPU, 5 on a CPU)")
     parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where traces go")
     arguments = parser.parse_args(argv)
     device = arguments.device
     if arguments.part == "build":
         result = build(device)
     elif arguments.part == "bandwidth":
         result = bandwidth(device)
+    elif arguments.part == "traces":
+        result = traces(device, arguments.folder)
     else:
-        result = measure_model(arguments.part, device, arguments.rounds or (20 if device == "cuda" else 5))
+        rounds = arguments.rounds or (20 if device == "cuda" else 5)
+        result = measure_device(arguments.part, device, rounds)
+        if arguments.part == "many-small":
+            result["beside"] = measure_model(arguments.part, device, rounds)
+            result["table"] += result["beside"].pop("table")
     if arguments.part != "build":
         import harness
 

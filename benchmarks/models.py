@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import plain_models
 import torch
 from harness import BenchmarkError
 from torch import nn
@@ -137,6 +138,9 @@ MODELS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Any]]]] = {
         "GPT-2, 6 layers of 256, 8,192 words, batch 4 of 64 tokens",
         lambda: _gpt2(64, 4, n_embd=256, n_layer=6, n_head=4, vocab_size=8192),
     ),
+    "resnet50-224": ("ResNet-50, batch 256 of 224 px, AMP, channels last", lambda: plain_models.resnet50(224, 256)),
+    "gpt2-1024": ("GPT-2 small, batch 8 of 1,024 tokens, AMP", lambda: plain_models.gpt2(1024, 8)),
+    "layers-7b": ("four layers as those of a 7B model, 2,048 tokens", lambda: plain_models.layers_7b(4, 2048, 1)),
 }  # fmt: skip
 
 
