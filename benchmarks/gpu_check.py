@@ -5,7 +5,7 @@
     python benchmarks/gpu_check.py B --results OUT2 --carry OUT
     python benchmarks/gpu_check.py C --cpu-half      # what can be tried of it without a GPU
 
-A  the kernel's tests, the same under compute-sanitizer, the reducer's tests
+A  every mode beside a group that ends late, the kernel's tests, also under compute-sanitizer, the reducer's tests
 B  late collectives, memory, what a step launches and waits for, graphs, SyncBatchNorm, functional, GradScaler
 C  what minddp adds to a step beside torch's class, traces of a step, and packing beside a copy of the device
 
@@ -79,10 +79,11 @@ STEPS = "tests/cuda/test_cuda_steps.py"
 CALLS: dict[str, dict[str, Part]] = {
     "A": {
         "build": BUILD,
-        "kernel": Part("the kernel against ATen's arithmetic", 60, (KERNEL,), on_cpu=True),
-        "memcheck": Part("the kernel's accesses, by compute-sanitizer", 60, FEW, "memcheck"),
-        "initcheck": Part("the same for memory that nobody wrote", 60, FEW, "initcheck"),
-        "reducer": Part("gradients by NCCL and Gloo, streams, launches", 95, ("tests/cuda/test_cuda_ddp.py",)),
+        "late group": Part("every mode, with all-reduces that end late", 50, ("tests/cuda/test_cuda_late_group.py",)),
+        "kernel": Part("the kernel against ATen's arithmetic", 50, (KERNEL,), on_cpu=True),
+        "memcheck": Part("the kernel's accesses, by compute-sanitizer", 50, FEW, "memcheck"),
+        "initcheck": Part("the same for memory that nobody wrote", 50, FEW, "initcheck"),
+        "reducer": Part("gradients by NCCL and Gloo, streams, launches", 80, ("tests/cuda/test_cuda_ddp.py",)),
     },
     "B": {
         "build": BUILD,

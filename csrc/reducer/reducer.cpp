@@ -264,7 +264,7 @@ void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& use
   if (bucket.state() != Bucket::State::kLaunched || !flight.future) return;  // skipped; or done, before an error
   wait(*flight.future, index);
   if (passes_through()) return;
-  if (flight.work && !bucket.device().is_cpu()) flight.work->synchronize();
+  if (flight.work && !bucket.device().is_cpu()) flight.work->wait();
   at::Tensor result = hook_ ? hook_->result(flight.future->value()) : bucket.buffer();
   if (at::isComplexType(bucket.dtype()) && !result.is_complex())
     result = at::view_as_complex(result.reshape({-1, 2}));  // as a process group's own future holds it

@@ -52,7 +52,7 @@ class UsedMap {
   void join(const Wait& wait) const {
     if (!flight_.future) return;
     wait(*flight_.future);
-    if (!sum_.device().is_cpu()) flight_.work->synchronize();
+    if (!sum_.device().is_cpu()) flight_.work->wait();
   }
   void forget() { flight_ = {}; }
   // The sum over ranks as of the last send; this rank's own map where none was sent.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import minddp
 
 from . import extension
+from .late import LateGroup
 
 ITERATIONS = 4
 
@@ -211,7 +212,15 @@ def give_up(model: minddp.DistributedDataParallel, x: Tensor, side_x: Tensor) ->
     model.abort_iteration()
 
 
-def train(program: Program, device: str) -> list[Tensor | None]:
+def synchronize(device: str) -> None:
+    """The host waits for all streams of ``device``."""
+    if device == extension.NAME:
+        extension.load().synchronize()
+    elif device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def train(program: Program, device: str, process_group: Any = None) -> list[Tensor | None]:
     """Every gradient of every iteration, and the parameters at the end."""
     user = torch.Stream(device) if program.on_side and device != "cpu" else contextlib.nullcontext()
     seen: list[Tensor | None] = []
@@ -221,13 +230,12 @@ def train(program: Program, device: str) -> list[Tensor | None]:
         if program.delays:
             options["delay_all_reduce_named_params"] = list(module.second.named_parameters(prefix="second"))
             options["param_to_hook_all_reduce"] = module.first[0].weight
-        model = minddp.DistributedDataParallel(module, **options)
+        model = minddp.DistributedDataParallel(module, process_group=process_group, **options)
         module.first_use.clear()
         if program.hook is not None:
             model.register_comm_hook(None, program.hook)
         inputs = batches(device)
-        if device != "cpu":
-            extension.load().synchronize()
+        synchronize(device)
         joined = model.join(divide_by_initial_world_size=False) if program.join else contextlib.nullcontext()
         with joined:
             for i, (x, side_x) in enumerate(inputs):
@@ -251,8 +259,7 @@ def train(program: Program, device: str) -> list[Tensor | None]:
                 if program.release:
                     model.release_buckets()
         seen += [p.detach().clone() for p in module.parameters()]
-    if device != "cpu":
-        extension.load().synchronize()
+    synchronize(device)
     return [None if t is None else t.cpu() for t in seen]
 
 
@@ -280,4 +287,23 @@ def check(name: str, seeds: list[int]) -> list[str]:
         with group(program.backend):
             found = train(program, extension.NAME)
         wrong += [f"{name}, order {seed}: {text}" for text in device.take_races() + differences(found, want)]
+    return wrong
+
+
+LATE_PROGRAMS = [name for name, program in PROGRAMS.items() if not program.join]  # join asks torch for the group
+
+
+def check_late(names: list[str], device: str) -> list[str]:
+    """The programs over a group in Python whose all-reduces end late; what was wrong, with the program."""
+    wrong = []
+    for seed, name in enumerate(names):
+        program = PROGRAMS[name]
+        futures_order = program.backend != extension.PLAIN
+        want = train(program, "cpu", LateGroup("cpu"))
+        if device == extension.NAME:
+            extension.load().seed(seed)
+            extension.load().take_races()
+        found = train(program, device, LateGroup(device, futures_order))
+        races = extension.load().take_races() if device == extension.NAME else []
+        wrong += [f"{name}: {text}" for text in races + differences(found, want)]
     return wrong

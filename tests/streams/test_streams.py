@@ -169,6 +169,24 @@ def test_a_group_in_python_that_takes_the_device_alone() -> None:
     assert run_ranks(_constructs_over_late_group, 1, backend=None) == [[]]
 
 
+# Of each way of its own one; the others in test-rest.
+LATE = ["default", "views, alone", "unused, views", "static", "mixed precision", "weighted", "late hook"]
+LATE += ["check_finite", "futures that order nothing, unused", "delayed gradients", "given up, views, zeros"]
+LATE_TOO = [name for name in programs.LATE_PROGRAMS if name not in LATE]
+
+
+def _late(rank: int, world_size: int, names: list[str]) -> list[str]:
+    extension.load()
+    return programs.check_late(names, extension.NAME)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("names", [LATE, pytest.param(LATE_TOO, marks=pytest.mark.all)], ids=["few", "the rest"])
+def test_a_group_in_python_that_ends_late(names: list[str]) -> None:
+    """In every mode; on CUDA it sleeps, and is the first thing that a machine with one GPU runs."""
+    assert run_ranks(_late, 1, names, backend=None, timeout=120) == [[]]
+
+
 # ---- the host's part
 
 
