@@ -47,6 +47,9 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "minddp/__init__.py").read_text(), re.MULTILINE)[1]
 CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+# Most of a compilation is torch's headers, so what includes the same of them is compiled at once: the first that a
+# file's path, from csrc on, matches. Names in anonymous namespaces are one unit's, not one file's.
+UNITS = {"bindings": r"(shm/)?bindings", "loops": "cpu/|shm/reduce", "shm": "shm/", "reducer": ""}
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"]
 
 
@@ -118,7 +121,7 @@ def extension(cuda: bool) -> Extension:
             *([("MINDDP_WITH_RPC", "1")] if torch.distributed.rpc.is_available() else []),
         ],
         "extra_compile_args": {"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
-        "depends": sources("csrc/**/*.h", "csrc/**/*.cuh"),
+        "depends": sources("csrc/**/*.h", "csrc/**/*.cuh", "csrc/**/*.cpp"),
     }
     if not cuda:
         return cpp_extension.CppExtension("minddp._C", files, **arguments)
@@ -132,6 +135,21 @@ def extension(cuda: bool) -> Extension:
     if not any((Path(folder) / "libcudart.so").exists() for folder in extension.library_dirs):
         extension.libraries.remove("cudart")
     return extension
+
+
+def units(files: list[str], folder: Path) -> list[str]:
+    """``files`` as they are compiled: those outside of csrc/cuda through a file for each of :data:`UNITS`."""
+    members: dict[str, list[str]] = {}
+    apart = [file for file in files if file.startswith("csrc/cuda/")]
+    for file in sorted(set(files) - set(apart)):
+        name = next(name for name, pattern in UNITS.items() if re.match(pattern, file.removeprefix("csrc/")))
+        members.setdefault(name, []).append(file)
+    for name, theirs in members.items():
+        path, text = folder / f"{name}.cpp", "".join(f'#include "{ROOT / file}"\n' for file in theirs)
+        if not path.exists() or path.read_text() != text:  # else it is as old as it was, for ninja
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return [str(folder / f"{name}.cpp") for name in members] + apart
 
 
 def compiler() -> str:
@@ -153,6 +171,11 @@ class BuildExtension(cpp_extension.BuildExtension):
         # editable installs, the build folder otherwise.
         built = Path(self.get_ext_fullpath("minddp._C"))
         built.with_name("_build.json").write_text(json.dumps(self.record(), indent=1) + "\n")
+
+    def build_extensions(self) -> None:
+        for extension in self.extensions:
+            extension.sources = units(extension.sources, Path(self.build_temp))
+        super().build_extensions()
 
     def record(self) -> dict[str, str | None]:
         cuda = any(name == "MINDDP_WITH_CUDA" for name, _ in self.extensions[0].define_macros)

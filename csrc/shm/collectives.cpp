@@ -11,8 +11,6 @@
 namespace minddp::shm {
 namespace {
 
-constexpr size_t kCacheLine = 64;
-
 // Up to here every rank reads all others' whole data and reduces them itself: more work, but one
 // wait instead of two.
 constexpr size_t kFlatBytes = size_t{16} << 10;
@@ -33,8 +31,6 @@ constexpr size_t kBlockBytes = size_t{8} << 10;
 constexpr size_t kMinimumPiece = size_t{32} << 10;
 
 size_t ceil_div(size_t value, size_t unit) { return (value + unit - 1) / unit; }
-
-size_t round_up(size_t value, size_t unit) { return ceil_div(value, unit) * unit; }
 
 // Pieces for a message: small enough that the reader begins while the writer goes on.
 size_t piece_bytes(size_t total, size_t limit) {

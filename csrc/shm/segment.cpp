@@ -14,7 +14,6 @@ namespace minddp::shm {
 
 namespace {
 
-constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kMinimumSegment = std::size_t{256} << 20;
 
@@ -43,14 +42,12 @@ struct Descriptor {
 };
 
 // "" when the link cannot be read.
-std::string link_target(const std::string& path) {
+std::string target_of(const std::string& path) {
   char target[256] = {};
   return ::readlink(path.c_str(), target, sizeof(target) - 1) > 0 ? target : "";
 }
 
 std::string mebibytes(std::size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
-
-std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
 }  // namespace
 
@@ -88,7 +85,7 @@ std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
 std::shared_ptr<Segment> Segment::attach(pid_t pid, int descriptor, std::size_t bytes, std::size_t writable) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
   // Before it is opened: whatever else may lie there is left alone.
-  if (link_target(path) != "/memfd:" + std::string(kName) + " (deleted)")
+  if (target_of(path) != "/memfd:" + std::string(kName) + " (deleted)")
     throw std::runtime_error(path + " is not a segment of shared memory");
   Descriptor file{::open(path.c_str(), O_RDWR | O_CLOEXEC)};
   if (file.number < 0) throw_errno("open of " + path);

@@ -29,6 +29,10 @@
 
 namespace minddp::shm {
 
+constexpr std::size_t kCacheLine = 64;
+
+inline std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
+
 // One mapping of one rank's segment. Unmapped by the destructor.
 class Segment {
  public:
