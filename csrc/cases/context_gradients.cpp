@@ -8,7 +8,7 @@
 
 namespace minddp {
 
-void ContextGradients::on_arrival(Arrival& arrival) {
+void ContextGradients::on_arrival(ArrivedGradient& arrival) {
   const bool current = has_current();
   if (current) {
     arrival.in_grad = false;
@@ -48,7 +48,7 @@ bool ContextGradients::has_current() { return ThreadLocalDistAutogradContext::ge
 
 // All of them at the first: a bucket is packed with gradients of earlier backwards in it, too. Null where the
 // gradient lies in its place now; else why not, and the way out.
-const char* ContextGradients::fetch(const Arrival& arrival, bool begun) {
+const char* ContextGradients::fetch(const ArrivedGradient& arrival, bool begun) {
   const auto current = ThreadLocalDistAutogradContext::getContextPtr();
   if (begun && context_ != current)
     return "an iteration that is not finished has gradients elsewhere: run all of its backwards in one context, and "
@@ -94,7 +94,7 @@ void ContextGradients::bring_back() {
 #else  // this torch has no RPC
 
 bool ContextGradients::has_current() { return false; }
-const char* ContextGradients::fetch(const Arrival&, bool) { return nullptr; }
+const char* ContextGradients::fetch(const ArrivedGradient&, bool) { return nullptr; }
 void ContextGradients::bring_back() {}
 
 #endif

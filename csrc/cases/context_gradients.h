@@ -25,14 +25,14 @@ class ContextGradients : public Case {
  public:
   // `refusal`: why no context's gradients can be reduced; empty: they can.
   ContextGradients(ReducerState& state, std::string refusal) : state_(state), refusal_(std::move(refusal)) {}
-  void on_arrival(Arrival& arrival) override;
+  void on_arrival(ArrivedGradient& arrival) override;
   void on_end(bool done) override;
 
   // Whether the backward that runs on this thread is one of distributed autograd's.
   static bool has_current();
 
  private:
-  const char* fetch(const Arrival& arrival, bool begun);
+  const char* fetch(const ArrivedGradient& arrival, bool begun);
   void enter();
   void bring_back();
 

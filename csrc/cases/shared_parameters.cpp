@@ -27,7 +27,7 @@ void SharedParameters::on_backward(Forwards::Answer& answer) {
 }
 
 // The second wrapper would send what the first is writing to.
-void SharedParameters::on_arrival(Arrival& arrival) {
+void SharedParameters::on_arrival(ArrivedGradient& arrival) {
   if (alone_ || !state_.backward.is_synchronized()) return;
   const bool shared = std::ranges::any_of(owners_, [&](const Owner& owner) {
     const auto other = owner.views && owner.indices[arrival.index] >= 0 ? owner.state.lock() : nullptr;

@@ -16,7 +16,7 @@ class SharedParameters : public Case {
   // is refused: two windows cannot be one `.grad`.
   void add(const std::shared_ptr<const ReducerState>& other, bool views);
   void on_backward(Forwards::Answer& answer) override;
-  void on_arrival(Arrival& arrival) override;
+  void on_arrival(ArrivedGradient& arrival) override;
 
  private:
   struct Owner {

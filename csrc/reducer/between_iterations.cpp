@@ -86,7 +86,7 @@ void Reducer::release_buckets() {
   for (auto& bucket : buckets) bucket->release();
 }
 
-// As torch's class does when it is made: who asks for `.grad` before the first backward gets what stays `.grad`.
+// As torch's class does when it is made: a `.grad` that is read before the first backward is the one that stays.
 void Reducer::adopt_gradients() {
   for (auto& bucket : buckets) bucket->adopt_gradients();
 }
@@ -108,9 +108,9 @@ void Reducer::check_finished() const {
   if (phase() == Phase::kLaunched) fail(errors::not_finalized(rank));
   std::vector<errors::Parameter> absent;
   for (size_t index : missing()) absent.push_back({index, names[index]});
-  auto cause = options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
-      : phase() == Phase::kBackward                      ? errors::Cause::kBackwardRaised
-                                                         : errors::Cause::kUnused;
+  const auto cause = phase() == Phase::kBackward     ? errors::Cause::kBackwardRaised
+      : options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
+                                                  : errors::Cause::kUnused;
   fail(errors::unfinished_reduction(rank, absent, cause));
 }
 

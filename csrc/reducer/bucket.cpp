@@ -31,7 +31,7 @@ void Bucket::begin_backward() {
   for (Slot& slot : *slots_) slot.packed = false;
 }
 
-// Lazily, at the first pack: a bucket whose gradient can be its own buffer never has memory of its own.
+// At the first pack: a bucket that never copies gradients needs no memory of its own.
 void Bucket::allocate() {
   buffer_ = options_.allocate ? options_.allocate(numel_, buffer_options()) : at::empty({numel_}, buffer_options());
   for (Slot& slot : *slots_) slot.view = window(buffer_, slot);
@@ -101,8 +101,8 @@ bool Bucket::repack(size_t i, double scale) {
   return true;
 }
 
-// Where the gradient is alone in its bucket, its memory and the buffer's change places: a pass less. On the CPU,
-// where allocations are not ordered by streams; where no hook has seen the buffer, and may have kept it.
+// Where the gradient is alone in its bucket, it swaps memory with the buffer: a pass less. CPU only, since elsewhere
+// streams order who uses memory.
 bool Bucket::exchange(const at::Tensor& result, double scale) {
   Slot& slot = slots_->front();
   at::Tensor& grad = slot.grad();
@@ -119,8 +119,10 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
 
 void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
   c10::NoGradGuard no_grad;
-  const bool hook_has_seen_it = !std::exchange(flight_, {}).work;
-  if (hook_has_seen_it || !used[slots_->front().index] || !exchange(result, scale)) copy_out(result, scale, used);
+  // A hook may have kept the buffer: only the reducer's own collective has a Work. It holds the buffer, too: dropped
+  // before the swap looks at who does.
+  const bool hook_may_hold_it = !std::exchange(flight_, {}).work;
+  if (hook_may_hold_it || !used[slots_->front().index] || !exchange(result, scale)) copy_out(result, scale, used);
 }
 
 at::Tensor Bucket::new_gradient(const Slot& slot) const {
@@ -128,14 +130,14 @@ at::Tensor Bucket::new_gradient(const Slot& slot) const {
   return at::empty_strided(p.sizes(), slot.strides, p.options().dtype(grad_dtype_).requires_grad(false));
 }
 
-// The reverse of copy_in; what lies at its place already costs nothing.
+// The reverse of copy_in; a gradient that is its window needs no copy.
 void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
   at::Tensor flat = result.reshape({-1}).contiguous();
   const char* base = static_cast<const char*>(flat.const_data_ptr());
   segments_.clear();
   for (Slot& slot : *slots_) {
     at::Tensor& grad = slot.grad();
-    if (!used[slot.index]) continue;  // nowhere: what all ranks have stays
+    if (!used[slot.index]) continue;  // used on no rank: `.grad` stays
     if (!grad.defined() || grad.scalar_type() != grad_dtype_) grad = new_gradient(slot);  // or mixed precision's
     const void* src = base + slot.offset * flat.element_size();
     if (!is_one_piece(slot, grad)) {

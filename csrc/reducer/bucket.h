@@ -47,7 +47,7 @@ class Bucket {
     int rank = 0;                 // for messages
     Allocate allocate = nullptr;  // makes the buffer; empty: at::empty
   };
-  // How gradients go into the buffer.
+  // How gradients go into the buffer. All but the scale is for view buckets.
   struct Packing {
     double scale;
     bool may_grow;                     // contributions may follow
@@ -65,14 +65,14 @@ class Bucket {
   // Copies the gradients that are not there yet, times the scale, into the buffer, on the current stream, after the
   // streams that made them; a missing gradient counts as zero. Afterwards kPacked.
   void pack(const Packing& how);
-  // The same for gradient i of several, just made: what is done to `.grad` from here on changes nothing, and it is
-  // still in the CPU's cache. On a device, where every copy is a launch, all are copied when the last one is there.
+  // On the CPU: packs gradient i of several at once, while it is in the cache; later changes to `.grad` have no
+  // effect. On a device every copy is a kernel launch, so all are packed when the last one is there.
   void pack_early(size_t i, const Packing& how) {
     if (slots_->size() > 1 && device_.is_cpu()) fill(i, i + 1, how);
   }
   // Gradient i has grown since it was packed; false when it is too late to pack it again.
   virtual bool repack(size_t i, double scale);
-  // What the current stream launches comes after the packing, on whichever stream that was. REQUIRES: kPacked.
+  // The current stream (a device's queue of work) waits for the packing, whichever stream ran it. REQUIRES: kPacked.
   virtual void before_launch() { producers_.wait_packed(); }
   void launched(Flight flight) {
     flight_ = std::move(flight);
@@ -81,9 +81,9 @@ class Bucket {
   // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those that do not
   // exist. REQUIRES: kLaunched.
   virtual void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used);
-  // The streams that made this backward's gradients go on after its end, on the current stream.
+  // The streams that made gradients wait for what the current stream has queued.
   void hold_back_streams() const { producers_.hold_back(); }
-  // Forgets buffer and collective, which nobody waits for any more; it may still write to the buffer.
+  // Forgets the buffer and its collective, which may still be writing to it.
   void abandon();
   virtual void release();  // drops the buffer; the next pack makes a new one
   // From now on gradients are at these places, by parameter; null: in `.grad`.
@@ -91,7 +91,7 @@ class Bucket {
     for (Slot& slot : *slots_) slot.place = places ? &(*places)[slot.index] : nullptr;
   }
   virtual at::Tensor zeros() const;  // what a rank without data sends
-  // Gradients that are there before any backward are taken in, where that means something.
+  // View buckets only: moves gradients that exist already into the buffer.
   virtual void adopt_gradients() {}
 
   State state() const { return state_; }

@@ -43,7 +43,7 @@ class GradBucket {
 class CommHook {
  public:
   virtual ~CommHook() = default;
-  // Called once per bucket, in launch order, on the thread that completed the bucket.
+  // Called once for each bucket that is sent, in launch order, on the thread that launches it.
   virtual c10::intrusive_ptr<Future> run(GradBucket& bucket) = 0;
   // The tensor in a completed future's value.
   virtual at::Tensor result(const c10::IValue& value) = 0;

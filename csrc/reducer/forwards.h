@@ -27,7 +27,8 @@ enum class Origin {
 class Forwards {
  public:
   void begin() { begin_ = at::sequence_number::peek(); }
-  // `visible`: what forward returned leads to nodes, so that a backward without any of them is not its.
+  // `visible`: tensors were found in what forward returned, so a backward that reaches none of their nodes is not
+  // its.
   void end(bool synchronized, bool visible) {
     add(begin_, at::sequence_number::peek(), synchronized);
     hidden_local_ = !synchronized && !visible;
@@ -37,7 +38,7 @@ class Forwards {
     hidden_ = !visible;
   }
   // Nodes that the current thread made from `begin` to `end`: a forward's, or those of a backward with
-  // create_graph=True through its outputs. A gradient penalty's graph need not hold any of forward's own.
+  // create_graph=True through its outputs. A gradient penalty's graph may hold none of forward's nodes.
   void add(uint64_t begin, uint64_t end, bool synchronized) {
     spans_.add({begin, end, at::RecordFunction::currentThreadId(), synchronized});
   }
@@ -50,8 +51,8 @@ class Forwards {
     armed_ = awaits_backward_ = hidden_ = hidden_local_ = false;
     history_ = {};
   }
-  // Synchronized forwards, and backwards that were not, since the last iteration. Of two ranks in one iteration with
-  // the same history, where one's backward was taken, the other's is the one that it was taken for.
+  // Synchronized forwards, and backwards that were not, since the last iteration. Ranks compare them: where two
+  // ranks' are equal, and the backward of one was taken, the other's backward is the one that the forward waited for.
   struct History {
     int64_t forwards = 0, local_backwards = 0;
   };
@@ -63,7 +64,7 @@ class Forwards {
     bool taken = false;  // it does not, but such a forward waits for a backward
   };
   // Of the graph task that runs now. Walks its nodes once, until one of a synchronized forward is found. `takes`: a
-  // forward that waits takes also a backward that went through no forward of the wrapper.
+  // waiting forward takes a backward through no forward of the wrapper, too, and not only a local one.
   Answer origin(bool takes) const {
     if (armed_ || hidden_) return {Origin::kSynchronized};
     bool local = hidden_local_;
@@ -73,8 +74,8 @@ class Forwards {
       return span && span->synchronized;
     });
     if (synchronized) return {Origin::kSynchronized, true};
-    // As in torch, a synchronized forward whose backward has not come takes what comes. It may well be its own: a
-    // reentrant checkpoint's graph is made during backward.
+    // As in torch, a synchronized forward whose backward has not come takes what comes. It may be its own: a
+    // reentrant checkpoint makes its graph during backward.
     if (awaits_backward_ && (takes || local)) return {Origin::kSynchronized, false, true};
     return {local ? Origin::kLocal : Origin::kBypassed};
   }
@@ -85,7 +86,7 @@ class Forwards {
   }
 
  private:
-  NodeSpans spans_;  // one that is older than these is still known by its outputs' hooks
+  NodeSpans spans_;  // an older synchronized forward is known by its outputs' hooks alone
   History history_;
   uint64_t begin_ = 0;
   bool armed_ = false;

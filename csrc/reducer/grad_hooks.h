@@ -17,8 +17,8 @@
 
 namespace minddp {
 
-// What is told of a gradient: its parameter's index, and the contribution that came (undefined: none). Autograd
-// keeps a reference to that one while hooks run; it may be the very memory of `.grad`.
+// What is told of a gradient: its parameter's index, and the contribution that came (undefined: none). Autograd still
+// holds it while hooks run; `.grad` may be that same memory.
 using OnReady = std::function<void(size_t index, const at::Tensor& contribution)>;
 // The same moment, before `.grad` has grown.
 using BeforeGrowth = std::function<void(size_t index)>;
@@ -47,8 +47,8 @@ class GradHooks {
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;
 
-  // A cast, or a parametrization, gives a parameter another node. One that is frozen has none, and keeps the hook
-  // that it had: unfrozen, it has that node again.
+  // A cast, or a parametrization, gives a parameter another node. A frozen parameter has none: the hook stays on its
+  // old node, which it gets back when it is unfrozen.
   void renew(const std::vector<at::Tensor>& parameters) {
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (!parameters[i].requires_grad()) continue;

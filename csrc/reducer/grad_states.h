@@ -28,14 +28,14 @@ class GradStates {
   static constexpr int kNone = -1;
   explicit GradStates(size_t count) : used(count, 0), states_(count) {}
 
-  // By parameter: 1 where a (defined) gradient has arrived since the last synchronization. no_sync accumulates what
-  // the next one sends. (torch's local_used_map.)
+  // By parameter: 1 where a (defined) gradient has arrived since the last synchronization. The next one sends what
+  // no_sync left. (torch's local_used_map.)
   std::vector<int32_t> used;
 
   GradState& operator[](size_t index) { return states_[index]; }
   const GradState& operator[](size_t index) const { return states_[index]; }
 
-  // `never_sent`: a static graph's, which no iteration averages. `within_no_sync`: where backward runs.
+  // `never_sent`: a static graph excluded it. `within_no_sync`: backward runs there.
   void arrived(
       size_t index, Origin origin, int graph_task, const at::Tensor& grad, bool never_sent, bool within_no_sync) {
     GradState& state = states_[index];
@@ -44,13 +44,13 @@ class GradStates {
     if (bypassed) state.bypassed_grad = grad;
     if (origin == Origin::kLocal && !within_no_sync) state.outside_no_sync = true;
   }
-  // An exception has ended a backward whose gradients were to be averaged. One that came from the hook of a first
-  // gradient leaves no other trace.
+  // An exception has ended a backward whose gradients were to be averaged. If none of our gradients had come yet,
+  // only this records it.
   void interrupted(int graph_task) { interrupted_in_ = graph_task; }
   void forget_interruption() { interrupted_in_ = kNone; }
   bool is_interrupted() const { return interrupted_in_ != kNone; }
-  // The last gradient of an iteration came in this backward; its buckets are all on their way.
-  void all_launched(int graph_task) { ended_in_ = graph_task; }
+  // The iteration ends in this backward: its last buckets leave now.
+  void iteration_ends_in(int graph_task) { ended_in_ = graph_task; }
   // What has been accumulated is on all ranks now, but for what is never sent.
   void averaged(const auto& never_sent) {
     std::fill(used.begin(), used.end(), 0);
@@ -60,8 +60,8 @@ class GradStates {
     }
   }
   void given_up() { interrupted_in_ = ended_in_ = kNone; }
-  // Of the same parameters, as another reducer knows them, by their index `there` or -1. Results of another group's
-  // ranks are none of this one's.
+  // Of the same parameters, as another reducer knows them, by their index `there` or -1. Another
+  // group's results do not count here.
   void take_over(const GradStates& before, const std::vector<int64_t>& there, bool same_group) {
     for (size_t i = 0; i < states_.size(); ++i) {
       if (there[i] < 0) continue;
@@ -81,8 +81,8 @@ class GradStates {
   // --- what is asked before optimizer.step() ---
 
   // Parameters whose gradient bypassed the wrapper, and the backward that it came in. By identity of `.grad`: once
-  // zeroed to None, or replaced, it is gone. It may have come through another wrapper's forward: then that one's
-  // arrived_in is not smaller.
+  // zeroed to None, or replaced, it is gone. If it came through another wrapper's forward, that one's arrived_in is
+  // at least as large.
   std::vector<std::pair<size_t, int>> bypassed(const std::vector<at::Tensor>& parameters) const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)

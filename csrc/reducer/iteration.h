@@ -1,8 +1,9 @@
 // What one iteration and one backward know; both are forgotten as a whole.
 //
-// A gradient usually arrives once a backward. In one of several backwards before a synchronization, or where nested
-// checkpoints share its parameter, it arrives in several contributions. The first iteration counts them, and sends
-// nothing before its end; from then on a gradient is whole at its usual last arrival.
+// A gradient usually arrives once a backward. With several backwards in one iteration, or
+// with nested checkpoints that share its parameter, it arrives in several contributions. The first iteration counts
+// them, and sends nothing before its end. From then on a gradient is whole at that count. One more arrival raises the
+// count, as long as the bucket has not left; nothing lowers it.
 #pragma once
 
 #include "forwards.h"
@@ -19,7 +20,7 @@ using Flags = std::vector<char>;  // by parameter
 // From the first gradient of a synchronized backward to the averages.
 struct Iteration {
   explicit Iteration(size_t count) : arrivals(count, 0), absent(count, 0), grown(count, 0) {}
-  // Its vectors keep their memory: who asks where a rank is reads them at any time.
+  // Copied, not moved: another thread may read the vectors, so their memory stays.
   void forget() {
     const Iteration blank(arrivals.size());
     *this = blank;
@@ -44,7 +45,7 @@ struct Iteration {
 struct Learned {
   explicit Learned(size_t count) : expected(count, 1), nested(count, 0) {}
   std::vector<int32_t> expected;  // the arrival at which a gradient is whole
-  Flags nested;  // arrives from a graph inside of backward's own, which nobody knows when backward begins
+  Flags nested;  // comes from a graph that a reentrant checkpoint makes during backward
   int64_t iterations = 0;
 
   enum class Arrival { kEarly, kLast, kExtra };
@@ -56,15 +57,16 @@ struct Learned {
   }
 };
 
-// The backward that has reached us, from its first sign to its end. It has several graph tasks where a program runs
-// backward() in threads, each through an output of its own. A reentrant checkpoint's graph task is none of these.
+// The backward that has reached us, from its first sign (enter_backward) to its end. Autograd calls one run of its
+// engine a graph task. A backward has several where threads call backward(), each through its own output. A reentrant
+// checkpoint runs a graph task inside of another one.
 struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;
-  bool taken = false;        // for a forward that waits, of which the graph holds no sign
-  bool was_taken = false;    // at an earlier sign
+  bool taken = false;        // for a waiting forward that has no node in this graph
+  bool was_taken = false;    // at any sign so far
   bool makes_graph = false;  // create_graph=True
-  bool goes_to_all = false;  // autograd.grad() goes to given inputs, and may bring no gradient at all
+  bool goes_to_all = false;  // false for autograd.grad(), which may bring no gradient at all
   uint64_t begin = 0;        // of the nodes that it makes
   Flags takes_part;          // empty where nobody asks
 

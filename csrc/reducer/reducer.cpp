@@ -15,11 +15,11 @@ int current_graph_task() { return torch::autograd::get_current_graph_task_id(); 
 
 // --- forward
 
-// Nothing of a graph can be noted here: forward makes it, node by node. Only the number from which its nodes count.
+// The graph does not exist yet: only the sequence number at which its nodes will begin is noted.
 void Reducer::begin_forward() {
   grads.forget_interruption();
-  // Cast and cast back, parameters have other AccumulateGrad nodes. One in turn is enough where one that never comes
-  // is an error.
+  // Cast and cast back, parameters have other AccumulateGrad nodes. Looking at one parameter a forward is enough
+  // where absence is an error.
   size_t looks = used_map_.mode() == GraphMode::kFindUnused ? parameters.size() : 1;
   for (; hooks_ && iteration.phase == Phase::kIdle && looks > 0; --looks) {
     turn_ = (turn_ + 1) % parameters.size();
@@ -30,7 +30,7 @@ void Reducer::begin_forward() {
 }
 
 // Where no output is found (a dataclass, tensors kept elsewhere) there is no hook: such a forward takes the next
-// backward. Outputs without a node are found: of a module that is frozen, say.
+// backward. Outputs without a node (a frozen module's) count as found.
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
   forwards.end(synchronized, /*visible=*/!outputs.empty());
   trace_->note(StepEvent::kForwardEnd);
@@ -57,7 +57,7 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
 // --- backward begins
 
 // The first sign of a backward: it has reached an output of a forward, or one of our gradients is there. The latter
-// may be in a reentrant checkpoint's graph task, which knows nothing of the rest.
+// may be in a reentrant checkpoint's graph task, without forward's nodes.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = current_graph_task();
   const bool synchronized = through_synchronized_forward.value_or(false);
@@ -65,7 +65,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   if (synchronized) backward.taken = false;
   if (synchronized && known && !backward.has(graph_task)) await_end_of(graph_task);
   if (known && !(synchronized && backward.has(graph_task) && !backward.is_synchronized())) return;
-  const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();  // what it is, outputs tell
+  const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();  // else outputs' hooks say whose it is
   Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards.origin(takes);
   for (auto& c : cases_) c->on_backward(answer);
   backward.join(answer);
@@ -86,9 +86,8 @@ void Reducer::await_end_of(int graph_task) {
   at_end_of_backward(weak_from_this(), graph_task, &Reducer::finish_backward, &Reducer::backward_is_gone);
 }
 
-// kIncomplete goes on: another backward brings what the first left out. Else all is forgotten here rather than at the
-// end, so that an iteration which an exception ended leaves nothing behind. Parameters that take no part are marked
-// at once: ranks differ in them, and must not differ in when they launch.
+// kIncomplete goes on: another backward brings what the first left out. Parameters that take no part are marked at
+// once: ranks differ in them, and must not differ in when they launch.
 void Reducer::begin_iteration() {
   const bool goes_on = iteration.phase == Phase::kIncomplete;
   if (!goes_on) iteration.forget();
@@ -107,8 +106,8 @@ void Reducer::begin_iteration() {
 
 // --- a gradient arrives
 
-// A post hook on AccumulateGrad, so `.grad` holds the whole sum of this backward's contribution, whoever looks; a
-// hook on the tensor would run before it is there. Errors leave through autograd, which ends backward with them.
+// A post hook on AccumulateGrad, so `.grad` includes this contribution, for all who look; a hook on the tensor would
+// run before it is there. Errors leave through autograd, which ends backward with them.
 void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   auto lock = guard();
   enter_backward(std::nullopt);
@@ -117,7 +116,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
     iteration.next_bucket = 0;
     fail(errors::ready_twice(rank, {index, names[index]}, iteration.arrivals[index] + 1));
   }
-  Arrival arrival{index, contribution, parameters[index].mutable_grad().defined()};
+  ArrivedGradient arrival{index, contribution, parameters[index].mutable_grad().defined()};
   for (auto& c : cases_) c->on_arrival(arrival);
   const bool synchronized = backward.is_synchronized();
   if (arrival.defined && (synchronized || arrival.in_grad)) grads.used[index] = 1;
@@ -137,7 +136,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   if (order == Learned::Arrival::kExtra) gradient_grew(index, contribution);
 }
 
-// The loop, and not this bucket alone: it may have been the one that others, complete before it, waited behind.
+// A loop: later buckets may be complete already, and have waited for this one.
 void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) {
   const size_t b = place_[index].first;
   if (buckets[b]->mark_ready()) trace_->note(b, BucketEvent::kReady);
@@ -157,8 +156,7 @@ void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
   take(index, contribution);
 }
 
-// In every iteration, as soon as it is there: what the program does to `.grad` from here on changes nothing. What no
-// rank uses is not touched.
+// Unused gradients are not packed.
 void Reducer::take(size_t index, const at::Tensor& contribution) {
   auto [b, slot] = place_[index];
   if (buckets[b]->complete() && !skips(b)) return pack(b, contribution);
@@ -195,7 +193,7 @@ void Reducer::launch(size_t index) {
   GradBucket seen = grad_bucket(index, bucket.buffer());
   Flight flight = passes_through() ? Flight{completed(at::empty({0})), nullptr} : run_hook(seen);
   auto note_done = [done = trace_->done, index](Future&) { Trace::note_done(*done, index); };
-  // Not elsewhere, where a future completes when it is enqueued.
+  // CPU only: a device's future completes once the collective is enqueued.
   if (bucket.device().is_cpu()) flight.future->addCallback(note_done, /*uses_future=*/false);
   bucket.launched(std::move(flight));
 }
@@ -203,8 +201,8 @@ void Reducer::launch(size_t index) {
 // --- backward ends
 
 // Autograd calls it when the outermost graph task is over, on the thread that ran its last node, with the caller's
-// streams current. One task may end while another's iteration is open: only its own is closed. Of several that run
-// side by side the last one ends it.
+// streams current. A task that ends closes its own backward, never another task's. Of several that run side by side
+// the last one ends the iteration.
 void Reducer::finish_backward(int graph_task) {
   auto lock = guard();
   if (backward.graph_tasks.size() > 1 && std::erase(backward.graph_tasks, graph_task)) return;
@@ -213,7 +211,7 @@ void Reducer::finish_backward(int graph_task) {
   if (ended.makes_graph && ended.origin != Origin::kBypassed)
     forwards.add(ended.begin, at::sequence_number::peek(), !local);
   if (local) forwards.local_backward_ends();
-  if (iteration.phase != Phase::kBackward || local) return;  // nor does it end an interrupted one's iteration
+  if (iteration.phase != Phase::kBackward || local) return;  // a local one ends no iteration
   trace_->note(StepEvent::kBackwardEnd);
   if (!used_map_.absence_is_fine() && !missing().empty()) {
     iteration.phase = Phase::kIncomplete;
@@ -227,7 +225,7 @@ void Reducer::finish_backward(int graph_task) {
 
 // The used map goes last: it must hold what all of backward used, and its collective has the same place on all ranks.
 void Reducer::launch_rest(int graph_task) {
-  grads.all_launched(graph_task);
+  grads.iteration_ends_in(graph_task);
   while (iteration.next_bucket < buckets.size()) launch_or_skip(iteration.next_bucket);
   send_used_map();
   if (callbacks_.after_last_launch) callbacks_.after_last_launch();
@@ -302,7 +300,7 @@ void Reducer::end_iteration() {
 
 // --- exceptions
 
-// Nobody calls back when an exception ends a backward; but its callback is destroyed, and with it the last reference.
+// On an exception autograd destroys the callback without calling it; destroying its last copy calls this.
 void Reducer::backward_is_gone(int graph_task) {
   auto lock = guard();
   if (!backward.has(graph_task)) return;

@@ -1,9 +1,9 @@
 // The reducer: averages gradients over ranks while backward still makes them.
 //
-// Overview. Gradients are grouped into buckets. A hook on every parameter tells when its gradient is whole;
-// the bucket whose last gradient that was is packed and, once all buckets before it are on their way, handed
-// to the process group. At the end of backward the reducer waits for the collectives, bucket by bucket, and
-// writes the results to `.grad`.
+// Overview. Gradients are grouped into buckets. A hook on every parameter's autograd node reports each gradient. A
+// bucket is packed when its last gradient is whole, and handed to the process group once all buckets before it have
+// left. At the end of backward the reducer waits for the collectives, bucket by bucket, and writes the results to
+// `.grad`.
 //
 // Life of an iteration (enum Phase):
 //
@@ -14,22 +14,25 @@
 //   kLaunched -- next forward, or optimizer.step() --> an error that says so
 //   kLaunched -- a gradient, which would be lost --> kBackward, with an error
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
-//   kIncomplete -- another such backward, which may bring them --> kBackward
+//   kIncomplete -- another synchronized backward, which may bring them --> kBackward
+//   kBackward -- an exception ends backward --> kBackward
+//   kBackward -- next forward, or optimizer.step() --> an error that says so
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names them
 //   any -- abort_iteration() --> kIdle
 //
 // Where a gradient may come from (enum Origin), and what becomes of it:
 //
-//   | its backward goes through ...               | origin        | the reducer                 | step() may use it |
-//   |---------------------------------------------|---------------|-----------------------------|----------------------|
-//   | a forward of the wrapper outside of no_sync | kSynchronized | averages it                 | once it is averaged
-//   | | only forwards under no_sync                 | kLocal        | leaves it to the next       | yes | | | |
-//   synchronized backward       |                      | | no forward, while one waits for a backward  |
-//   kSynchronized | takes it for that one's, as | once it is averaged  | | |               | torch does ("taken") | |
-//   | no forward                                  | kBypassed     | notes it                    | if all ranks' agree
-//   |
+//   | its backward goes through ...           | origin        | the reducer                | step() may use it |
+//   |-----------------------------------------|---------------|----------------------------|-------------------|
+//   | a synchronized forward of the wrapper   | kSynchronized | averages it                | once averaged     |
+//   | none of these, while one still waits    | kSynchronized | counts it as that one's,   | once averaged     |
+//   | for its backward                        |               | as torch does ("taken")    |                   |
+//   | only forwards under no_sync             | kLocal        | leaves it to the next      | yes               |
+//   |                                         |               | synchronized backward      |                   |
+//   | no forward of the wrapper               | kBypassed     | notes it                   | if it is equal on |
+//   |                                         |               |                            | all ranks         |
 //
-// A backward that accumulates into none of our parameters changes nothing: an attack on the inputs, a Jacobian, a
+// A backward that accumulates into none of our parameters sends nothing: an attack on the inputs, a Jacobian, a
 // step of a generator behind a frozen discriminator.
 //
 // A worked example: two ranks, parameters 0, 1 and 2, bucket A = {2}, bucket B = {1, 0}, second iteration.
@@ -46,21 +49,22 @@
 //
 // What always holds.
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group
-//    must be issued in the same order on every rank, and the order of arrival differs from rank to rank.
-//  * A parameter that takes no part is marked ready when the iteration begins. Were its bucket held back until
-//    backward is over, it would be launched behind other modules' collectives, on those ranks alone that did not
-//    use it.
-//  * What a rank sends is a parameter's whole gradient: averages of earlier backwards in it are the same on all
-//  ranks.
-//  * A mean is a sum and a division. `pre_scale` divides while packing, which costs no pass over memory and
-//    keeps half precision in range; `post_scale` while unpacking, for what is known only then.
+//    must be issued in the same order on every rank, and the order of arrival differs from rank to rank. Out of
+//    order, different buckets would be added up, or ranks would wait for each other for ever.
+//  * From the second iteration on, a parameter that takes no part is marked ready when the iteration begins, where
+//    that is known. If its bucket waited for the end of backward, only ranks that did not use it would launch it
+//    behind other modules' collectives.
+//  * A rank sends its whole `.grad`. Earlier averages in it are equal on all ranks, so averaging keeps them.
+//  * A mean is a sum and a division. `pre_scale`, which Python sets to 1/ranks, divides while packing: that costs no
+//    pass over memory, and keeps half precision in range. `post_scale` multiplies while unpacking, for what is known
+//    only then.
 //
 // Threads. Hooks and the end-of-backward callback run on autograd's threads: the caller's for the CPU, one for each
 // device otherwise. They are several where parameters live on several devices, and where a program calls backward()
 // in threads of its own; so each takes mutex_. Lock order: mutex_, then the GIL (Python callbacks are called with
 // mutex_ held, and may come back: it is recursive), so nobody may hold the GIL while asking for mutex_. Everything
-// else REQUIRES that no backward is running, and takes no lock; but what a rank reports of where it is (bindings.cpp:
-// position) reads numbers that may change meanwhile.
+// else is called by the thread that trains, and takes no lock. Only the report of where a rank is (bindings.cpp:
+// position) reads numbers while they may change.
 //
 // reducer.cpp has what runs in an iteration; between_iterations.cpp has the rest.
 #pragma once
@@ -95,11 +99,11 @@ struct ReducerOptions {
   std::string not_in_contexts;                 // cases/context_gradients.h: why not; empty: they can be reduced
 };
 
-// Called on autograd's threads; each may raise, which ends backward with that error.
+// Called on autograd's threads. What one raises ends backward with that error; but on_interrupted()'s is logged.
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // at the end of backward; may issue collectives of its own
   std::function<double()> post_scale;       // in place of the option's, called once before unpacking
-  std::function<void()> on_taken;           // before launching what a backward bypassing the wrapper brought
+  std::function<void()> on_taken;           // at the end of a backward that was taken, before it launches
   std::function<void(const std::string& why)> on_interrupted;  // an exception has ended an iteration's backward
   std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // support/watched_wait.h
 };
@@ -117,7 +121,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // between, is this forward's.
   void begin_forward();
   void end_forward(const std::vector<at::Tensor>& outputs, bool synchronized);
-  // For callers that decide by themselves when to synchronize: the next backward is, wherever forward ran.
+  // For callers that decide when to synchronize: the next backward does, wherever forward ran.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void on_ready(size_t index, const at::Tensor& contribution);  // the hook of parameter `index`
   // With manual_finalization: waits and unpacks, once for each synchronized backward, from a hook in it or
@@ -135,7 +139,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     if (!hook_) return run_allreduce(b);
     return {hook_->run(b), std::exchange(hooks_work_, nullptr)};  // evaluated in this order
   }
-  // A hook that asks for it gets the future alone; the reducer keeps the work, which orders streams (wait.h).
+  // A hook that calls this gets only the future; the reducer keeps the Work, which orders streams (wait.h).
   Flight run_allreduce(const GradBucket& b) {
     if (alone()) return {completed(b.buffer()), nullptr};  // its own sum
     Flight flight = allreduce(*group_, b.buffer(), [&](Future& future) { wait(future, b.index()); });
@@ -159,7 +163,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     if (hooks_) hooks_->renew(parameters);
   }
   void remove_hooks() { hooks_.reset(); }
-  // Goes on where `before`, of the same module, ends: with what is known of the gradients that both reduce.
+  // Copies from `before`, this module's older reducer, what it knows of gradients that both reduce.
   void take_over(const Reducer& before);
   void set_buckets(const Buckets& buckets);  // REQUIRES: each parameter once, one dtype and device a bucket
   void release_buckets();
@@ -173,8 +177,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // Set between iterations.
   bool sync_enabled = true;             // outside of no_sync; read when forward runs, and for a warning in backward
   bool optimizer_in_backward = false;   // a hook has consumed the gradients: nothing to unpack
-  bool skip_all_reduce_unused = false;  // the same buckets are unused on every rank
-  bool manual_finalization = false;     // waiting and unpacking are left to the caller
+  bool skip_all_reduce_unused = false;  // the caller promises that ranks leave the same buckets unused
+  bool manual_finalization = false;     // the caller waits and unpacks; set while no backward is expected
   double pre_scale = 1.0, post_scale = 1.0;
 
   Phase phase() const { return iteration.phase; }
@@ -187,7 +191,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
   const std::string& error() const { return last_error; }
   std::vector<size_t> missing() const;  // in this iteration
-  // A synchronized forward waits for its backward, or that one for its end.
+  // A synchronized forward has no backward yet, or one that has not ended.
   bool expects_backward() const { return iteration.phase != Phase::kIdle || forwards.awaits_backward(); }
   // A synchronized backward runs: known once it has reached an output of forward, before the first gradient.
   bool in_backward() const { return !backward.graph_tasks.empty() && backward.is_synchronized(); }

@@ -28,7 +28,7 @@ struct ReducerState {
   std::vector<std::unique_ptr<Bucket>> buckets;
   mutable std::string last_error;
 
-  // A program may swallow an error inside of backward; the text is kept for whoever asks why a rank did not come.
+  // A program may swallow an error inside of backward; the text says later why this rank is missing.
   [[noreturn]] void fail(const std::string& message) const {
     last_error = message;
     TORCH_CHECK(false, message);
@@ -36,7 +36,7 @@ struct ReducerState {
 };
 
 // A gradient that has come, as the core sees it; a case may correct it.
-struct Arrival {
+struct ArrivedGradient {
   const size_t index;
   const at::Tensor& contribution;  // undefined: none
   bool defined;                    // there is a gradient now
@@ -46,13 +46,13 @@ struct Arrival {
 class Case {
  public:
   virtual ~Case() = default;
-  // A backward has shown itself, and `answer` is what it is taken for.
+  // A backward has reached us; `answer` says whose it counts as.
   virtual void on_backward(Forwards::Answer& answer) {}
   // Autograd is about to add to `.grad`; on_growth() is called where wants_growth().
   virtual bool wants_growth() const { return false; }
   virtual void on_growth(size_t index) {}
   // A gradient has come, of any backward; nothing has been done about it.
-  virtual void on_arrival(Arrival& arrival) {}
+  virtual void on_arrival(ArrivedGradient& arrival) {}
   // An iteration begins; nothing is packed.
   virtual void on_begin() {}
   // Averages are in their places, of parameters with used[index] != 0.

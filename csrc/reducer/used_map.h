@@ -1,8 +1,8 @@
 // What it means that a gradient is missing at the end of backward.
 //
 // Where that is allowed, ranks must agree on which parameters some rank used: one small sum after the last bucket,
-// the one place in the order of collectives that is the same on all ranks. It is awaited only where its result can
-// change anything, so a rank that used all parameters goes on at once.
+// the one place in the order of collectives that is the same on all ranks. Its result is read before unpacking only
+// where it can matter; every rank waits for it at the end.
 #pragma once
 
 #include "transport/allreduce.h"
@@ -21,7 +21,7 @@ namespace minddp {
 enum class GraphMode {
   kAllUsed,     // an error, unless a further backward brings it
   kFindUnused,  // fine. Used on no rank: .grad stays as it was. Used on some: it counts as zero here
-  kStatic,      // as kFindUnused in the first iteration, which decides for all; from then on as kAllUsed for the rest
+  kStatic,      // as kFindUnused at first; from then on, what was used in the first iteration must come
 };
 
 class UsedMap {
@@ -34,8 +34,8 @@ class UsedMap {
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
   // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not come to it.
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
-  // The same, or backward came to it, and no rank got a gradient: a function of autograd's gave None for it. (One
-  // that a hook took from `.grad` is a gradient.)
+  // known_unused(); or backward reached it but gave None, and no rank got a gradient. (One that a hook took from
+  // `.grad` is a gradient.)
   bool gets_no_gradient(size_t index) const { return known_unused(index) || (decided() && !static_any_[index]); }
 
   // Returns when the collective, if there is to be one, is on its way; nothing here waits for `device`.
@@ -75,7 +75,7 @@ class UsedMap {
         static_any_[i] |= grown[i];
       }
     }
-    Map used = static_used_;  // a hook took what was there then, and may leave it now
+    Map used = static_used_;  // a hook that took the gradient then may leave it now
     for (size_t i = 0; i < local.size(); ++i) used[i] |= local[i] && static_any_[i];
     return used;
   }
@@ -87,9 +87,10 @@ class UsedMap {
  private:
   const GraphMode mode_;
   const bool nothing_to_agree_on_;
-  // kStatic: nonzero where some rank had a gradient; the same, or autograd has added one here, which a hook took from
-  // `.grad`; where this rank had one, or backward came to it.
-  Map static_used_, static_any_, static_here_;
+  // kStatic, from the first iteration, nonzero where:
+  Map static_used_;  // some rank had a gradient
+  Map static_any_;   // the same, or autograd has added one here that a hook took from `.grad`
+  Map static_here_;  // this rank had one, or backward came to it
   at::Tensor sum_;
   Flight flight_;
 };

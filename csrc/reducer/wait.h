@@ -1,4 +1,4 @@
-// Waiting for collectives, and collectives that nobody has to wait for.
+// A collective that is under way, and how to wait for it.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,9 +12,9 @@ namespace minddp {
 
 using Future = c10::ivalue::Future;
 
-// A collective that is under way. `work` is there where the reducer made it, and on a device also where a hook had
-// the reducer make it. It holds the inputs, and its wait() orders the current stream after the collective, where the
-// future alone does not. (Its synchronize() is nothing where the process group is written in Python.)
+// A collective that is under way. `work`: set if the reducer started it; on a device also if a hook let the
+// reducer start it. It holds the inputs, and makes the current stream wait for the collective, which the future alone
+// does not.
 struct Flight {
   c10::intrusive_ptr<Future> future;
   c10::intrusive_ptr<c10d::Work> work;

@@ -1,7 +1,7 @@
 // What is to happen when the backward that runs now is over, one way or the other.
 //
 // Autograd calls back at the end of a graph task, and nobody where an exception has ended it; but the callback is
-// destroyed then. Pure but for the callback: any thread that runs a graph task.
+// destroyed then. No state. To be called on a thread that runs a graph task.
 #pragma once
 
 #include <torch/csrc/autograd/engine.h>

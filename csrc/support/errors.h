@@ -77,8 +77,7 @@ inline std::string shared_view(int rank, const Parameter& p) {
       rank, "]");
 }
 
-// static_graph, but a parameter got a gradient that this rank did not use in the first iteration, or that no rank had
-// a gradient of then.
+// static_graph: a parameter got a gradient that was unused here, or had none on any rank, in the first iteration.
 inline std::string graph_changed(int rank, const Parameter& p) {
   return c10::str("Your training graph has changed in this iteration: static_graph=True, but parameter '", p.name,
       "' got a gradient, which it did not in the first iteration. Construct with static_graph=False and "

@@ -1,4 +1,4 @@
-// Two tensors of the same numbers' worth of memory change it with each other: a copy that costs nothing.
+// Two tensors of equal size swap their memory: a copy that costs nothing.
 //
 // CPU only: elsewhere streams order who uses which memory.
 #pragma once
@@ -8,7 +8,7 @@
 namespace minddp {
 
 // False, and nothing has changed, where somebody else holds `tensor` or its memory, where more than `holders` hold
-// that of `flat`, or where one of the two is a part of its memory. `flat` is one-dimensional and as long as `tensor`,
+// that of `flat`, or where one covers only a part of its storage. `flat` is one-dimensional and as long as `tensor`,
 // whose elements lie one after another.
 inline bool exchange_memory(at::Tensor& tensor, at::Tensor& flat, size_t holders) {
   auto is_whole = [](const at::Tensor& t, size_t holders) {

@@ -25,7 +25,7 @@ struct Trace {
   std::vector<int64_t> ready;  // by parameter: its last arrival, when the gradient is whole
   std::vector<BucketTimes> buckets;
   // By bucket, when its collective had ended: written by the transport's threads, perhaps a moment after backward has
-  // returned, and therefore each iteration's own.
+  // returned, so each iteration has its own.
   using Done = std::vector<std::atomic<int64_t>>;
   std::shared_ptr<Done> done;
 

@@ -15,7 +15,7 @@ namespace minddp {
 // From one look at a wait that goes on to the next. A second, but in tests, where time runs faster.
 inline std::atomic<double> look_seconds{1.0};
 
-// Told the seconds so far, at each look without an end, and at a failed end with its error's text, else empty. Ends
+// Called at each look with the seconds so far and "", and at a failed end with the error's text. Ends
 // the wait by raising, and must not block: the wait ends when the future does.
 using OnStall = std::function<void(double seconds, const std::string& error)>;
 

@@ -14,35 +14,49 @@ from typing import Any, NamedTuple
 
 from ..ranks.messages import ranks_text
 from ..ranks.processes import Process, Sight
-from ..ranks.waiting import SHADOWED
 
 _LISTED = 3
-# In the key of a wait outside of backward, between the wrapper's and the collective's number.
-COLLECTIVE = "/collective "
+
+
+class Awaited(NamedTuple):
+    """What a rank waits for, as all ranks say it: equal where they wait for the same. Travels as JSON.
+
+    ``wrapper``: whose it is; the group's name where it is no wrapper's. ``iteration``: of the wrapper's backward; 0:
+    outside of one. ``collective``: its number among the wrapper's outside of backward; 0: none of these. ``what``: in
+    words. ``joins``: the rank has no data, and takes part in whatever the others send.
+    """
+
+    wrapper: str
+    iteration: int = 0
+    collective: int = 0
+    what: str = ""
+    joins: bool = False
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for.
+    """A wait of this rank.
 
-    ``key``: the same on all ranks that wait for it. ``rank``: this one, in the group. ``ranks``: the group's, in the
-    default group, whose numbers all texts have. ``wrapper`` and ``iteration``: whose backward waits; neither is there
-    outside of one. ``collective``: the number of a wrapper's, outside of backward. ``within``: this rank has still to
-    send its part of that backward. ``parameters``: names by index of those whose gradients are waited for. ``hook``:
-    the communication hook that sends them, if one does. ``given_up``: the last iteration that this rank gave up.
+    ``what``: what it is for, in words. ``rank``: this one, in the group. ``ranks``: the group's, by their numbers in
+    the default group, which all texts use. ``iteration``: this rank's, where a backward waits. ``within``: it has
+    still to send its part of that backward. ``parameters``: names by index of those whose gradients are waited for.
+    ``hook``: the communication hook that sends them, if one does. ``given_up``: the last iteration that this rank gave
+    up.
     """
 
-    key: str
+    awaited: Awaited
     what: str
     rank: int
     ranks: tuple[int, ...]
-    wrapper: str = ""
     parameters: dict[int, str] = field(default_factory=dict)
     hook: str = ""
     iteration: int = 0
     within: bool = False
-    collective: int = 0
     given_up: int = 0
+
+    @property
+    def wrapper(self) -> str:
+        return self.awaited.wrapper
 
     @property
     def here(self) -> int:
@@ -67,6 +81,12 @@ class Fact(NamedTuple):
     report: dict[str, Any] | None = None
     failure: dict[str, Any] | None = None
     silent: bool = False
+
+    @property
+    def awaits(self) -> Awaited | None:
+        """What it says that it waits for."""
+        said = (self.report or {}).get("wait")
+        return Awaited(*said) if said else None
 
 
 class Kind(Enum):
@@ -149,19 +169,18 @@ def _alone(fact: Fact, wait: Wait) -> Kind:
         return Kind.SILENT
     if not report:
         return Kind.UNKNOWN
-    return Kind.WAITS if report.get("wait") or report.get("collective") else Kind.BUSY
+    return Kind.WAITS if fact.awaits or report.get("collective") else Kind.BUSY
 
 
 def _has_sent_its_part(fact: Fact, wait: Wait) -> bool:
-    waits = (fact.report or {}).get("wait") or ""
-    if waits and not fact.silent and fact.failure is None:
-        if waits == wait.key or waits.endswith(SHADOWED) or wait.what == SHADOWED:
-            return True  # a rank without data takes part in whatever the others send
+    theirs, mine = fact.awaits, wait.awaited
+    if theirs and not fact.silent and fact.failure is None and (theirs == mine or theirs.joins or mine.joins):
+        return True
     place = (fact.failure or fact.report or {}).get("places", {}).get(wait.wrapper)
     if place is None:
         return False
-    if wait.collective:
-        return bool(place["collectives"] >= wait.collective)
+    if mine.collective:
+        return bool(place["collectives"] >= mine.collective)
     done = place["iteration"] - (place["phase"] != "between")
     return bool(wait.iteration and done >= wait.iteration)
 
@@ -179,7 +198,7 @@ def _is_certainly_missed(fact: Fact, wait: Wait) -> bool:
     if fact.sight is not None and fact.sight.how:
         return True
     place = (fact.failure or {}).get("places", {}).get(wait.wrapper)
-    return place is not None and wait.iteration + wait.collective > 0  # and has not sent its part
+    return place is not None and wait.iteration + wait.awaited.collective > 0  # and has not sent its part
 
 
 def comes(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool | None:
@@ -193,24 +212,20 @@ def comes(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool | None:
     """
     if judge([fact], wait)[0][1] in CERTAIN:
         return False
-    if wait.within and _waits_for_iteration(fact, wait) == wait.iteration:
+    theirs = fact.awaits
+    if wait.within and theirs and (theirs.wrapper, theirs.iteration) == (wait.wrapper, wait.iteration):
         return bool((fact.report or {}).get("history") == own["history"])
     return False if _has_passed(fact, wait, own) else None
 
 
-def _waits_for_iteration(fact: Fact, wait: Wait) -> int | None:
-    whose, _, iteration = ((fact.report or {}).get("wait") or "").partition("|")[0].rpartition("/")
-    return int(iteration) if whose == wait.wrapper and iteration.isdigit() else None
-
-
 def _has_passed(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool:
-    report = fact.report or {}
-    waits = (report.get("wait") or "").partition("|")[0]
-    if waits.startswith(wait.wrapper + COLLECTIVE):
-        return int(waits.rpartition(COLLECTIVE)[2]) > own["collectives"]
-    if (iteration := _waits_for_iteration(fact, wait)) is not None:
-        return iteration > wait.iteration - wait.within
-    place = report.get("places", {}).get(wait.wrapper)
+    theirs = fact.awaits
+    if theirs and theirs.wrapper == wait.wrapper:
+        if theirs.collective:
+            return bool(theirs.collective > own["collectives"])
+        if theirs.iteration:
+            return theirs.iteration > wait.iteration - wait.within
+    place = (fact.report or {}).get("places", {}).get(wait.wrapper)
     return place is not None and (
         place["iteration"] - (place["phase"] in ("forward", "loss")) > wait.iteration
         or (place["stepped"] and not own["stepped"] and place["iteration"] == wait.iteration)
@@ -239,19 +254,15 @@ def _because(fact: Fact) -> Sequence[int]:
 def root_causes(judged: Judged) -> Judged:
     """Without those that failed, or wait, because of another one of them."""
     found = {fact.rank for fact, _ in judged}
-    first = [
-        (fact, kind)
-        for fact, kind in judged
-        if not found & set(_because(fact)) - {fact.rank}
-    ]
+    first = [(fact, kind) for fact, kind in judged if not found & set(_because(fact)) - {fact.rank}]
     return [(fact, kind) for fact, kind in first if kind is not Kind.WAITS] or first or judged
 
 
 def describe(fact: Fact, kind: Kind, wait: Wait) -> str:
-    """"rank 1 (process 77 on a) is stopped"."""
+    """ "rank 1 (process 77 on a) is stopped"."""
     who = f"rank {fact.rank}" + (f" ({fact.process})" if fact.process else "")
     words = (fact.failure or {}).get("words", "")
-    return f"{who} " + TABLE[kind][2].format(words=words, end=_end(fact), where=_where(fact.report, wait))
+    return f"{who} " + TABLE[kind][2].format(words=words, end=_end(fact), where=_where(fact, wait))
 
 
 def _end(fact: Fact) -> str:
@@ -261,7 +272,8 @@ def _end(fact: Fact) -> str:
     return f"is gone ({how or 'its program has ended, or was killed, or ran out of memory'}), without a word"
 
 
-def _where(report: dict[str, Any] | None, wait: Wait) -> str:
+def _where(fact: Fact, wait: Wait) -> str:
+    report = fact.report
     if not report:
         return "nowhere yet"
     line = f", at {report['line']}" if report.get("line") else ""
@@ -269,8 +281,8 @@ def _where(report: dict[str, Any] | None, wait: Wait) -> str:
     words = f". Its last error: {report['words']}" if report.get("words") else ""
     inside = f", in torch.distributed's {report['collective']}" if report.get("collective") else ""
     rest = f"{line}{inside}{does}"
-    if report.get("wait"):
-        return f"waits for {report['wait'].rpartition('|')[2]}{line}{words}"
+    if fact.awaits:
+        return f"waits for {fact.awaits.what}{line}{words}"
     here = report["places"].get(wait.wrapper) or next(iter(report["places"].values()), None)
     if here is None:
         return f"is past its last DistributedDataParallel{rest}{words}"
@@ -314,4 +326,3 @@ def slow(wait: Wait, seconds: float, judged: Judged, store_is_silent: bool) -> s
         f"{waited}. {ranks_text([fact.rank for fact, _ in absent])} did not come yet: slow, or in another branch of "
         f"the program ({who}).{silent}"
     )
-

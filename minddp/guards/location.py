@@ -26,7 +26,7 @@ class Activity:
         self._looked, self._used = time.monotonic(), 0.0
 
     def __call__(self, native_id: int) -> str:
-        """"computes", "sleeps or waits", or "waits for a disk"; empty where nobody can tell.
+        """ "computes", "sleeps or waits", or "waits for a disk"; empty where nobody can tell.
 
         ``native_id``: the kernel's, as the thread itself was told; after a fork Python's ``Thread`` has its parent's.
         """

@@ -74,6 +74,4 @@ def _camps(values: Sequence[Any]) -> str:
     camps: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         camps.setdefault(value, []).append(rank)
-    return " | ".join(
-        ranks_text(ranks) + " lack it" * (value is None) for value, ranks in camps.items()
-    )
+    return " | ".join(ranks_text(ranks) + " lack it" * (value is None) for value, ranks in camps.items())

@@ -31,7 +31,7 @@ from ..ranks import waiting
 from . import optimizer_guard, times, watchdog
 from .evidence import (
     CERTAIN,
-    COLLECTIVE,
+    Awaited,
     Judged,
     Kind,
     Wait,
@@ -177,7 +177,7 @@ class StallInspector:
     def collective(self) -> Iterator[None]:
         """Inside, this thread's waits are those of a collective outside of backward. All ranks begin one."""
         number = self._collectives + 1
-        with _waits_of(f"{self.key}{COLLECTIVE}{number}", self.desync_timeout):
+        with _waits_of(Awaited(self.key, collective=number), self.desync_timeout):
             yield
         self._collectives = number
 
@@ -196,11 +196,10 @@ class StallInspector:
         indices = buckets[bucket] if bucket < len(buckets) else []
         name = f"bucket {bucket}" if indices else "what follows the last bucket"
         wait = Wait(
-            f"{self.key}/{iteration}|{name} of iteration {iteration}",
+            Awaited(self.key, iteration, what=f"{name} of iteration {iteration}"),
             f"the reduction of {name} of iteration {iteration}",
             self._rank,
             self._ranks,
-            self.key,
             {index: self._names[index] for index in indices},
             self.hook,
             iteration,
@@ -216,8 +215,8 @@ class StallInspector:
         """
         if self._dog is None:
             return None
-        what = waiting.ASKED
-        wait = Wait(f"{self.key}|{what}", what, self._rank, self._ranks, self.key, {}, "", self._iteration(), within)
+        word = Awaited(self.key, what="the others' word on their gradients")
+        wait = Wait(word, word.what, self._rank, self._ranks, iteration=self._iteration(), within=within)
         self._dog.waits(wait, urgent=False)
         facts = self._dog.facts([self._ranks[rank]])
         if times.warning_is_due(seconds):
@@ -242,7 +241,7 @@ class StallInspector:
             self._checked = (iteration, time.monotonic())
         if not self._dog.failed:
             return
-        wait = Wait("", f"iteration {iteration + 1}", self._rank, self._ranks, self.key)
+        wait = Wait(Awaited(self.key), f"iteration {iteration + 1}", self._rank, self._ranks)
         facts = self._dog.facts([rank for rank in wait.others() if rank in self._dog.failed])
         missed = set() if self.hook else {r for r, seen in self._dog.failed.items() if seen < since[1]}
         causes: Judged = [
@@ -287,17 +286,14 @@ def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> N
     timeouts = [timeout for timeout in given if timeout is not None]
     timeout = max(timeouts) if len(timeouts) == len(given) else None
     ranks = tuple(dist.get_process_group_ranks(group))
-    wrapper, _, number = _owner.key.partition(COLLECTIVE)
-    wait = Wait(
-        f"{_owner.key or group.group_name}|{what}", what, group.rank(), ranks, wrapper, collective=int(number or 0)
-    )
-    look_into(dog, group, wait, seconds, error, timeout)
+    awaited = (_owner.awaited or Awaited(group.group_name))._replace(what=what, joins=what == waiting.SHADOWED)
+    look_into(dog, group, Wait(awaited, what, group.rank(), ranks), seconds, error, timeout)
 
 
 class _Owner(threading.local):
-    """Whose wait this thread's is: a key that all ranks give it, and the wrapper's ``desync_timeout``."""
+    """Whose wait this thread's is, and that wrapper's ``desync_timeout``."""
 
-    key = ""
+    awaited: Awaited | None = None
     patience: tuple[float | None, ...] = ()
 
 
@@ -305,18 +301,18 @@ _owner = _Owner()
 
 
 @contextmanager
-def _waits_of(key: str, desync_timeout: float | None) -> Iterator[None]:
-    outer = _owner.key, _owner.patience
-    _owner.key, _owner.patience = key, (desync_timeout,)
+def _waits_of(awaited: Awaited | None, desync_timeout: float | None) -> Iterator[None]:
+    outer = _owner.awaited, _owner.patience
+    _owner.awaited, _owner.patience = awaited, (desync_timeout,)
     try:
         yield
     finally:
-        _owner.key, _owner.patience = outer
+        _owner.awaited, _owner.patience = outer
 
 
 def construction(desync_timeout: float | None) -> AbstractContextManager[None]:
     """A wrapper is being made on this thread: its waits are as patient as it will be."""
-    return _waits_of("", desync_timeout)
+    return _waits_of(None, desync_timeout)
 
 
 waiting.set_watcher(_watch)

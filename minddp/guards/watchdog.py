@@ -257,7 +257,7 @@ class Watchdog:
         waits, places = wait is not None and self._is_waiting(), self._where()
         own = places.get(wait[1].wrapper, {}) if wait is not None else {}
         return {
-            "wait": wait[1].key if wait is not None and waits else None,
+            "wait": wait[1].awaited if wait is not None and waits else None,
             "history": own.get("history"),
             "places": places,
             "line": line,

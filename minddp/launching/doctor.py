@@ -85,9 +85,7 @@ def _try_step(backend: str, ranks: int) -> str:
     through_the_group = {"MINDDP_ALWAYS_REDUCE": "1"}  # one rank alone, too
     device = "cuda" if backend == "nccl" else "cpu"
     try:
-        differing = run_ranks(
-            _step, ranks, device, timeout=_TIMEOUT_SECONDS, backend=backend, env=through_the_group
-        )
+        differing = run_ranks(_step, ranks, device, timeout=_TIMEOUT_SECONDS, backend=backend, env=through_the_group)
     except RankError as error:
         last = {rank: text.strip().splitlines()[-1] for rank, text in error.failures.items()}
         return "failed. " + "; ".join(f"rank {rank}: {line}" for rank, line in sorted(last.items()))

@@ -82,7 +82,7 @@ def _device(group: dist.ProcessGroup) -> torch.device:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """"rank 1", "ranks 0, 2": for messages."""
+    """ "rank 1", "ranks 0, 2": for messages."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

@@ -139,9 +139,7 @@ def check(group: Any = None, timeout: float | None = None) -> None:
     reports, missing = _exchange(group, environment.order_timeout() if timeout is None else timeout)
     if missing:
         names = ", ".join(str(rank) for rank in missing)
-        raise CollectiveOrderError(
-            f"rank {names} did not reach the end of the iteration.\n{describe(reports)}"
-        )
+        raise CollectiveOrderError(f"rank {names} did not reach the end of the iteration.\n{describe(reports)}")
     if len({report["digest"] for report in reports.values()}) > 1:
         raise CollectiveOrderError(f"the ranks issued different collectives.\n{describe(reports)}")
 

@@ -16,8 +16,6 @@ from .. import _C
 
 # What a rank waits for that has run out of data: whatever the others send next.
 SHADOWED = "what the ranks that still have data send next"
-# And one that asks, and goes on or raises by itself when it has no answer.
-ASKED = "the others' word on their gradients"
 # (group, what is waited for, seconds so far, the collective's error or ""): may raise, must not block for long.
 Watcher = Callable[[dist.ProcessGroup, str, float, str], None]
 _watcher: Watcher | None = None

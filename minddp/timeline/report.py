@@ -328,4 +328,3 @@ def _report(arguments: argparse.Namespace) -> None:
         pictures = arguments.picture or [path.with_suffix(".svg"), path.with_suffix(".png")]
         draw(steps, pictures)
         print("drawn:", ", ".join(str(picture) for picture in pictures))
-

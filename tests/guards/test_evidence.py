@@ -15,6 +15,7 @@ from minddp.guards import times
 from minddp.guards.evidence import (
     CERTAIN,
     TABLE,
+    Awaited,
     Fact,
     Kind,
     Wait,
@@ -26,18 +27,27 @@ from minddp.guards.evidence import (
     slow,
 )
 from minddp.ranks.processes import Process, Sight, here, look
-from minddp.ranks.waiting import ASKED, SHADOWED
 from minddp.testing import run_ranks
 
 NAMES = {3: "a.weight", 2: "a.bias"}
-WAIT = Wait("w/7|bucket 1 of iteration 7", "the reduction of bucket 1", 0, (4, 5, 6), "w", NAMES, iteration=7)
-OUTSIDE = Wait("group|buffers", "the buffers", 0, (4, 5, 6))
+WAIT = Wait(
+    Awaited("w", 7, what="bucket 1 of iteration 7"), "the reduction of bucket 1", 0, (4, 5, 6), NAMES, iteration=7
+)
+OUTSIDE = Wait(Awaited("group", what="the buffers"), "the buffers", 0, (4, 5, 6))
+ASKS = Wait(Awaited("w", what="the others' word"), "the others' word", 0, (4, 5, 6), iteration=7)
 PROCESS = Process("node7", "m", 77, 1)
 GONE, KILLED, EXITED = Sight("gone"), Sight("gone", "SIGKILL"), Sight("gone", "exit code 3")
 
 
 def report(
-    phase="between", iteration=6, wait=None, collective="", missing=(), wrapper="w", does="", stepped=False,
+    phase="between",
+    iteration=6,
+    wait=None,
+    collective="",
+    missing=(),
+    wrapper="w",
+    does="",
+    stepped=False,
     history=None,
 ):
     place = {"phase": phase, "iteration": iteration, "missing": list(missing), "stepped": stepped, "collectives": 3}
@@ -54,6 +64,14 @@ def told(
     return {**said, "places": places}
 
 
+def bucket_0(wrapper, iteration):
+    return Awaited(wrapper, iteration, what=f"bucket 0 of iteration {iteration}")
+
+
+def buffers(wrapper, number):
+    return Awaited(wrapper, collective=number, what="the buffers")
+
+
 RUNNING = Sight("running")
 
 
@@ -62,13 +80,13 @@ def fact(rank=5, sight=RUNNING, **known):
 
 
 BUSY = fact(rank=6, report=report())
-THERE = fact(rank=6, report=report(wait=WAIT.key))
+THERE = fact(rank=6, report=report(wait=WAIT.awaited))
 # (what is known of rank 5, of rank 6, the row, a part of what is said)
 CELLS = [
-    (fact(report=report(wait=WAIT.key)), BUSY, Kind.HERE, "waits for the same"),
+    (fact(report=report(wait=WAIT.awaited)), BUSY, Kind.HERE, "waits for the same"),
     (fact(report=report("forward", 8)), BUSY, Kind.HERE, ""),  # it has sent what is waited for
     (fact(report=report("between", 7)), BUSY, Kind.HERE, ""),
-    (fact(report=report(wait=f"group|{SHADOWED}")), BUSY, Kind.HERE, ""),  # without data it takes part in anything
+    (fact(report=report(wait=Awaited("group", joins=True))), BUSY, Kind.HERE, ""),  # without data
     (fact(failure=told(left=True, phase="between"), sight=GONE), BUSY, Kind.HERE, ""),  # left, its part done
     (fact(failure=told(phase="between")), BUSY, Kind.HERE, ""),  # it failed later
     (fact(failure=told()), BUSY, Kind.FAILED, "rank 5 (process 77 on node7) says: KeyError: x"),
@@ -80,7 +98,7 @@ CELLS = [
     (fact(sight=KILLED), BUSY, Kind.ENDED, "is gone (SIGKILL), without a word"),
     (fact(sight=EXITED, failure=told("has ended", left=True, wrapper="x")), BUSY, Kind.ENDED, "(exit code 3)"),
     (fact(sight=GONE), THERE, Kind.ENDED, "is gone (its program has ended, or was killed"),
-    (fact(sight=GONE), fact(rank=6, report=report(wait="v/2|bucket 0 of iteration 2")), Kind.ENDED, "is gone"),
+    (fact(sight=GONE), fact(rank=6, report=report(wait=bucket_0("v", 2))), Kind.ENDED, "is gone"),
     (fact(failure=told("it has destroyed", left=True, iteration=6)), BUSY, Kind.ENDED, "come any more: it has"),
     (fact(failure=told(left=True, wrapper="another")), THERE, Kind.ENDED, "does not come any more"),
     (fact(sight=GONE), BUSY, Kind.GONE, "is gone"),  # rank 6 may be the one that is waited for
@@ -88,9 +106,9 @@ CELLS = [
     (fact(failure=told(left=True, wrapper="another")), BUSY, Kind.GONE, "does not come any more"),
     (fact(sight=Sight("stopped"), report=report()), THERE, Kind.STOPPED, "is stopped (SIGSTOP"),
     (fact(silent=True), THERE, Kind.SILENT, "does not answer"),
-    (fact(silent=True, report=report(wait=WAIT.key)), THERE, Kind.SILENT, "seen: waits for bucket 1 of iteration 7"),
-    (fact(report=report(wait="w/6|bucket 0 of iteration 6")), THERE, Kind.WAITS, "waits for bucket 0 of iteration 6"),
-    (fact(report=report(wait=f"w|{ASKED}")), THERE, Kind.WAITS, f"waits for {ASKED}"),
+    (fact(silent=True, report=report(wait=WAIT.awaited)), THERE, Kind.SILENT, "waits for bucket 1 of iteration 7"),
+    (fact(report=report(wait=bucket_0("w", 6))), THERE, Kind.WAITS, "waits for bucket 0 of iteration 6"),
+    (fact(report=report(wait=ASKS.awaited)), THERE, Kind.WAITS, "waits for the others' word"),
     (fact(report=report(collective="barrier")), THERE, Kind.WAITS, "in torch.distributed's barrier"),
     (fact(report=report("forward", 7, does="computes")), THERE, Kind.BUSY,
      "is in forward of iteration 7, at train.py:3 in f, where it computes; it never produced a.weight, a.bias"),
@@ -132,7 +150,7 @@ def test_a_failure_of_an_iteration_that_this_rank_has_given_up_as_well_is_past()
 def test_outside_of_a_backward_no_iteration_tells_who_has_done_its_part():
     gone = fact(sight=GONE, report=report("between", 99))
     assert judge([gone, BUSY], OUTSIDE)[0][1] is Kind.GONE
-    assert judge([gone, fact(rank=6, report=report(wait=OUTSIDE.key))], OUTSIDE)[0][1] is Kind.ENDED
+    assert judge([gone, fact(rank=6, report=report(wait=OUTSIDE.awaited))], OUTSIDE)[0][1] is Kind.ENDED
 
 
 @pytest.mark.parametrize(
@@ -147,12 +165,11 @@ def test_outside_of_a_backward_no_iteration_tells_who_has_done_its_part():
     ],
 )
 def test_the_number_of_a_collective_tells_who_has_done_its_part(known, kind):
-    fourth = replace(OUTSIDE, key="w/collective 4|the buffers", wrapper="w", collective=4)
+    fourth = replace(OUTSIDE, awaited=buffers("w", 4))
     assert judge([fact(**known), BUSY], fourth)[0][1] is kind
 
 
 OWN = {**report("between", 7)["places"]["w"], "history": [1, 0]}
-ASKS = Wait(f"w|{ASKED}", ASKED, 0, (4, 5, 6), "w", iteration=7)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +183,26 @@ ASKS = Wait(f"w|{ASKED}", ASKED, 0, (4, 5, 6), "w", iteration=7)
         ({"report": report("forward", 8)}, False, None),
         ({"report": report("backward", 8)}, False, False),
         ({"report": report("forward", 9)}, False, False),
-        ({"report": report(wait="w/7|bucket 0 of iteration 7")}, False, None),  # this rank has sent its part
-        ({"report": report(wait="w/7|bucket 0 of iteration 7", history=[2, 0])}, True, False),
-        ({"report": report(wait="w/7|bucket 0 of iteration 7", history=[1, 0])}, True, True),  # in the same one
-        ({"report": report(wait="w/8|bucket 0 of iteration 8")}, False, False),
-        ({"report": report(wait="w/collective 4|the buffers")}, False, False),
-        ({"report": report(wait="w/collective 4|the buffers")}, True, False),
-        ({"report": report(wait="w/collective 3|the buffers")}, False, None),  # this rank has begun it
-        ({"report": report(wait="v/collective 4|the buffers")}, False, None),
+        (
+            {"report": report(wait=bucket_0("w", 7))},
+            False,
+            None,
+        ),  # this rank has sent its part
+        ({"report": report(wait=bucket_0("w", 7), history=[2, 0])}, True, False),
+        (
+            {"report": report(wait=bucket_0("w", 7), history=[1, 0])},
+            True,
+            True,
+        ),  # in the same one
+        ({"report": report(wait=bucket_0("w", 8))}, False, False),
+        ({"report": report(wait=buffers("w", 4))}, False, False),
+        ({"report": report(wait=buffers("w", 4))}, True, False),
+        (
+            {"report": report(wait=buffers("w", 3))},
+            False,
+            None,
+        ),  # this rank has begun it
+        ({"report": report(wait=buffers("v", 4))}, False, None),
         ({"report": report("backward", 7)}, True, None),  # at whose end it may come
         ({"report": report(collective="barrier")}, False, None),
         ({"silent": True}, False, None),
@@ -193,7 +222,7 @@ def test_the_first_cause_is_named():
     both = [(second, Kind.FAILED), (first, Kind.ENDED)]
     assert root_causes(both) == [(first, Kind.ENDED)]
     assert root_causes(both[:1]) == both[:1]
-    victim = (fact(rank=6, report=report(wait="w/6|bucket 0 of iteration 6")), Kind.WAITS)
+    victim = (fact(rank=6, report=report(wait=bucket_0("w", 6))), Kind.WAITS)
     assert root_causes([victim, (first, Kind.STOPPED)]) == [(first, Kind.STOPPED)]
     assert root_causes([victim]) == [victim]
     text = lost(WAIT, 3.0, root_causes(both), "Connection closed\nat somewhere")
