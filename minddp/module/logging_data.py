@@ -17,6 +17,7 @@ import torch.distributed as dist
 from .. import environment
 from ..config import Config
 from ..reduction.reducer import Reducer
+from ..timeline.step_times import on_device
 from .parameters import Parameters
 
 _ALWAYS_RECORDED = 10
@@ -62,14 +63,15 @@ def _join(values: Any) -> str:
 
 
 def times_of(step: dict[str, Any]) -> dict[str, int]:
-    """Nanoseconds of the phases of one ``reducer.last_step()``, under torch's names."""
+    """Nanoseconds of the phases of one ``reducer.last_step()``, under torch's names. On a device, where the host does
+    not know when a collective ran, without its times."""
     launches = [b["launch_ns"] for b in step["buckets"] if b["launch_ns"] >= 0]
     ends = [max(b["done_ns"], b["unpack_begin_ns"] if b["done_ns"] < 0 else -1) for b in step["buckets"]]
     begin, end = step["backward_begin_ns"], step["backward_end_ns"]
     comm_begin = min(launches, default=end)
     comm_end = max([*ends, comm_begin])
     forward = step["forward_begin_ns"]
-    return {
+    times = {
         "forward_compute_time": max(step["forward_end_ns"] - forward, 0),
         "backward_compute_time": max(end - begin, 0),
         "backward_comm_time": max(comm_end - comm_begin, 0),
@@ -80,6 +82,7 @@ def times_of(step: dict[str, Any]) -> dict[str, int]:
         "backward_compute_time_end": end,
         "backward_comm_time_end": comm_end,
     }
+    return {key: times[key] for key in times if "comm_" not in key or not on_device(step)}
 
 
 def _backend_name(group: dist.ProcessGroup) -> str:
@@ -228,7 +231,7 @@ class LoggingData:
         self._recorded += 1
         self._facts["iteration"] = iteration
         self._facts.update(times)
-        for key in _TIMES:
+        for key in [key for key in _TIMES if key in times]:
             self._sums[key] += times[key]
             self._facts[f"avg_{key}"] = self._sums[key] // self._recorded
         unused = [i for i, ready in enumerate(step["ready_ns"]) if ready < 0]

@@ -27,7 +27,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Generator, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -325,6 +325,7 @@ class AutoTuner:
         device: torch.device | str = "cpu",
         settings: TunerSettings | None = None,
     ):
+        self._device = torch.device(device)
         self.settings = settings if settings is not None else TunerSettings()
         self.plan: BucketPlan | None = None
         self.settled = dist.get_world_size(group) == 1  # nothing to communicate, nothing to tune
@@ -333,7 +334,6 @@ class AutoTuner:
         self._names, self._shapes, self._dtypes = list(parameter_names), list(shapes), list(dtypes)
         self._nbytes = list(nbytes)
         self._kinds = list(kinds if kinds is not None else dtypes)
-        self._device = torch.device(device)
         self._seen_iteration = 0
         self._forward_begin_ns = 0
         self._skip = -1  # not begun
@@ -366,8 +366,8 @@ class AutoTuner:
 
     def _read(self, step: dict[str, Any]) -> StepTimes:
         times = StepTimes.from_last_step(step)
-        if self._device.type == "cuda":  # the host only enqueued the step: wait for its end
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":  # the host only enqueued the step: wait for its end
+            torch.accelerator.synchronize(self._device)
             times = times.stretched_to((time.monotonic_ns() - step["forward_begin_ns"]) * 1e-9)
         return times
 
@@ -423,8 +423,10 @@ class AutoTuner:
 
     def _advance(self, times: TrialTimes) -> _Move:
         if self._search is None or self._run is None:
+            # On a device nobody knows when a gradient was ready: only when the host had enqueued what makes it.
+            settings = self.settings if self._device.type == "cpu" else replace(self.settings, max_plans=0)
             self._search = PlanSearch(
-                self._nbytes, self._kinds, self._reducer.buckets(), self.settings, self._samples or ()
+                self._nbytes, self._kinds, self._reducer.buckets(), settings, self._samples or ()
             )
             self._run = self._search.run()
             next(self._run)

@@ -235,8 +235,8 @@ def _time_size(group: Any, nbytes: int, device: torch.device) -> tuple[float, fl
     for _ in range(repeats + 1):
         begin = time.perf_counter()
         dist.all_reduce(message, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:]), sum(times)
 

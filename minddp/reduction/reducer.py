@@ -141,6 +141,14 @@ class Reducer(_C.Reducer):
         super().set_buckets(self._assign(*order))
         return True
 
+    def last_step(self) -> dict[str, Any]:
+        """Stamps of the last synchronized step, in nanoseconds; on a device a bucket says so, since there they are of
+        the host, which enqueues the step."""
+        step = super().last_step()
+        for bucket in step["buckets"] if self._device.type != "cpu" else ():
+            bucket["on_device"] = True
+        return step
+
     def set_buckets(self, buckets: Buckets) -> None:
         """Re-plans; the caller makes all ranks do the same between the same iterations.
 

@@ -55,8 +55,13 @@ class RankStep:
 
     def exposed_late_seconds(self, bucket: BucketTimes) -> float:
         """The part of a bucket's exposed time that is in its ``late_seconds``."""
-        end = min(bucket.done, bucket.launched + self.late_seconds(bucket))
-        return max(0.0, end - max(bucket.launched, bucket.done - bucket.exposed_seconds))
+        end = min(done(bucket), bucket.launched + self.late_seconds(bucket))
+        return max(0.0, end - max(bucket.launched, done(bucket) - (bucket.exposed_seconds or 0.0)))
+
+
+def done(bucket: BucketTimes) -> float:
+    """When its collective ended; on a device, where nobody knows, its launch: nothing is drawn of it."""
+    return bucket.launched if bucket.done is None else bucket.done
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -99,8 +104,8 @@ def _find_late(steps: Sequence[RankStep]) -> None:
             last[bucket.index] = max(last.get(bucket.index, -math.inf), step.origin + bucket.launched)
     for step in steps:
         step.late = {
-            bucket.index: min(bucket.communication_seconds, last[bucket.index] - (step.origin + bucket.launched))
-            for bucket in step.times.buckets
+            b.index: min(b.communication_seconds or 0.0, last[b.index] - (step.origin + b.launched))
+            for b in step.times.buckets
         }
 
 
@@ -128,7 +133,7 @@ def table(steps: Sequence[RankStep]) -> str:
 def _totals(steps: Sequence[RankStep]) -> Iterator[tuple[str, ...]]:
     for step in steps:
         times = step.times
-        parts = [times.step_seconds, times.forward_seconds, times.backward_seconds]
+        parts: list[float | None] = [times.step_seconds, times.forward_seconds, times.backward_seconds]
         parts += [times.communication_seconds, times.exposed_seconds]
         late = sum(step.exposed_late_seconds(bucket) for bucket in times.buckets)
         yield (str(step.rank), *(_ms(part) for part in parts), "-" if step.late is None else _ms(late))
@@ -141,13 +146,13 @@ def _bucket_rows(steps: Sequence[RankStep]) -> Iterator[tuple[str, ...]]:
             size = f"{bucket.nbytes / _MEBIBYTE:.2f}"
             facts = (str(step.rank), str(bucket.index), size, str(len(bucket.parameters)))
             moments = (_ms(bucket.ready), _ms(bucket.launched), _ms(bucket.done))
-            transfer = bucket.communication_seconds - late
-            parts = ("-", "-") if step.late is None else (_ms(late), _ms(transfer))
+            length = bucket.communication_seconds
+            parts = ("-", "-") if step.late is None or length is None else (_ms(late), _ms(length - late))
             yield (*facts, *moments, *parts, _ms(bucket.exposed_seconds))
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}"
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -207,14 +212,14 @@ def draw(steps: Sequence[RankStep], paths: Sequence[str | Path]) -> None:
 
 def _title(steps: Sequence[RankStep]) -> str:
     """Of the rank that stood still for longest."""
-    worst = max(steps, key=lambda step: step.times.exposed_seconds)
+    worst = max(steps, key=lambda step: step.times.exposed_seconds or 0.0)
+    begin = f"Iteration {worst.times.iteration}: {len(worst.times.buckets)} buckets"
+    if worst.times.communication_seconds is None or worst.times.exposed_seconds is None:
+        return f"{begin}; the host's part, which enqueues them"
     communication, exposed = worst.times.communication_seconds * 1e3, worst.times.exposed_seconds * 1e3
     late = sum(worst.exposed_late_seconds(bucket) for bucket in worst.times.buckets) * 1e3
     of_it = f", {late:.1f} ms of it for a late rank" if late >= 0.05 else ""
-    return (
-        f"Iteration {worst.times.iteration}: {len(worst.times.buckets)} buckets; rank {worst.rank}: "
-        f"{communication:.1f} ms of communication, {exposed:.1f} ms exposed{of_it}"
-    )
+    return f"{begin}; rank {worst.rank}: {communication:.1f} ms of communication, {exposed:.1f} ms exposed{of_it}"
 
 
 def _draw_rank(axes: Any, step: RankStep, origin_ms: float, lanes: dict[int, int]) -> None:
@@ -233,20 +238,20 @@ def _draw_rank(axes: Any, step: RankStep, origin_ms: float, lanes: dict[int, int
         colors=_COLORS["gradient"],
     )  # fmt: skip
     for bucket in times.buckets:
-        late = step.exposed_late_seconds(bucket)
+        late, exposed = step.exposed_late_seconds(bucket), bucket.exposed_seconds or 0.0
         if late:
-            bar(0, bucket.done - bucket.exposed_seconds, late, "late")
-        if bucket.exposed_seconds > late:
-            bar(0, bucket.done - bucket.exposed_seconds + late, bucket.exposed_seconds - late, "wait")
+            bar(0, done(bucket) - exposed, late, "late")
+        if exposed > late:
+            bar(0, done(bucket) - exposed + late, exposed - late, "wait")
         bar(2, bucket.launched - bucket.pack_seconds, bucket.pack_seconds, "copy")
         bar(2, bucket.unpacked - bucket.unpack_seconds, bucket.unpack_seconds, "copy")
         row = 2.65 + 0.7 * (lanes[bucket.index] + 0.5) / count
         begin = bucket.launched + step.late_seconds(bucket)  # of the transfer
         bar(row, bucket.launched, begin - bucket.launched, "early", 0.7 / count)
-        bar(row, begin, bucket.done - begin, "collective", 0.7 / count)
+        bar(row, begin, done(bucket) - begin, "collective", 0.7 / count)
         if count <= 8 and len(times.buckets) <= 40:
             style = {"ha": "center", "va": "center", "fontsize": 7 if count <= 3 else 5, "color": "white"}
-            axes.text(origin_ms + (begin + bucket.done) / 2 * 1e3, row, str(bucket.index), **style)
+            axes.text(origin_ms + (begin + done(bucket)) / 2 * 1e3, row, str(bucket.index), **style)
     axes.set_yticks(range(4), _ROWS, fontsize=8)
     axes.set_ylim(3.5, -0.5)
     axes.set_title(f"rank {step.rank}", loc="left", fontsize=9)
@@ -259,7 +264,7 @@ def _lanes(steps: Sequence[RankStep]) -> dict[int, int]:
     flights: dict[int, list[tuple[int, float, float]]] = {}
     for step in steps:
         for bucket in step.times.buckets:
-            flights.setdefault(bucket.index, []).append((step.rank, bucket.launched, bucket.done))
+            flights.setdefault(bucket.index, []).append((step.rank, bucket.launched, done(bucket)))
     lanes: dict[int, int] = {}
     busy: list[dict[int, float]] = []  # by lane: until when each rank's is taken
     for index, flight in sorted(flights.items()):

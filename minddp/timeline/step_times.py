@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "BucketTimes", "Stamps", "StepTimes", "ended", "flight", "launched_buckets", "step_begin",
+    "BucketTimes", "Stamps", "StepTimes", "ended", "flight", "launched_buckets", "on_device", "step_begin",
     "step_times", "waits",
 ]  # fmt: skip
 
@@ -26,11 +26,12 @@ class BucketTimes:
         parameters: indices of its parameters.
         ready: when its last gradient arrived.
         launched: when its collective was launched.
-        done: when its collective ended.
+        done: when its collective ended; ``None`` on a device, where the host knows only when it enqueued it.
         unpacked: when its gradients were in place.
         pack_seconds, communication_seconds, unpack_seconds: packing; launch to end; unpacking (0 when
             gradients are views of the bucket).
         exposed_seconds: how long the step stood still for this bucket after backward had ended.
+            ``communication_seconds`` and this are ``None`` on a device.
     """
 
     index: int
@@ -38,24 +39,25 @@ class BucketTimes:
     parameters: tuple[int, ...]
     ready: float
     launched: float
-    done: float
+    done: float | None
     unpacked: float
     pack_seconds: float
-    communication_seconds: float
+    communication_seconds: float | None
     unpack_seconds: float
-    exposed_seconds: float
+    exposed_seconds: float | None
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One synchronized step of this rank, in seconds.
+    """One synchronized step of this rank, in seconds. On a device all are the host's, which enqueues the step.
 
     Attributes:
         iteration: which synchronized backward, from 1.
         forward_seconds: the forward, up to where backward began; 0 when the next forward has begun.
         backward_seconds: autograd's backward, without the wait for collectives after it.
-        communication_seconds: time during which at least one collective was under way.
-        exposed_seconds: the part of it that nothing hid: backward had ended and the step waited.
+        communication_seconds: time during which at least one collective was under way; ``None`` on a device.
+        exposed_seconds: the part of it that nothing hid: backward had ended and the step waited; ``None`` on a
+            device.
         step_seconds: from forward's begin until the averaged gradients were in place.
         buckets: those that were reduced, in launch order.
     """
@@ -63,8 +65,8 @@ class StepTimes:
     iteration: int
     forward_seconds: float
     backward_seconds: float
-    communication_seconds: float
-    exposed_seconds: float
+    communication_seconds: float | None
+    exposed_seconds: float | None
     step_seconds: float
     buckets: tuple[BucketTimes, ...]
 
@@ -90,15 +92,21 @@ def step_times(step: Stamps) -> StepTimes:
     begin = step_begin(step)
     exposed = {wait.bucket: wait.end - wait.begin for wait in waits(step)}
     launched = launched_buckets(step)
+    seen = not on_device(step)
     return StepTimes(
         iteration=step["iteration"],
         forward_seconds=(origin - begin) * _NS,
         backward_seconds=(step["backward_end_ns"] - origin) * _NS,
-        communication_seconds=_covered([flight(bucket) for bucket in launched]) * _NS,
-        exposed_seconds=sum(exposed.values()) * _NS,
+        communication_seconds=_covered([flight(bucket) for bucket in launched]) * _NS if seen else None,
+        exposed_seconds=sum(exposed.values()) * _NS if seen else None,
         step_seconds=(step["finalize_end_ns"] - begin) * _NS,
         buckets=tuple(_bucket_times(bucket, origin, exposed.get(bucket["index"], 0)) for bucket in launched),
     )
+
+
+def on_device(step: Stamps) -> bool:
+    """Whether its collectives ran on a device: the stamps after a launch say when the host enqueued what follows."""
+    return any(bucket.get("on_device", False) for bucket in step["buckets"])
 
 
 def ended(step: Stamps) -> bool:
@@ -113,18 +121,19 @@ def launched_buckets(step: Stamps) -> list[Stamps]:
 
 def _bucket_times(bucket: Stamps, origin: int, exposed_ns: int) -> BucketTimes:
     launched, done = flight(bucket)
+    seen = not bucket.get("on_device", False)
     return BucketTimes(
         index=bucket["index"],
         nbytes=bucket["nbytes"],
         parameters=tuple(bucket["parameters"]),
         ready=(bucket["ready_ns"] - origin) * _NS,
         launched=(launched - origin) * _NS,
-        done=(done - origin) * _NS,
+        done=(done - origin) * _NS if seen else None,
         unpacked=(max(done, bucket["unpack_end_ns"]) - origin) * _NS,
         pack_seconds=_length(bucket["pack_begin_ns"], launched) * _NS,
-        communication_seconds=(done - launched) * _NS,
+        communication_seconds=(done - launched) * _NS if seen else None,
         unpack_seconds=_length(bucket["unpack_begin_ns"], bucket["unpack_end_ns"]) * _NS,
-        exposed_seconds=exposed_ns * _NS,
+        exposed_seconds=exposed_ns * _NS if seen else None,
     )
 
 
@@ -134,8 +143,11 @@ def _length(begin: int, end: int) -> int:
 
 
 def flight(bucket: Stamps) -> tuple[int, int]:
-    """Launch and end of a bucket's collective; an end that was not seen is that of the wait for it."""
+    """Launch and end of a bucket's collective; an end that was not seen is that of the wait for it. On a device,
+    where nobody knows it, the launch twice."""
     launch = bucket["launch_ns"]
+    if bucket.get("on_device", False):
+        return launch, launch
     ends = [bucket["done_ns"], bucket["unpack_begin_ns"]]
     return launch, next((end for end in ends if end >= launch), launch)
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import minddp
 from minddp import _C, sync_batchnorm
 from minddp.guards import watchdog
+from minddp.planner.autotune import TunerSettings
 from minddp.ranks.processes import Process, here
 from minddp.testing import run_ranks, shutdown
 from tests.streams import extension, programs
@@ -301,6 +302,37 @@ def _copies(rank: int, world_size: int) -> list[str]:
 
 def test_the_pass_on_lists_copies_as_the_readable_version() -> None:
     assert run_ranks(_copies, 1, backend=None) == [[]]
+
+
+def _times(rank: int, world_size: int) -> tuple[list[Any], dict[str, int], set[str]]:
+    """The last step's communication times, the logged numbers, and the trials of ``bucket_cap_mb="auto"``."""
+    device = extension.load()
+    device.seed(0)
+    x, side_x = programs.batches(extension.NAME)[0]
+    with programs.group():
+        model = minddp.DistributedDataParallel(programs.Branches(extension.NAME), bucket_cap_mb="auto")
+        tuner = model._minddp_engine.tuner
+        assert tuner is not None
+        tuner.settings = TunerSettings(warmup_iterations=2, measured_iterations=1, laps=1, caps_mb=(1,))
+        for _ in range(20):
+            model(x, side_x).square().mean().backward()
+        step = model.last_step()
+        logged = model._get_ddp_logging_data()
+        trials = {trial.name for trial in tuner._search.trials} if tuner._search is not None else set()
+    device.synchronize()
+    unknown = [step.communication_seconds, step.exposed_seconds]
+    for bucket in step.buckets:
+        unknown += [bucket.done, bucket.communication_seconds, bucket.exposed_seconds]
+    return unknown, logged, trials
+
+
+def test_no_communication_time_is_made_up_on_a_device() -> None:
+    """The host enqueues a step, and knows of no collective when it ran; nothing is planned from such times."""
+    unknown, logged, trials = run_ranks(_times, 1, backend=None)[0]
+    assert len(unknown) >= 5 and set(unknown) == {None}
+    assert logged["backward_compute_time"] > 0
+    assert not [key for key in logged if "comm_time" in key]
+    assert trials and not [name for name in trials if name.startswith("planned")]
 
 
 def _hears_of_a_failure(rank: int, world_size: int, path: str) -> str:

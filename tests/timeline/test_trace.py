@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from minddp import timeline
-from minddp.timeline import Trace, recording, step_times
+from minddp.timeline import RankStep, Trace, recording, step_times, table
 from minddp.timeline.recording import after_step
 from minddp.timeline.report import _lanes, draw, rank_steps
 
@@ -75,6 +75,21 @@ def test_seconds_of_a_step():
     assert (second.launched, second.done, second.unpacked) == pytest.approx((0.012, 0.026, 0.028))
     assert (second.pack_seconds, second.communication_seconds) == pytest.approx((0.001, 0.014))
     assert (second.nbytes, second.parameters, second.unpack_seconds) == (2000, (1,), pytest.approx(0.002))
+
+
+def test_a_step_on_a_device_has_no_communication_times():
+    """The host's stamps say when it enqueued; a table of them has dashes."""
+    stamps = step()
+    for bucket in stamps["buckets"]:
+        bucket["on_device"] = True
+    times = step_times(stamps)
+    assert times.backward_seconds == pytest.approx(0.020)
+    assert (times.communication_seconds, times.exposed_seconds) == (None, None)
+    for bucket in times.buckets:
+        assert (bucket.done, bucket.communication_seconds, bucket.exposed_seconds) == (None, None, None)
+    part = {"rank": 0, "offset_ns": 0}
+    rows = table([RankStep(part, {"parameter_names": ["a", "b", "c"]}, stamps)]).splitlines()
+    assert rows[2].split()[-2:] == ["-", "-"]
 
 
 def test_views_are_not_unpacked():
