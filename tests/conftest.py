@@ -4,6 +4,7 @@
 criterion is what a test is for, not how long it takes. ``all`` is for
 
 - the same promise once more: on 3 ranks where 2 have it, further cells of a matrix, further draws of a search;
+- what torch's class does by itself: no change of ours can make it fail;
 - starts as users do them, where another test holds the promise without (`tests/zygote.py` lists them).
 
 Every promise, every capability on 2 ranks and every defect's regression is in both.
@@ -13,6 +14,7 @@ Every promise, every capability on 2 ranks and every defect's regression is in b
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -57,6 +59,7 @@ def pytest_configure(config: Any) -> None:
 def pytest_collection_modifyitems(config: Any, items: list[pytest.Item]) -> None:
     _choose_tier(config, items)
     _choose_turn(config, items)
+    _begin_with_long(config, items)
 
 
 def _choose_tier(config: Any, items: list[pytest.Item]) -> None:
@@ -92,6 +95,21 @@ def _choose_turn(config: Any, items: list[pytest.Item]) -> None:
     chosen = set(files[which - 1 :: parts])
     config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
     items[:] = [item for item in items if item.path in chosen]
+
+
+def _begin_with_long(config: Any, items: list[pytest.Item]) -> None:
+    """Each of pytest's workers begins with some of the tests that are marked ``long``: what begins last is short."""
+    if not hasattr(config, "workerinput"):
+        return
+    workers = config.workerinput["workercount"]
+    long = [item for item in items if item.get_closest_marker("long")]
+    rest = iter([item for item in items if not item.get_closest_marker("long")])
+    dealt: list[pytest.Item] = []
+    for worker in range(workers):  # as `worksteal` deals them: the same number of neighbours to each
+        head = long[worker::workers]
+        number = (len(items) - len(dealt)) // (workers - worker)
+        dealt += [*head, *itertools.islice(rest, max(0, number - len(head)))]
+    items[:] = dealt
 
 
 # --- what a run says at its end ---------------------------------------------------------------------------

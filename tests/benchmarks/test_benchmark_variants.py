@@ -74,6 +74,7 @@ def _make_any(rank: int, world_size: int, variant: str) -> None:
     _make(rank, variant)
 
 
+@pytest.mark.long
 def test_every_variant_averages_the_same_gradients():
     for differences in run_ranks(_variants, 2):
         assert len(differences) >= len(CASES) - 1

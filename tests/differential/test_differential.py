@@ -23,6 +23,7 @@ PARTS = 4
 SEED = int(os.environ.get("MINDDP_SEED", "10"))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300 + PROGRAMS)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_drawn_programs_train_the_same(part):
@@ -33,6 +34,7 @@ def test_drawn_programs_train_the_same(part):
     assert hunt.done == len(drawn)
 
 
+@pytest.mark.all
 @pytest.mark.timeout(120)
 def test_torch_against_itself_shows_nothing():
     hunt = Hunt(1, range(30), worlds=(2, 3), candidate="torch").run()

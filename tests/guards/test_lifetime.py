@@ -100,6 +100,7 @@ def _power_sgd(rank: int, world_size: int) -> None:
         ddp(torch.ones(2, 16)).sum().backward()
 
 
+@pytest.mark.long
 def test_no_thread_of_a_group_destroys_it() -> None:
     """It would join itself: with torch's class, one of five such ends aborts the process."""
     for _ in range(40):

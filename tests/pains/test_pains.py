@@ -20,6 +20,7 @@ def test_with_minddp(index):
     assert re.search(pain.says, ours.text), ours
 
 
+@pytest.mark.all
 @pytest.mark.skipif(f"class of torch {TORCH} " not in PAGE.read_text(), reason="the page tells of another torch")
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("index", ROWS)

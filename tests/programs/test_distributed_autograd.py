@@ -282,6 +282,7 @@ def _beside_torch(rank, world_size, port):
     return different
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_as_with_torch(world_size):
     assert run_ranks(_beside_torch, world_size, free_port(), timeout=150, env=LOOPBACK) == [[]] * world_size

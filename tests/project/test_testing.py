@@ -110,6 +110,7 @@ def test_ranks_that_cannot_go_on_are_not(pool, fn, says):
     assert not set(pool.run(_process)) & set(before)
 
 
+@pytest.mark.long
 def test_spawned_ranks_do_the_same():
     """What users get, who have no zygote."""
     pool = RankPool(2, start=spawn)

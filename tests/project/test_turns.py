@@ -1,4 +1,4 @@
-"""``--turn 2/3``: parts of the tests that take turns leave nothing out and share nothing."""
+"""Which tests run, and in what order: ``--turn 2/3`` leaves nothing out and shares nothing; long ones begin early."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import pytest_collection_modifyitems
+from tests.conftest import _begin_with_long, pytest_collection_modifyitems
 
 ITEMS = [SimpleNamespace(path=Path(f"test_{file}.py"), name=f"{file}{i}") for file in "caebd" for i in range(3)]
 
@@ -31,3 +31,14 @@ def test_parts_are_whole_files_and_together_everything() -> None:
 def test_another_turn_is_refused(turn: str) -> None:
     with pytest.raises(pytest.UsageError, match="like of 2/3"):
         _chosen(turn)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("long", [(), (0, 1, 2, 3), (9, 13), range(14)])
+def test_each_worker_begins_with_long_ones(workers: int, long: tuple[int, ...]) -> None:
+    given = [SimpleNamespace(number=i, get_closest_marker=lambda _, i=i: i in long) for i in range(14)]
+    items: list[Any] = list(given)
+    _begin_with_long(SimpleNamespace(workerinput={"workercount": workers}), items)
+    assert sorted(item.number for item in items) == list(range(14))
+    begins = [0, *(14 * i // workers for i in range(1, workers))]
+    assert sum(items[begin].number in long for begin in begins) == min(workers, len(long))

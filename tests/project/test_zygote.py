@@ -137,6 +137,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_nothing_outlives_a_killed_user(tmp_path: Path) -> None:
     """Neither the rank, which sleeps, nor the zygotes, which were this user's alone."""

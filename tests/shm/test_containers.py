@@ -70,6 +70,7 @@ def assert_gloo_and_a_warning(answers: list[dict[str, Any]]) -> None:
 
 
 @needs_namespaces
+@pytest.mark.long
 def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
     """64 KiB, for 1.2 MB of gradients: nothing lies there."""
     # One namespace for both, as in one container.

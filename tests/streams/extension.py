@@ -41,7 +41,7 @@ def build() -> Any:
     folder().mkdir(parents=True, exist_ok=True)
     return cpp_extension.load(
         "minddp_streams",
-        [str(path) for path in sorted(HERE.glob("*.cpp"))],
+        [str(HERE / "extension.cpp")],
         build_directory=str(folder()),
         extra_cflags=["-O1", "-g0", "-std=c++20", "-Wno-unused-parameter"],
     )

@@ -100,6 +100,7 @@ def _faults(rank: int, world_size: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.long  # whoever is first compiles the device
 def test_the_device_finds_what_is_not_ordered() -> None:
     found = run_ranks(_faults, 1, backend=None)[0]
     assert found["none"] == []
