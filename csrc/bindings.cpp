@@ -216,7 +216,7 @@ void bind_grad_bucket(py::module_& module) {
       "One bucket, as a communication hook sees it; offers what torch.distributed.GradBucket does.")
       .def("index", &GradBucket::index, "Position of the bucket in launch order.")
       .def("buffer", &GradBucket::buffer, "The flat 1-D tensor of all gradients in the bucket.")
-      .def("gradients", &GradBucket::gradients, "One parameter-shaped window on buffer() per parameter.")
+      .def("gradients", &GradBucket::gradients, "One parameter-shaped view on buffer() per parameter.")
       .def("parameters", &GradBucket::parameters, "The parameters, in the order of gradients().")
       .def("is_last", &GradBucket::is_last, "Whether this bucket is the last to be reduced.")
       .def("set_buffer", &GradBucket::set_buffer, py::arg("buffer"), "Puts another tensor in buffer()'s place.");

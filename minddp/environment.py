@@ -9,7 +9,7 @@ variable                       meaning
 ``MINDDP_DESYNC_TIMEOUT``      seconds: ``desync_timeout`` of every wrapper that is given none (no such limit)
 ``MINDDP_CHECK_COLLECTIVES``   ``0``: ``minddp.functional`` exchanges no headers before its collectives
 ``MINDDP_ALWAYS_REDUCE``       ``1``: one rank alone goes through its process group too (tests, benchmarks)
-``MINDDP_SHM_HOST_ID``         told apart from other machines' (read by ``csrc/shm``; tests)
+``MINDDP_SHM_HOST_ID``         distinct from other machines' (read by ``csrc/shm``; tests)
 ``MINDDP_CUDA``                while building: ``0`` leaves CUDA out, ``1`` insists on it (``setup.py``)
 ``MINDDP_SHM``                 while building: ``0`` leaves the shared-memory transport out (``setup.py``)
 ``SLURM_*``, ``OMPI_*``         ranks, for ``minddp run --slurm`` and ``--mpi`` (read by ``launching/cluster.py``)

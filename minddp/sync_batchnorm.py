@@ -253,12 +253,12 @@ def _compare_once(module: SyncBatchNorm, x: Tensor, group: Any) -> None:
     work_on(group, x.device)
     rows = gather_objects([x.shape[1], _statistics_dtype(x.dtype).itemsize], group)
     if any(row != rows[0] for row in rows):
-        told = ", ".join(
+        listed = ", ".join(
             f"rank {rank}: {channels} channels, float{8 * width} statistics"
             for rank, (channels, width) in enumerate(rows)
         )
         raise ValueError(
-            f"SyncBatchNorm: the ranks of the group run layers that do not match ({told}). "
+            f"SyncBatchNorm: the ranks of the group run layers that do not match ({listed}). "
             "Build the same model, and call its layers in the same order, on every rank."
         )
     _compared[module] = weakref.ref(group)

@@ -77,7 +77,7 @@ def spawn(target: Callable[..., None], args: tuple[Any, ...], rank: int, pipe: C
     return process  # type: ignore[return-value]
 
 
-# How ranks start where a pool is not told. A test suite may put a quicker way here, for all its pools.
+# How ranks start where a pool does not say. A test suite may put a quicker way here, for all its pools.
 start_rank: Start = spawn
 
 

@@ -4,8 +4,8 @@
 
 namespace minddp {
 
-// A window that lies elsewhere now is the program's, and the slot gets another one. A gradient that lies in another's
-// window gets memory of its own.
+// A view that lies elsewhere now is the program's, and the slot gets another one. A gradient that lies in another's
+// view gets memory of its own.
 void MovedViews::on_begin() {
   for (auto& bucket : state_.buckets) {
     const at::Tensor& buffer = bucket->buffer();
@@ -14,7 +14,7 @@ void MovedViews::on_begin() {
       if (!slot.view.defined()) continue;
       const bool at_home = slot.view.is_alias_of(buffer) && slot.view.strides() == at::IntArrayRef(slot.strides) &&
           slot.view.storage_offset() == buffer.storage_offset() + slot.offset;
-      if (!at_home) slot.view = window(buffer, slot);
+      if (!at_home) slot.view = view_of(buffer, slot);
     }
   }
   for (auto& bucket : state_.buckets) {
@@ -25,7 +25,7 @@ void MovedViews::on_begin() {
   }
 }
 
-// It begins where another parameter's window does, or lies across its own, transposed. Where the window's parameter
+// It begins where another parameter's view does, or lies across its own, transposed. Where the view's parameter
 // has the same gradient, the program has made them one, and they stay so.
 bool MovedViews::is_displaced(const at::Tensor& grad) const {
   const auto begin_alike = [](const at::Tensor& a, const at::Tensor& b) {

@@ -1,8 +1,8 @@
-// Case: gradient_as_bucket_view, where a program has moved the windows.
+// Case: gradient_as_bucket_view, where a program has moved the views.
 //
 // `a.grad, b.grad = b.grad, a.grad` leaves each in the other's place in the buffer. Whichever is packed first would
 // be copied over what the other still accumulates into. `a.grad.data = ...`, which module.to(memory_format=...) does,
-// gives the window itself other memory. When an iteration begins, each slot has its window, and no gradient lies in
+// gives the view itself other memory. When an iteration begins, each slot has its view, and no gradient lies in
 // another's.
 #pragma once
 

@@ -13,7 +13,7 @@ class SharedParameters : public Case {
  public:
   SharedParameters(ReducerState& state, bool alone) : state_(state), alone_(alone) {}
   // `other` reduces some of these parameters. Where one of the two makes gradients `views`, a backward through both
-  // is refused: two windows cannot be one `.grad`.
+  // is refused: two views cannot be one `.grad`.
   void add(const std::shared_ptr<const ReducerState>& other, bool views);
   void on_backward(Forwards::Answer& answer) override;
   void on_arrival(ArrivedGradient& arrival) override;

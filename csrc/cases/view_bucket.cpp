@@ -101,7 +101,7 @@ void ViewBucket::unpack(const at::Tensor& result, double scale, const std::vecto
   if (borrowed_) release();
 }
 
-// It may still write to the buffer: a window on that becomes a tensor of its own.
+// It may still write to the buffer: a view on that becomes a tensor of its own.
 void ViewBucket::leave_to_collective() {
   for (Slot& slot : *slots_)
     if (at::Tensor& grad = slot.grad(); grad.defined() && grad.is_alias_of(buffer_)) grad = grad.clone();

@@ -1,7 +1,7 @@
-// Case: gradient_as_bucket_view. `.grad` is a window on the bucket's buffer from pack on, and shows what is there.
+// Case: gradient_as_bucket_view. `.grad` is a view on the bucket's buffer from pack on, and shows what is there.
 //
 // A gradient alone in its bucket is not copied where nobody else holds its memory: that memory is the buffer. What is
-// added to a window after it was packed lands in the buffer, so the scale is left to the end while more may come.
+// added to a view after it was packed lands in the buffer, so the scale is left to the end while more may come.
 #pragma once
 
 #include "reducer/bucket.h"
@@ -23,7 +23,7 @@ class ViewBucket : public Bucket {
 
  protected:
   void fill(size_t begin, size_t end, const Packing& how) override;
-  at::Tensor new_gradient(const Slot& slot) const override { return borrowed_ ? window(buffer_, slot) : slot.view; }
+  at::Tensor new_gradient(const Slot& slot) const override { return borrowed_ ? view_of(buffer_, slot) : slot.view; }
   void leave_to_collective() override;
 
  private:

@@ -34,7 +34,7 @@ void Bucket::begin_backward() {
 // At the first pack: a bucket that never copies gradients needs no memory of its own.
 void Bucket::allocate() {
   buffer_ = options_.allocate ? options_.allocate(numel_, buffer_options()) : at::empty({numel_}, buffer_options());
-  for (Slot& slot : *slots_) slot.view = window(buffer_, slot);
+  for (Slot& slot : *slots_) slot.view = view_of(buffer_, slot);
 }
 
 void Bucket::release() {
@@ -110,9 +110,9 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
       result.scalar_type() != grad_dtype_ || grad.scalar_type() != grad_dtype_ || !result.is_same(buffer_) ||
       !is_one_piece(slot, grad))
     return false;
-  // The buffer's memory is held by itself and by the slot's window.
+  // The buffer's memory is held by itself and by the slot's view.
   if (!exchange_memory(grad, buffer_, 2)) return false;
-  slot.view = window(buffer_, slot);
+  slot.view = view_of(buffer_, slot);
   if (scale != 1.0) grad.mul_(scale);
   return true;
 }
@@ -130,7 +130,7 @@ at::Tensor Bucket::new_gradient(const Slot& slot) const {
   return at::empty_strided(p.sizes(), slot.strides, p.options().dtype(grad_dtype_).requires_grad(false));
 }
 
-// The reverse of copy_in; a gradient that is its window needs no copy.
+// The reverse of copy_in; a gradient that is its view needs no copy.
 void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
   at::Tensor flat = result.reshape({-1}).contiguous();
   const char* base = static_cast<const char*>(flat.const_data_ptr());

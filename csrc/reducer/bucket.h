@@ -1,4 +1,4 @@
-// One bucket: a flat buffer, its windows, and the two passes over memory.
+// One bucket: a flat buffer, its views, and the two passes over memory.
 //
 //   pack    .grad of every parameter -> buffer              (copy + scale + cast; on the CPU as each arrives)
 //   unpack  buffer, after the collective -> .grad           (the same)
@@ -7,7 +7,7 @@
 // gradient that keeps autograd's layout contract is one contiguous piece on both sides. Until unpack, whoever looks
 // at a gradient sees this rank's own. Threads: the reducer's; a bucket has no lock.
 //
-// Two cases are buckets of another kind: cases/view_bucket.h, where `.grad` is a window on the buffer, and
+// Two cases are buckets of another kind: cases/view_bucket.h, where `.grad` is a view on the buffer, and
 // cases/sparse_bucket.h.
 #pragma once
 
@@ -36,7 +36,7 @@ class Bucket {
     at::Tensor parameter;
     int64_t offset;  // in elements
     std::vector<int64_t> strides;
-    at::Tensor view;              // parameter-shaped window on the buffer (not a view to autograd)
+    at::Tensor view;              // parameter-shaped view on the buffer (not a view to autograd)
     bool packed = false;          // in this backward
     at::Tensor* place = nullptr;  // of the gradient, where a case has another than `.grad`
     at::Tensor& grad() const { return place ? *place : parameter.mutable_grad(); }
@@ -143,7 +143,7 @@ class Bucket {
 };
 
 // set_ instead of as_strided: no autograd view, so users may detach_() gradients.
-inline at::Tensor window(const at::Tensor& buffer, const Bucket::Slot& slot) {
+inline at::Tensor view_of(const at::Tensor& buffer, const Bucket::Slot& slot) {
   const int64_t begin = buffer.storage_offset() + slot.offset;
   return at::empty({0}, buffer.options()).set_(buffer.storage(), begin, slot.parameter.sizes(), slot.strides);
 }

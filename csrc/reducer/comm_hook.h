@@ -19,7 +19,7 @@ class GradBucket {
   bool is_last() const { return is_last_; }
   const at::Tensor& buffer() const { return buffer_; }
   void set_buffer(at::Tensor buffer) { buffer_ = std::move(buffer); }
-  std::vector<at::Tensor> gradients() const {  // parameter-shaped windows on buffer()
+  std::vector<at::Tensor> gradients() const {  // parameter-shaped views on buffer()
     if (buffer_.is_sparse()) return {buffer_};
     std::vector<at::Tensor> tensors;
     for (const Bucket::Slot& s : *slots_)

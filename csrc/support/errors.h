@@ -68,11 +68,11 @@ inline std::string summed_again(int rank, const std::string& name) {
       "backward; to accumulate, run all but the last backward, and their forwards, in no_sync(). [rank ", rank, "]");
 }
 
-// Two wrappers reduce one gradient, which is a window on one's bucket, in the same backward.
+// Two wrappers reduce one gradient, which is a view on one's bucket, in the same backward.
 inline std::string shared_view(int rank, const Parameter& p) {
   return c10::str("Parameter '", p.name,
       "' belongs to two wrappers that both reduce its gradient in this backward, one of them with ",
-      "gradient_as_bucket_view=True: its gradient would be a window on one's bucket, and be changed while the other ",
+      "gradient_as_bucket_view=True: its gradient would be a view on one's bucket, and be changed while the other ",
       "sends it. Construct both with gradient_as_bucket_view=False, or wrap once the module that holds both. [rank ",
       rank, "]");
 }

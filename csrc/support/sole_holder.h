@@ -1,6 +1,6 @@
 // Whether a gradient's memory is known to nobody but the gradient itself.
 //
-// Gradients may share memory: that of torch.cat's inputs are windows on one tensor, and a hook may have kept one.
+// Gradients may share memory: that of torch.cat's inputs are views on one tensor, and a hook may have kept one.
 // What changes such memory before the end of backward changes what others still read. Pure.
 #pragma once
 

@@ -67,12 +67,12 @@ class Move:
 
 
 def phases_and_moves() -> tuple[list[str], list[Move]]:
-    """The enum of reducer.h, and the moves that its first comment lists."""
-    text = (ROOT / "csrc" / "reducer" / "reducer.h").read_text()
-    enum = re.search(r"enum class Phase \{([^}]*)\}", text)
-    lines = re.findall(r"^//   (.+?) -- (.*?) --> (.*)$", text, re.MULTILINE)
+    """The enum of iteration.h, and the moves that reducer.h's first comment lists."""
+    folder = ROOT / "csrc" / "reducer"
+    enum = re.search(r"enum class Phase \{([^}]*)\}", (folder / "iteration.h").read_text())
+    lines = re.findall(r"^//   (.+?) -- (.*?) --> (.*)$", (folder / "reducer.h").read_text(), re.MULTILINE)
     if enum is None or not lines:
-        raise ValueError("csrc/reducer/reducer.h: no enum class Phase, or no list of its moves")
+        raise ValueError("csrc/reducer: no enum class Phase in iteration.h, or no list of its moves in reducer.h")
     names = [name.strip() for name in enum[1].split(",")]
     moves = []
     for begin, why, end in lines:

@@ -40,8 +40,7 @@ class Wait:
     ``what``: what it is for, in words. ``rank``: this one, in the group. ``ranks``: the group's, by their numbers in
     the default group, which all texts use. ``iteration``: this rank's, where a backward waits. ``within``: it has
     still to send its part of that backward. ``parameters``: names by index of those whose gradients are waited for.
-    ``hook``: the communication hook that sends them, if one does. ``given_up``: the last iteration that this rank gave
-    up.
+    ``hook``: the communication hook that sends them, if one does. ``given_up``: the last iteration that it gave up.
     """
 
     awaited: Awaited
@@ -70,9 +69,9 @@ class Wait:
 class Fact(NamedTuple):
     """What is known of another rank.
 
-    ``rank``: in the default group. ``report``: what it last answered. ``failure``: what it has told of its own end,
-    or of an exception. ``sight``: what this machine's kernel says of its process. ``silent``: it was asked, and has
-    not answered for long.
+    ``rank``: in the default group. ``report``: what it last answered. ``failure``: what it has reported of an
+    exception, or of its end. ``sight``: what this machine's kernel says of its process. ``silent``: it was asked, and
+    has not answered for long.
     """
 
     rank: int
@@ -304,13 +303,13 @@ def lost(wait: Wait, seconds: float | None, causes: Judged, error: str) -> str:
     """The error of a rank whose wait is over (``None``: it does not begin), ``error`` being the collective's own."""
     who = "; ".join(describe(fact, kind, wait) for fact, kind in causes[:_LISTED])
     ranks = ranks_text([fact.rank for fact, _ in causes])
-    told = f" The collective's own error: {error.splitlines()[0]}" if error else ""
+    note = f" The collective's own error: {error.splitlines()[0]}" if error else ""
     waited = "" if seconds is None else f", for which rank {wait.here} has waited {seconds:.0f} s"
     if any(kind is Kind.ENDED and not (fact.sight and fact.sight.how) for fact, kind in causes):
-        told += " Ranks with different numbers of batches train inside of `with ddp.join():`."
+        note += " Ranks with different numbers of batches train inside of `with ddp.join():`."
     # Programs look for these words in an error to skip a batch: another rank's lack of memory is none here.
     who = re.sub(r"(?i)out of memory", "out-of-memory", who)
-    return f"{ranks} will not take part in {wait.what}{waited}. {who[0].upper()}{who[1:]}.{told}"
+    return f"{ranks} will not take part in {wait.what}{waited}. {who[0].upper()}{who[1:]}.{note}"
 
 
 def slow(wait: Wait, seconds: float, judged: Judged, store_is_silent: bool) -> str:

@@ -4,7 +4,7 @@ Gloo's threads destroy a collective once it has ended, and take the GIL for that
 Python. Three things follow. Nobody may join those threads while holding the GIL. They must be gone before
 the interpreter is: one that asks for the GIL while Python shuts down is ended in the middle of a C++
 destructor, and the process aborts ("terminate called without an active exception"). And none of them may be
-the last to let go of its own group: it would join itself, and the process aborts too. That happens with
+the last to release its own group: it would join itself, and the process aborts too. That happens with
 communication hooks whose callbacks know the group (PowerSGD's do): backward is over when a callback has run,
 and the thread frees it a moment later. A group that was given to ``dist.destroy_process_group()`` ends with its
 last reference, so nothing here may keep one much beyond that.
@@ -38,14 +38,14 @@ _wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def end_in_order(wrapper: Any) -> None:
-    """When the interpreter ends, ``wrapper`` lets go of its group in time; it is asked for ``has_comm_hook``."""
+    """When the interpreter ends, ``wrapper`` releases its group in time; it is asked for ``has_comm_hook``."""
     _wrappers.add(wrapper)
 
 
 def outlive(reducer: _C.Reducer, group: dist.ProcessGroup) -> None:
     """Keeps ``group`` until after the reducer's C++ half is gone.
 
-    That half dies under the GIL, and must not be the last to let go of the group. Let go of from Python, a
+    That half dies under the GIL, and must not be the last to release the group. Released from Python, a
     group is destroyed without the GIL.
     """
     weakref.finalize(reducer, id, group).atexit = False

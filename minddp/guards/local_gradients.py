@@ -1,13 +1,13 @@
 """Steps on gradients that only this rank has.
 
-A backward through the wrapped module itself, past the wrapper, leaves local gradients, as in torch, and waits for
-nobody. An optimizer that uses them takes another step on each rank, and the replicas drift apart. But a gradient that
-every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside the
-other ranks, so they are asked, through the store, and only where such gradients are about to be used.
+A backward through the wrapped module itself bypasses the wrapper. It leaves local gradients, as in torch, and waits
+for nobody. An optimizer that uses them takes another step on each rank, and the replicas drift apart. But a gradient
+that every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside
+the other ranks, so they are asked, through the store, and only where such gradients are about to be used.
 
-A synchronized forward whose backward never came takes the next one, past the wrapper too, as in torch. That is right
-where the other ranks are in that forward's backward, or have such a one as well. Else its collectives would meet the
-others' next ones, and gradients of different things would be added: so ranks meet before that.
+A synchronized forward whose backward never came takes the next one, even one that bypasses the wrapper, as in torch.
+That is right where the other ranks are in that forward's backward, or have such a one as well. Else its collectives
+would meet the others' next ones, and gradients of different things would be added: so ranks meet before that.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LocalGradients:
         """Asks the other ranks once for each such backward, whoever steps how often.
 
         Args:
-            named: all gradients made past the wrapper, with their parameters' names.
+            named: all gradients that bypassed the wrapper, with their parameters' names.
             backward: the last backward that made one, as autograd numbers them on this rank.
             iteration: how many synchronized iterations there have been, on all ranks alike.
 
@@ -140,7 +140,7 @@ class LocalGradients:
                 if comes:
                     return True
                 if comes is False or now - begin >= longest:
-                    # Meanwhile it may have come, and gone on; or this machine, or the store, stood still.
+                    # Meanwhile it may have come, and gone on; or this machine, or the store, was blocked.
                     return self._store.check([key])
             time.sleep(min(0.001 + (now - begin) / 10, 0.25 * times.look))
         return True

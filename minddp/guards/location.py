@@ -28,7 +28,7 @@ class Activity:
     def __call__(self, native_id: int) -> str:
         """ "computes", "sleeps or waits", or "waits for a disk"; empty where nobody can tell.
 
-        ``native_id``: the kernel's, as the thread itself was told; after a fork Python's ``Thread`` has its parent's.
+        ``native_id``: the kernel's, as the thread itself knows it; after a fork Python's ``Thread`` has its parent's.
         """
         state, used = thread_state(native_id)
         now = time.monotonic()

@@ -38,7 +38,7 @@ class Guarded(Protocol):
     def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """Of what was made past another, ``id`` of a parameter -> (index there, backward): what did not come here."""
 
-    def step_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def yield_ownership(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another has been made around some of ``parameters``: it cares for them."""
 
 
@@ -111,7 +111,7 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> _Steps:
 
 
 def interrupted(guarded: Guarded) -> bool:
-    """Whether a step on some of its parameters has begun and not ended. Each such step is told of once."""
+    """Whether a step on some of its parameters has begun and not ended. Each such step is reported once."""
     begun = [steps for steps in list(_steps.values()) if steps.begun]
     ids = guarded.parameter_ids() if begun else set()
     found = [steps for steps in begun if steps.is_of(ids)]

@@ -4,7 +4,7 @@
 key                holds
 =================  ===================================================================================================
 ``asked``          how often somebody has asked all ranks where they are
-``told``           how many failures have been told, by all ranks together; ``told/<n>`` is the n-th of them
+``failures``       how many failures have been reported, by all ranks together; ``failures/<n>`` is the n-th
 ``summary``        where all ranks are, as one of those that wait has read it
 ``report/<rank>``  a rank's process, and its answer to the last question
 ``groups/...``     how many default groups a process has had on this store: keys are apart by that number
@@ -83,7 +83,7 @@ class Reports:
         self._file = inner.path if isinstance(inner, dist.FileStore) else None  # type: ignore[attr-defined]
         if self._file is not None:
             store.set_timeout(_FILE_TIMEOUT)
-        for counter in ("asked", "told"):
+        for counter in ("asked", "failures"):
             self._store.add(counter, 0)
         self._store.compare_set("summary", "", "{}")
 
@@ -92,9 +92,8 @@ class Reports:
         return self._file is None or os.path.exists(self._file)
 
     def turn(self, report: Callable[[], Report], waits: bool) -> list[Report]:
-        """Answers who asks, asks where nobody does for the ranks that wait, and returns what was told since the last
-        turn."""
-        asked, told, summary = self._get("asked", "told", "summary")
+        """Answers who asks, asks where nobody does for the ranks that wait, and returns new failures."""
+        asked, failures, summary = self._get("asked", "failures", "summary")
         if int(asked) != self._question:
             self._question = int(asked)
             self.publish(report())
@@ -103,16 +102,16 @@ class Reports:
         else:
             self._waits_since = None
             self._asks.clear()
-        return self._news(int(told))
+        return self._news(int(failures))
 
     def publish(self, report: Report) -> None:
         mine = {"question": self._question, "process": self._process, "at": processes.now(), **report}
         self._store.set(f"report/{self._rank}", json.dumps(mine))
 
     def tell(self, failure: Report) -> None:
-        number = self._store.add("told", 1)
+        number = self._store.add("failures", 1)
         mine = {"rank": self._rank, "process": self._process, "at": processes.now(), **failure}
-        self._store.set(f"told/{number}", json.dumps(mine))
+        self._store.set(f"failures/{number}", json.dumps(mine))
 
     def of(self, rank: int) -> tuple[Report | None, bool]:
         """What the summary says of a rank: its report, and whether it is silent."""
@@ -185,12 +184,12 @@ class Reports:
             return [json.loads(text) for text in self._get(*keys)]
         return [json.loads(*self._get(key)) if self._store.check([key]) else None for key in keys]
 
-    # --- what is told ---
+    # --- failures ---
 
     def _news(self, number: int) -> list[Report]:
         found: list[Report] = []
         while self._read < number:
-            key = f"told/{self._read + 1}"
+            key = f"failures/{self._read + 1}"
             if not self._store.check([key]):  # announced, not there yet
                 break
             self._read += 1

@@ -63,7 +63,7 @@ _inspectors: weakref.WeakSet[StallInspector] = weakref.WeakSet()
 class StallInspector:
     """Watches the waits of one reducer. REQUIRES: a default process group, whose store carries what ranks tell.
 
-    That a rank has failed is told to all reducers together: whichever of them waits for it hears of it.
+    A rank that has failed is reported to all reducers together, whichever of them waits for it.
 
     Args:
         group: the reducer's group.
@@ -135,13 +135,13 @@ class StallInspector:
             self._dog.note_forward()
 
     def note_words(self, error: BaseException) -> None:
-        """An exception has ended forward. The program may handle it: told to those who ask where this rank is."""
+        """An exception has ended forward. The program may handle it: reported to those who ask where this rank is."""
         self._forward_ended_ns = time.monotonic_ns()
         if self._dog is not None:
             self._dog.note_words(exception_text(error))
 
     def note_given_up(self) -> None:
-        """Without a word: another rank may have told of the same iteration."""
+        """Without a word: another rank may have reported the same iteration."""
         self._given_up = self._iteration()
 
     def take_back(self) -> None:
@@ -177,7 +177,7 @@ class StallInspector:
     def collective(self) -> Iterator[None]:
         """Inside, this thread's waits are those of a collective outside of backward. All ranks begin one."""
         number = self._collectives + 1
-        with _waits_of(Awaited(self.key, collective=number), self.desync_timeout):
+        with _waits_of((self.key, number), self.desync_timeout):
             yield
         self._collectives = number
 
@@ -286,14 +286,15 @@ def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> N
     timeouts = [timeout for timeout in given if timeout is not None]
     timeout = max(timeouts) if len(timeouts) == len(given) else None
     ranks = tuple(dist.get_process_group_ranks(group))
-    awaited = (_owner.awaited or Awaited(group.group_name))._replace(what=what, joins=what == waiting.SHADOWED)
+    wrapper, number = _owner.collective or (group.group_name, 0)
+    awaited = Awaited(wrapper, collective=number, what=what, joins=what == waiting.SHADOWED)
     look_into(dog, group, Wait(awaited, what, group.rank(), ranks), seconds, error, timeout)
 
 
 class _Owner(threading.local):
-    """Whose wait this thread's is, and that wrapper's ``desync_timeout``."""
+    """Which wrapper's collective this thread waits in, by name and number; and that wrapper's ``desync_timeout``."""
 
-    awaited: Awaited | None = None
+    collective: tuple[str, int] | None = None
     patience: tuple[float | None, ...] = ()
 
 
@@ -301,13 +302,13 @@ _owner = _Owner()
 
 
 @contextmanager
-def _waits_of(awaited: Awaited | None, desync_timeout: float | None) -> Iterator[None]:
-    outer = _owner.awaited, _owner.patience
-    _owner.awaited, _owner.patience = awaited, (desync_timeout,)
+def _waits_of(collective: tuple[str, int] | None, desync_timeout: float | None) -> Iterator[None]:
+    outer = _owner.collective, _owner.patience
+    _owner.collective, _owner.patience = collective, (desync_timeout,)
     try:
         yield
     finally:
-        _owner.awaited, _owner.patience = outer
+        _owner.collective, _owner.patience = outer
 
 
 def construction(desync_timeout: float | None) -> AbstractContextManager[None]:

@@ -48,7 +48,7 @@ class Watchdog:
 
     Attributes:
         processes: by rank of the default group, as far as known.
-        failures: what ranks have told and not taken back, by rank.
+        failures: what ranks have reported and not taken back, by rank.
         failed: with :meth:`listen`, when this first saw that a rank has failed, has left or is gone.
     """
 
@@ -68,13 +68,13 @@ class Watchdog:
         self._urgent = False
         self._gone: dict[int, float] = {}
         self._words = ""
-        self._told = False
+        self._has_reported = False
         self._later: tuple[float, str] | None = None
         self._trains, self._native_id = threading.main_thread(), os.getpid()  # who has run the last forward
         self._activity = location.Activity()
         self._turn_began = time.monotonic()
         self._stopping = self.lost = False
-        self._heard = float("-inf")  # when the last turn began that has read what was told
+        self._heard = float("-inf")  # when the last turn began that has read what was reported
         self._reports: Reports | None = None
         inner = innermost(store)
         self._port = inner.port if isinstance(inner, dist.TCPStore) else None
@@ -117,7 +117,7 @@ class Watchdog:
             self.note_words(f"{location.exception_text(error)}, which ended the thread that trained")
 
     def note_words(self, words: str) -> None:
-        """Of an exception that the program may handle: told only to those who ask where this rank is."""
+        """Of an exception that the program may handle: reported only to those who ask where this rank is."""
         self._words = words
 
     def tell(
@@ -129,13 +129,13 @@ class Watchdog:
             words: why.
             because: the ranks whose failure this one follows from.
             ends: its program, and not an iteration.
-            over: what was told before holds no more.
-            wait: at most so many seconds until it has been told: the process may be about to end.
+            over: what was reported before holds no more.
+            wait: at most so many seconds until it has been reported: the process may be about to end.
         """
         self._later = None
-        if self._told and not over:
+        if self._has_reported and not over:
             return
-        self._told = not over
+        self._has_reported = not over
         self._outbox.append(self._message(words, because, ends, over))
         self._wake.set()
         if wait and threading.current_thread() is not self._thread:
@@ -143,7 +143,7 @@ class Watchdog:
                 self._sent.wait_for(lambda: self.lost or not self._outbox, wait)
 
     def tell_later(self, words: str) -> None:
-        """Unless more is known in a moment: an exception that nobody catches is told with its text."""
+        """Unless more is known in a moment: an exception that nobody catches is reported with its text."""
         self._later = time.monotonic() + 0.25, words
         self._wake.set()
 
@@ -177,7 +177,7 @@ class Watchdog:
         return times.SETTLED * times.look + times.ANEW * interval
 
     def has_heard_since(self, when: float) -> bool:
-        """Whether what ranks have told was read in a turn that began later."""
+        """Whether what ranks have reported was read in a turn that began later."""
         return self._heard > when
 
     def has_summary(self) -> bool:
@@ -204,7 +204,7 @@ class Watchdog:
                 self._wake.clear()
             if self._later is not None:
                 self.tell(self._later[1])
-            if not self._stopping and not self._told:
+            if not self._stopping and not self._has_reported:
                 self._outbox.append(self._message("it has destroyed its process group", left=True))
             if reports.has_store():
                 self._send(reports)
@@ -277,7 +277,7 @@ class Watchdog:
 
         A thread that comes back from a request to a stopped host while Python shuts down would abort the process.
         """
-        if not self.lost and not self.store_is_silent() and not self._told:
+        if not self.lost and not self.store_is_silent() and not self._has_reported:
             self._say_goodbye()
         self._stopping = True
         self._wake.set()

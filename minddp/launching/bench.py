@@ -4,7 +4,7 @@
     minddp bench overhead --small                         # the step split into compute, collectives and reducer
 
 The scripts are the folder ``benchmarks`` of the source tree, beside this package; an installation without
-the sources has none, and is told so.
+the sources has none, and hears so.
 """
 
 from __future__ import annotations

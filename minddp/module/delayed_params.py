@@ -175,7 +175,7 @@ class DelayedAllReduce:
     def parameter_ids(self) -> set[int]:
         return {id(parameter) for parameter in self._parameters}
 
-    def step_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def yield_ownership(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another wrapper has been made around some of ``parameters``: it cares for them."""
         ids = set(map(id, parameters))
         self._local = {i: b for i, b in self._local.items() if id(self._parameters[i]) not in ids}

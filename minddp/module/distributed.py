@@ -205,7 +205,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
                 self._minddp_engine.name(token)
         for other in optimizer_guard.watched():
             if other is not self._minddp_engine:
-                other.step_aside(wrapped.reduced)
+                other.yield_ownership(wrapped.reduced)
         if self._minddp_engine is not None:
             optimizer_guard.watch(self._minddp_engine)
         lifetime.end_in_order(self)

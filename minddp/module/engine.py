@@ -329,7 +329,7 @@ class Engine(StepCheck):
             self.inspector.report_interrupted(why)
 
     def _on_taken(self) -> None:
-        """A backward past the wrapper is over, which a forward that waited for its own has taken."""
+        """A backward that bypassed the wrapper is over; a forward that waited for its own has taken it."""
         self.report_failure(lambda: self._local_gradients.meet(self.reducer.iteration()))
 
     # --- refusing ---
@@ -341,7 +341,7 @@ class Engine(StepCheck):
     def parameter_ids(self) -> set[int]:
         return {id(parameter) for parameter in self.parameters.reduced}
 
-    def step_aside(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def yield_ownership(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another wrapper has been made around some of ``parameters``: an iteration left unfinished here is over. One
         that waits for finalize_backward() is not, nor is a forward that waits for its backward."""
         if self.reducer.phase() == _C.Phase.LAUNCHED or not self._is_unfinished():
@@ -358,7 +358,7 @@ class Engine(StepCheck):
             self.finite.check()
 
     def report_failure(self, check: Callable[[], Result]) -> Result:
-        """``check()``; what it raises is told to the ranks that will wait for this one."""
+        """``check()``; what it raises is reported to the ranks that will wait for this one."""
         try:
             return check()
         except RuntimeError as error:

@@ -102,7 +102,7 @@ class Parameters:
         """Names: of what is left alone, of what is delayed, and of the trigger (none: empty).
 
         Raises:
-            RuntimeError: the trigger is none of the module's parameters, so that a copy's cannot be told.
+            RuntimeError: the trigger is none of the module's parameters, so that a copy's cannot be found.
         """
         if self.trigger is not None and self.trigger[0] not in dict(every_name(self._module)):
             raise RuntimeError(
@@ -152,10 +152,10 @@ class Parameters:
             )
 
     def _warn_of_hidden(self) -> None:
-        told = {id(p) for _, p in all_parameters(self._module)}
+        known = {id(p) for _, p in all_parameters(self._module)}
         ignored = self.ignored
         hidden = [
-            n for n, p in registered(self._module) if p.requires_grad and id(p) not in told and n not in ignored
+            n for n, p in registered(self._module) if p.requires_grad and id(p) not in known and n not in ignored
         ]
         if hidden:
             warnings.warn(

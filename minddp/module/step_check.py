@@ -1,7 +1,7 @@
 """Whether an optimizer may use the gradients that there are: asked before each of its steps.
 
 Refused are gradients that would let the replicas drift apart without a word: of a backward that is not over, that an
-exception has ended, or that ran past the wrapper and differs between ranks. Told of are those of a backward that ran
+exception has ended, or that bypassed the wrapper and differs between ranks. Logged are those of a backward that ran
 outside of its forward's ``no_sync()``.
 """
 

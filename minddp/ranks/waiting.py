@@ -1,4 +1,4 @@
-"""Waiting for the other ranks, outside of backward, with somebody who is told when it takes long or fails.
+"""Waiting for the other ranks, outside of backward, with a watcher that hears when it takes long or fails.
 
 Each function is over when the collective is. Who watches (``guards``) registers here, since rooms know only those
 below them; without a watcher, and for process groups written in Python, these are plain waits.
@@ -22,7 +22,7 @@ _watcher: Watcher | None = None
 
 
 def set_watcher(watcher: Watcher) -> None:
-    """From now on it is told: once a second while a wait goes on, and when one has failed."""
+    """From now on it is called: once a second while a wait goes on, and when one has failed."""
     global _watcher
     _watcher = watcher
 

@@ -123,7 +123,7 @@ def table(steps: Sequence[RankStep]) -> str:
     lines = [f"iteration {steps[0].times.iteration}: milliseconds; moments since the rank's own backward began"]
     heading: tuple[str, ...] = ("rank", "step", "forward", "backward", "communication", "exposed", "of it late")
     lines += _aligned([heading, *_totals(steps)])
-    lines += ["", "exposed: the step stood still for it, backward having ended"]
+    lines += ["", "exposed: the step waited for it after backward had ended"]
     lines += ["late: until the last rank had launched it; transfer: from then on, waiting for other buckets included"]
     heading = ("rank", "bucket", "MiB", "parameters", "ready", "launched", "done", "late", "transfer", "exposed")
     lines += _aligned([heading, *_bucket_rows(steps)])
@@ -211,7 +211,7 @@ def draw(steps: Sequence[RankStep], paths: Sequence[str | Path]) -> None:
 
 
 def _title(steps: Sequence[RankStep]) -> str:
-    """Of the rank that stood still for longest."""
+    """Of the rank that was blocked for longest."""
     worst = max(steps, key=lambda step: step.times.exposed_seconds or 0.0)
     begin = f"Iteration {worst.times.iteration}: {len(worst.times.buckets)} buckets"
     if worst.times.communication_seconds is None or worst.times.exposed_seconds is None:

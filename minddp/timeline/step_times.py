@@ -30,7 +30,7 @@ class BucketTimes:
         unpacked: when its gradients were in place.
         pack_seconds, communication_seconds, unpack_seconds: packing; launch to end; unpacking (0 when
             gradients are views of the bucket).
-        exposed_seconds: how long the step stood still for this bucket after backward had ended.
+        exposed_seconds: how long the step was blocked by this bucket after backward had ended.
             ``communication_seconds`` and this are ``None`` on a device.
     """
 
@@ -73,7 +73,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class _Wait:
-    """An interval (ns) in which the step stood still for a bucket's collective."""
+    """An interval (ns) in which the step was blocked by a bucket's collective."""
 
     bucket: int
     begin: int
@@ -162,7 +162,7 @@ def _covered(intervals: Sequence[tuple[int, int]]) -> int:
 
 
 def waits(step: Stamps) -> Iterator[_Wait]:
-    """Where the step stood still after backward: until each collective's end, other unpacking apart."""
+    """Where the step was blocked after backward: until each collective's end, other unpacking apart."""
     moment = step["backward_end_ns"]
     for bucket in sorted(launched_buckets(step), key=lambda bucket: max(flight(bucket)[1], moment)):
         done = flight(bucket)[1]

@@ -60,8 +60,10 @@ def test_every_part_names_what_exists(check: ModuleType) -> None:
 
 def test_it_starts_where_minddp_is_not_built() -> None:
     """``--plan`` names each part; neither minddp nor torch is imported."""
-    code = f"import runpy, sys; sys.argv = ['gpu_check.py', '--plan']\ntry: runpy.run_path({str(SCRIPT)!r}, " \
-           "run_name='__main__')\nexcept SystemExit: pass\nassert not {'minddp', 'torch'} & set(sys.modules)"
+    code = (
+        f"import runpy, sys; sys.argv = ['gpu_check.py', '--plan']\ntry: runpy.run_path({str(SCRIPT)!r}, "
+        "run_name='__main__')\nexcept SystemExit: pass\nassert not {'minddp', 'torch'} & set(sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     for name in ("build", "memcheck", "late", "capture", "bandwidth", "at most", "trace-minddp.json.gz", "_C*.so"):
         assert name in done.stdout

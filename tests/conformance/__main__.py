@@ -38,9 +38,7 @@ class Zygote:
 
     def __init__(self, impl: str, module: str, world_size: int):
         command = [sys.executable, "-m", "tests.conformance.zygote", impl, module, str(world_size)]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def _ask(self, request: Answer) -> Answer:
         assert self._process.stdin
@@ -194,9 +192,7 @@ def totals(answers: dict[str, Answer]) -> str:
 def headline(answer: Answer) -> str:
     """The line of a message that says most: the last that names an exception, else the last."""
     lines = answer.get("message", "").strip().splitlines() or [""]
-    return next(
-        (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1]
-    )[:200]
+    return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)), lines[-1])[:200]
 
 
 def arguments() -> argparse.Namespace:

@@ -60,13 +60,9 @@ def _rpc_bases(fixture: str) -> Callable[[ModuleType], tuple[type, ...]]:
 # The key is the module's last name, with the class's name behind a colon where a module has several.
 MODULES = {
     "distributed_test": TestModule(_distributed_bases, (2, 3, 4)),
-    "ddp_under_dist_autograd_test:DdpUnderDistAutogradTest": TestModule(
-        _rpc_bases("DdpUnderDistAutogradTest"), (0,)
-    ),
+    "ddp_under_dist_autograd_test:DdpUnderDistAutogradTest": TestModule(_rpc_bases("DdpUnderDistAutogradTest"), (0,)),
     "ddp_under_dist_autograd_test:DdpComparisonTest": TestModule(_rpc_bases("DdpComparisonTest"), (0,)),
-    "ddp_under_dist_autograd_test:CudaDdpComparisonTest": TestModule(
-        _rpc_bases("CudaDdpComparisonTest"), (0,)
-    ),
+    "ddp_under_dist_autograd_test:CudaDdpComparisonTest": TestModule(_rpc_bases("CudaDdpComparisonTest"), (0,)),
 }
 
 

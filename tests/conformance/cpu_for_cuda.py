@@ -123,9 +123,7 @@ def _rebind_groups() -> None:
         return new_group(*args, **kwargs)
 
     dist.new_group = new_group_of_gloo
-    device_mesh.init_device_mesh = lambda device, *args, **kwargs: init_device_mesh(
-        _to_cpu(device), *args, **kwargs
-    )
+    device_mesh.init_device_mesh = lambda device, *args, **kwargs: init_device_mesh(_to_cpu(device), *args, **kwargs)
 
 
 class _CoarseConv2d(torch.nn.Conv2d):

@@ -29,7 +29,6 @@ def _can_cut():
         return False
 
 
-@pytest.mark.long
 def test_everybody_is_told():
     skip = [] if _can_cut() else ["--without", "cut"]
     done = subprocess.run(

@@ -25,7 +25,7 @@ class _StandsStill(dist.HashStore):
     def check(self, keys):
         there = super().check(keys)
         if not there:
-            self.set(keys[0], "{\"weight\": [1.4142135623730951, 1.764842187284489, 0.963558185417193]}")
+            self.set(keys[0], '{"weight": [1.4142135623730951, 1.764842187284489, 0.963558185417193]}')
             time.sleep(0.03)
         return there
 

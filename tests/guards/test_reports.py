@@ -42,7 +42,7 @@ class Ranks:
     def _rank(self, rank):
         reports = Reports(dist.HashStore(), rank, self.size, ME, clock=lambda: self.now)
         reports._store = self.store
-        for counter in ("asked", "told"):
+        for counter in ("asked", "failures"):
             self.store.add(counter, 0)
         self.store.compare_set("summary", "", "{}")
         return reports

@@ -39,7 +39,7 @@ MAX_FUNCTION_LINES = 60
 
 
 def name_of(path: Path) -> str:
-    """"module.engine" for minddp/module/engine.py, "module" for its ``__init__``, "" for the package's."""
+    """ "module.engine" for minddp/module/engine.py, "module" for its ``__init__``, "" for the package's."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 

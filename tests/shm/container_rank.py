@@ -1,6 +1,6 @@
 """One rank of test_containers.py: tries "shm", then trains over "auto", and says what came of both, as JSON.
 
-    python container_rank.py RANK RANKS FOLDER
+python container_rank.py RANK RANKS FOLDER
 """
 
 from __future__ import annotations

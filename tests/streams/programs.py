@@ -153,9 +153,7 @@ PROGRAMS: dict[str, Program] = {
     "on a stream of the user's": Program(SMALL, on_side=True),
     "side does not wait": Program(SMALL, steps=False, joins=False, reads=False),
     "check_finite": Program({**SMALL, "check_finite": "skip"}),
-    "check_finite, futures that order nothing": Program(
-        {**SMALL, "check_finite": "skip"}, backend=extension.PLAIN
-    ),
+    "check_finite, futures that order nothing": Program({**SMALL, "check_finite": "skip"}, backend=extension.PLAIN),
     "join": Program(SMALL, join=True),
     "join, futures that order nothing": Program(SMALL, join=True, backend=extension.PLAIN),
     "delayed gradients": Program(SMALL, delays=True, side_first_in=()),
@@ -164,9 +162,7 @@ PROGRAMS: dict[str, Program] = {
     "given up, views": Program(
         {**SMALL, "gradient_as_bucket_view": True}, steps=False, joins=False, reads=False, abort_in=(1, 3)
     ),
-    "given up, views, zeros": Program(
-        {**SMALL, "gradient_as_bucket_view": True}, zero=False, abort_in=(1, 3)
-    ),
+    "given up, views, zeros": Program({**SMALL, "gradient_as_bucket_view": True}, zero=False, abort_in=(1, 3)),
     "given up, views, zeros, futures that order nothing": Program(
         {**SMALL, "gradient_as_bucket_view": True}, zero=False, abort_in=(1, 3), backend=extension.PLAIN
     ),

@@ -20,9 +20,7 @@ from minddp.timeline.report import _lanes, draw, rank_steps
 MS = 1_000_000
 
 
-def bucket(
-    index: int, launch: int, done: int, unpack: tuple[int, int] | None, **other: Any
-) -> dict[str, Any]:
+def bucket(index: int, launch: int, done: int, unpack: tuple[int, int] | None, **other: Any) -> dict[str, Any]:
     """Stamps of one bucket in ms; packing takes 1 ms and begins when the bucket is ready."""
     begin, end = unpack or (-1 / MS, -1 / MS)
     stamps = {

@@ -52,7 +52,8 @@ def thread_that_computes(seconds):
 def compute(seconds):
     """On one line of the program."""
     ones, end = torch.ones(100, 100), time.monotonic() + seconds
-    while time.monotonic() < end: ones.mm(ones)  # noqa: E701
+    while time.monotonic() < end:
+        ones.mm(ones)
 
 
 def process(seconds):
