@@ -109,6 +109,15 @@ py::object run_hook(Reducer& reducer, GradBucket& bucket) {
   return to_python(std::move(future));
 }
 
+py::object shadow_used_map(Reducer& reducer) {
+  c10::intrusive_ptr<Future> future;
+  {
+    py::gil_scoped_release release;
+    future = reducer.shadow_used_map();
+  }
+  return future ? to_python(std::move(future)) : py::none();
+}
+
 void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
   reducer.set_comm_hook(std::make_unique<PythonCommHook>(std::move(state), std::move(hook)));
 }
@@ -280,7 +289,7 @@ void bind_reducer(py::module_& module) {
       .def("_run_allreduce_hook", &run_allreduce, py::arg("bucket"))
       .def("run_hook", &run_hook, py::arg("bucket"))
       .def("_get_zeros_like_grad_buckets", &zero_buckets)
-      .def("shadow_used_map", &Reducer::shadow_used_map, Release())
+      .def("shadow_used_map", &shadow_used_map)
       .def(
           "wait_after_backward", [](Reducer& r, const PythonFuture& future) { r.wait_after_backward(future->fut); },
           py::arg("future"))

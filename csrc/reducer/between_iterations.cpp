@@ -114,12 +114,13 @@ void Reducer::check_finished() const {
   fail(errors::unfinished_reduction(rank, absent, cause));
 }
 
-void Reducer::shadow_used_map() {
+c10::intrusive_ptr<Future> Reducer::shadow_used_map() {
   std::fill(grads.used.begin(), grads.used.end(), 0);
   send_used_map();
   used_map_.follow([&](Future& future) { wait(future, buckets.size()); });
   ++trace_->iteration;
   ++learned.iterations;
+  return used_map_.future();
 }
 
 }  // namespace minddp

@@ -244,13 +244,20 @@ void Reducer::finalize_backward_manual() {
 }
 
 // In launch order: what was launched first has had the most time, and the rest goes on while it is unpacked. What
-// other ranks used is known only now, and decides which gradients are made at all.
+// other ranks used decides which gradients are made at all, and travels last: so it is read only at the first bucket
+// for which it matters.
 void Reducer::finalize_backward() {
-  const auto used =
-      used_map_.globally_used(grads.used, iteration.arrivals, iteration.grown, [&] { return used_map(); });
   const double scale = scale_of_results();
-  for (size_t i = 0; i < buckets.size(); ++i) unpack(i, scale, used);
-  for (auto& c : cases_) c->after_unpack(used);
+  std::optional<UsedMap::Map> used;
+  auto read = [&] {
+    used = used_map_.globally_used(grads.used, iteration.arrivals, iteration.grown, [&] { return used_map(); });
+  };
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    if (!used && used_map_.matters_to(*buckets[i]->slots(), grads.used)) read();
+    unpack(i, scale, used ? *used : grads.used);
+  }
+  if (!used) read();
+  for (auto& c : cases_) c->after_unpack(*used);
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets.size());
   used_map_.join([&](Future& future) { wait(future, buckets.size()); });
   end_iteration();

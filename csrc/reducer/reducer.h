@@ -151,8 +151,9 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   }
   // Waited for at the end of the next synchronized backward.
   void wait_after_backward(c10::intrusive_ptr<Future> future) { extra_futures_.push_back(std::move(future)); }
-  // A rank that has no backward of its own (join) sends an empty used map, and counts the iteration.
-  void shadow_used_map();
+  // A rank that has no backward of its own (join) sends an empty used map, and counts the iteration. Returns
+  // the map's collective, to be waited for; null where there is none.
+  c10::intrusive_ptr<Future> shadow_used_map();
 
   // --- between iterations (between_iterations.cpp) ---
 

@@ -1,8 +1,8 @@
 // What it means that a gradient is missing at the end of backward.
 //
 // Where that is allowed, ranks must agree on which parameters some rank used: one small sum after the last bucket,
-// the one place in the order of collectives that is the same on all ranks. Its result is read before unpacking only
-// where it can matter; every rank waits for it at the end.
+// the one place in the order of collectives that is the same on all ranks. Its result is read before the first bucket
+// to which it matters is unpacked; every rank waits for it at the end.
 #pragma once
 
 #include "transport/allreduce.h"
@@ -55,12 +55,19 @@ class UsedMap {
     if (!sum_.device().is_cpu()) flight_.work->wait();
   }
   void forget() { flight_ = {}; }
+  // Of the last send; null where nothing was sent.
+  c10::intrusive_ptr<Future> future() const { return flight_.future; }
   // The sum over ranks as of the last send; this rank's own map where none was sent.
   Map sum(const Map& local, const Wait& wait) const {
     if (!flight_.future) return local;
     join(wait);
     at::Tensor map = sum_.cpu();
     return {map.const_data_ptr<int32_t>(), map.const_data_ptr<int32_t>() + map.numel()};
+  }
+  // Whether globally_used() may say of a bucket's parameters what `local` does not.
+  bool matters_to(const auto& slots, const Map& local) const {
+    if (mode_ != GraphMode::kFindUnused) return true;
+    return std::ranges::any_of(slots, [&](const auto& slot) { return !local[slot.index]; });
   }
   // Nonzero for parameters whose gradient some rank has, at the end of a synchronized backward. `arrivals`: how often
   // backward came to each here, with a gradient or without; `grown`: nonzero where with one. `sum()` waits for the

@@ -281,9 +281,9 @@ class Reducer(_C.Reducer):
         if self.weights is not None:
             self.weights.add(0.0)
         futures = [self.run_hook(bucket) for bucket in self._get_zeros_like_grad_buckets()]
-        self.shadow_used_map()
+        used_map = self.shadow_used_map()
         self._after_last_launch()
-        for future in futures:
+        for future in futures if used_map is None else [*futures, used_map]:
             wait_for_future(future, self.group, SHADOWED)
         if self.weights is not None:
             self.weights.post_scale()

@@ -1,5 +1,8 @@
 """Gradients that are reduced where they lie, and those that are packed before their bucket is complete."""
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.testing import RankError, run_ranks
+from tests.streams.late import LateGroup, LateWork
 
 ALONE = {"bucket_cap_mb": 1e-6}  # every gradient has a bucket of its own
 
@@ -349,3 +353,56 @@ def _views_free_memory(rank, world_size):
 
 def test_with_views_a_large_gradient_moves_at_once():
     assert run_ranks(_views_free_memory, 2) == [([4 * 128 * 128 * 4] * 2, 1)] * 2
+
+
+# ---- the map of used parameters
+
+
+class _Fourfold(LateGroup):
+    """Of two ranks, whose sums are four times what this one sends, and whose map is late: ``until()``, or 5 s."""
+
+    def __init__(self, until):
+        super().__init__("cpu")
+        self.until, self.came, self.threads = until, [], []
+
+    def allreduce(self, tensors, options=None):
+        if tensors[0].dtype != torch.int32:
+            return self._run(tensors, lambda: [t.mul_(4) for t in tensors])
+        future = torch.futures.Future()
+
+        def completes():
+            deadline = time.monotonic() + 5
+            while not self.until() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self.came.append(self.until())
+            future.set_result(tensors)
+
+        self.threads.append(threading.Thread(target=completes))
+        self.threads[-1].start()
+        work = LateWork(tensors, None, True)
+        work._future = future
+        return work
+
+
+class _SpareFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.spare, self.used = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_buckets_that_are_used_do_not_wait_for_the_map():
+    module = _SpareFirst()
+    weight = module.used.weight
+    x = torch.ones(2, 4)
+    module(x).sum().backward()
+    own, weight.grad = weight.grad, None
+    group = _Fourfold(lambda: weight.grad is not None and torch.equal(weight.grad, 2 * own))
+    ddp = minddp.DistributedDataParallel(module, process_group=group, find_unused_parameters=True, **ALONE)
+    ddp(x).sum().backward()
+    for thread in group.threads:
+        thread.join()
+    assert group.came == [True]
+    assert module.spare.weight.grad is None

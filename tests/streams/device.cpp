@@ -73,6 +73,7 @@ void Device::enqueue(int64_t stream, const std::string& what, std::vector<Range>
   Clock& clock = clocks_[stream];
   join(clock, host_);
   const uint64_t epoch = ++clock[stream];
+  last_[stream] = what;
   std::vector<Block*> overwritten;
   for (const Range& range : ranges) {
     check(stream, epoch, clock, range, what);
@@ -149,6 +150,16 @@ void Device::synchronize_all() {
     block.accesses.clear();
     block.could_be.clear();
   }
+}
+
+std::vector<std::string> Device::unjoined(int64_t stream) {
+  std::scoped_lock lock(mutex_);
+  Clock known = clocks_[stream];
+  join(known, host_);
+  std::vector<std::string> found;
+  for (const auto& [other, what] : last_)
+    if (!knows(known, other, clocks_[other][other])) found.push_back(named(other, what));
+  return found;
 }
 
 void* Device::allocate(size_t nbytes, int64_t stream, bool pinned) {

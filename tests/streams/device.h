@@ -66,6 +66,9 @@ class Device {
   void synchronize(const TicketPtr& ticket);
   void synchronize(int64_t stream) { synchronize(record(stream)); }
   void synchronize_all();
+  // What other streams have been given and `stream` has not been ordered after: of each its last entry. A CUDA graph
+  // cannot be captured with any.
+  std::vector<std::string> unjoined(int64_t stream);
 
   void* allocate(size_t nbytes, int64_t stream, bool pinned);
   void free(void* memory);
@@ -146,6 +149,7 @@ class Device {
   std::map<int64_t, uint64_t> priorities_;
   std::map<int64_t, std::deque<Entry>> queues_;
   std::map<int64_t, Clock> clocks_;
+  std::map<int64_t, std::string> last_;           // by stream: what was enqueued last
   Clock host_;                                    // what the host has waited for
   std::map<uintptr_t, Block> blocks_;             // by address; what was freed stays until all streams are empty
   std::map<int64_t, std::vector<Block*>> freed_;  // by stream

@@ -156,6 +156,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("seed", [](uint64_t seed) { Device::get().seed(seed); });
   module.def("synchronize", [] { Device::get().synchronize_all(); }, py::call_guard<py::gil_scoped_release>());
+  module.def("unjoined", [] {
+    const c10::Device device(c10::DeviceType::PrivateUse1, 0);
+    return Device::get().unjoined(c10::impl::VirtualGuardImpl(device.type()).getStream(device).id());
+  });
   module.def("take_races", [] { return Device::get().take_races(); });
   module.def("take_counts", [] { return Device::get().take_counts(); });
   module.def("leave_out", [](const std::string& what, int64_t n) { Device::get().leave_out(what, n); });

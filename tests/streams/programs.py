@@ -85,6 +85,7 @@ class Program:
         delays: the second branch's gradients are reduced together, at the first one's.
         abort_in: the iterations before which another one is given up in the middle.
         reads: gradients are looked at after every iteration, or after the last alone.
+        finalizes: the program ends each backward, by ``finalize_backward()``.
         backend: of the group.
     """
 
@@ -102,6 +103,7 @@ class Program:
     delays: bool = False
     abort_in: tuple[int, ...] = ()
     reads: bool = True
+    finalizes: bool = False
     backend: str = extension.NAME
 
 
@@ -137,6 +139,11 @@ PROGRAMS: dict[str, Program] = {
     "unused, views": Program(
         {**SMALL, "find_unused_parameters": True, "gradient_as_bucket_view": True}, spare_in=(0, 2)
     ),
+    "unused, nothing is": Program({**SMALL, "find_unused_parameters": True}),
+    "unused, skipped": Program(
+        {**SMALL, "find_unused_parameters": True, "skip_all_reduce_unused_params": True}, spare_in=(0, 2)
+    ),
+    "unused, finalized by hand": Program({**SMALL, "find_unused_parameters": True}, spare_in=(0, 2), finalizes=True),
     "static": Program({**SMALL, "static_graph": True}, spare_in=()),
     "bfloat16 travels": Program({**SMALL, "reduce_dtype": torch.bfloat16}),
     "mixed precision": Program({**SMALL, "mixed_precision": MIXED}),
@@ -216,7 +223,9 @@ def synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
-def train(program: Program, device: str, process_group: Any = None) -> list[Tensor | None]:
+def train(
+    program: Program, device: str, process_group: Any = None, after_backward: Callable[[int], None] = lambda i: None
+) -> list[Tensor | None]:
     """Every gradient of every iteration, and the parameters at the end."""
     user = torch.Stream(device) if program.on_side and device != "cpu" else contextlib.nullcontext()
     seen: list[Tensor | None] = []
@@ -230,6 +239,7 @@ def train(program: Program, device: str, process_group: Any = None) -> list[Tens
         module.first_use.clear()
         if program.hook is not None:
             model.register_comm_hook(None, program.hook)
+        model.require_manual_backward_finalization = program.finalizes
         inputs = batches(device)
         synchronize(device)
         joined = model.join(divide_by_initial_world_size=False) if program.join else contextlib.nullcontext()
@@ -245,6 +255,9 @@ def train(program: Program, device: str, process_group: Any = None) -> list[Tens
                     model.add_weight(i + 1.0)
                 with model.no_sync() if i in program.no_sync_in else contextlib.nullcontext():
                     model(x, side_x).square().mean().backward()
+                if program.finalizes:
+                    model.finalize_backward()
+                after_backward(i)
                 if program.reads or i + 1 == ITERATIONS:
                     seen += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
                 if program.steps:
@@ -277,11 +290,17 @@ def check(name: str, seeds: list[int]) -> list[str]:
     with group(program.backend):
         want = train(program, "cpu")
     wrong = []
+
+    def joined(i: int) -> None:
+        if "check_finite" in program.options:  # whose answer is waited for where it is used
+            return
+        wrong.extend(f"{name}, iteration {i}: the caller's stream is not after {text}" for text in device.unjoined())
+
     for seed in seeds:
         device.seed(seed)
         device.take_races()
         with group(program.backend):
-            found = train(program, extension.NAME)
+            found = train(program, extension.NAME, after_backward=joined)
         wrong += [f"{name}, order {seed}: {text}" for text in device.take_races() + differences(found, want)]
     return wrong
 

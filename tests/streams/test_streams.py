@@ -51,7 +51,25 @@ def _check(rank: int, world_size: int, name: str) -> list[str]:
 @pytest.mark.parametrize("name", programs.PROGRAMS)
 @pytest.mark.timeout(300)
 def test_gradients_are_the_cpus_in_every_order(name: str) -> None:
+    """And after backward the stream that called it is after all others."""
     assert run_ranks(_check, 1, name, backend=None, timeout=120) == [[]]
+
+
+def _shadows(rank: int, world_size: int) -> list[str]:
+    """What a rank without data leaves behind after the others' backward."""
+    device = extension.load()
+    found = []
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        with programs.group():
+            model = minddp.DistributedDataParallel(programs.Branches(extension.NAME), **options)
+            torch.accelerator.synchronize()
+            model._minddp_engine.reducer.shadow_backward()
+            found += [f"{options}: {text}" for text in device.unjoined()]
+    return found
+
+
+def test_a_rank_without_data_leaves_nothing_unjoined() -> None:
+    assert run_ranks(_shadows, 1, backend=None) == [[]]
 
 
 # ---- what the device itself must see
@@ -76,6 +94,9 @@ def _faults(rank: int, world_size: int) -> dict[str, list[str]]:
     with side:
         x.add_(1)
     found["no wait"] = device.take_races()
+    found["unjoined"] = device.unjoined()
+    here.wait_stream(side)
+    found["joined"] = device.unjoined()
 
     here, side = streams()
     x = torch.ones(100, device=extension.NAME)
@@ -103,7 +124,8 @@ def _faults(rank: int, world_size: int) -> dict[str, list[str]]:
 @pytest.mark.long  # whoever is first compiles the device
 def test_the_device_finds_what_is_not_ordered() -> None:
     found = run_ranks(_faults, 1, backend=None)[0]
-    assert found["none"] == []
+    assert found["none"] == found["joined"] == []
+    assert len(found["unjoined"]) == 1
     assert any("does not wait for it" in text for text in found["no wait"])
     assert any("the allocator does not know" in text for text in found["freed without record_stream"])
 
