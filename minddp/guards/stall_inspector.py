@@ -6,7 +6,9 @@ that waits, to look at what the watchdog has found. What is certain (``evidence.
 name, place and words. What is suspected it logs, and goes on waiting, until the group's own timeout.
 
 On a device with streams (NCCL) nobody waits in backward: a collective is over for the host when it is enqueued. There
-each forward looks whether the watchdog has heard of a rank that failed, or seen one that was ended.
+each forward looks whether the watchdog has heard of a rank that failed, or seen one that was ended. Until then the
+program may wait for the device. So where a rank is certainly lost the watchdog itself gives the group up, which ends
+that wait, and the next forward raises (``device_waits.py``).
 
 Costs nothing while collectives end within a second.
 """
@@ -20,7 +22,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -28,7 +30,7 @@ import torch.distributed as dist
 
 from .. import _C, environment
 from ..ranks import waiting
-from . import optimizer_guard, times, watchdog
+from . import device_waits, optimizer_guard, times, watchdog
 from .evidence import (
     CERTAIN,
     Awaited,
@@ -70,7 +72,8 @@ class StallInspector:
         reducer: asked where it is; by other threads too.
         names, parameter_ids: the parameters'.
         desync_timeout: seconds after which a rank that is only suspected is waited for no more; ``None``: warns only.
-        has_streams: backward does not wait for its collectives: :meth:`check_peers` has something to look at.
+        has_streams: backward does not wait for its collectives: :meth:`check_peers` and :meth:`heed_loss` have
+            something to look at.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class StallInspector:
         self._rank = group.rank()
         self._reported = False
         self._given_up = 0  # an iteration
+        self._lost: LostPeer | None = None  # why heed_loss() has given up the group
         self._checked = (-1, float("inf"))  # by check_peers: an iteration, and when it was first called in it
         self._collectives = 0  # outside of backward, that have ended on this rank
         self._forward_ended_ns = -1  # by an exception, which the reducer does not see
@@ -101,7 +105,7 @@ class StallInspector:
         if self._dog is not None:
             weakref.finalize(self, self._dog.add_place(_weak_place(self))).atexit = False
             if has_streams:
-                self._dog.listen()
+                weakref.finalize(self, self._dog.listen(_weak_heed(self))).atexit = False
         _inspectors.add(self)
 
     def rename(self, key: str) -> str:
@@ -226,6 +230,25 @@ class StallInspector:
         own = self.place()
         return None if own is None else comes(facts[0], wait, own[1])
 
+    def heed_loss(self) -> None:
+        """Gives the group up where another rank is certainly lost to an iteration that this one has launched: the
+        program may wait for the device. Called by the watchdog, on its thread, while a rank has failed or is gone."""
+        reducer, dog = self._reducer(), self._dog
+        if reducer is None or dog is None or self._lost is not None:
+            return
+        iteration = device_waits.launched(reducer.position())
+        if iteration <= 0:
+            return
+        wait = device_waits.may_wait(self.key, iteration, self._rank, self._ranks, self.hook, self._given_up)
+        judged = judge(dog.facts(wait.others()), wait)
+        causes = device_waits.certainly_lost(
+            judged, wait, lambda ranks: dog.seconds_gone(ranks) >= dog.seconds_until_settled()
+        )
+        if causes:
+            absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
+            self._lost = _abandoned_for(dog, self.group, wait, None, root_causes(with_blamed(causes, absent)), "")
+            log.error("%s The process group is given up; the next forward raises.", self._lost)
+
     def check_peers(self) -> None:
         """Before a forward on a device with streams, where no wait tells that a rank is lost.
 
@@ -234,6 +257,8 @@ class StallInspector:
         Raises:
             RuntimeError: another rank has failed, or was gone; says which, and why.
         """
+        if self._lost is not None:
+            raise self._lost
         if self._dog is None:
             return
         iteration, since = self._iteration(), self._checked
@@ -271,6 +296,17 @@ def _weak_place(inspector: StallInspector) -> watchdog.Place:
         return None if alive is None else alive.place()
 
     return place
+
+
+def _weak_heed(inspector: StallInspector) -> Callable[[], None]:
+    itself = weakref.ref(inspector)
+
+    def heed() -> None:
+        alive = itself()
+        if alive is not None:
+            alive.heed_loss()
+
+    return heed
 
 
 def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> None:
@@ -379,14 +415,22 @@ def _give_up(
     dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float | None, causes: Judged, error: str
 ) -> None:
     dog.waits_no_more()
+    raise _abandoned_for(dog, group, wait, seconds, causes, error)
+
+
+def _abandoned_for(
+    dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float | None, causes: Judged, error: str
+) -> LostPeer:
+    """What to raise of ``group``, which is given up; the others are told."""
     raised = LostPeer(lost(wait, seconds, causes, error))
     raised.lost_ranks = lost_ranks(causes, wait.here)
     dog.tell(str(raised), because=raised.lost_ranks, ends=True, wait=0.5)
     _abandon(group)
-    raise raised
+    return raised
 
 
 _abandoned: set[int] = set()
+_abandoning = threading.Lock()  # by the program, and by the watchdog
 
 
 def _abandon(group: dist.ProcessGroup) -> None:
@@ -395,9 +439,10 @@ def _abandon(group: dist.ProcessGroup) -> None:
     Gloo has no way to do so, and its destructor waits for its last collective, which may never end: the process could
     not exit. So that destructor never runs; the process takes the threads and connections with it.
     """
-    if id(group) in _abandoned:
-        return
-    _abandoned.add(id(group))
+    with _abandoning:
+        if id(group) in _abandoned:
+            return
+        _abandoned.add(id(group))
     if _waits_in_its_end(group):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     else:  # another may get its number

@@ -64,6 +64,7 @@ class Watchdog:
         self._outbox: deque[Report] = deque()
         self._places: dict[int, Place] = {}
         self._listens = False
+        self._listeners: dict[int, Callable[[], None]] = {}
         self._wait: tuple[float, Wait] | None = None  # when this rank was last known to wait, and for what
         self._urgent = False
         self._gone: dict[int, float] = {}
@@ -96,9 +97,12 @@ class Watchdog:
         self._places[key] = place
         return lambda: self._places.pop(key, None) and None
 
-    def listen(self) -> None:
-        """From now on :attr:`failed` is looked after, also while nobody waits."""
-        self._listens = True
+    def listen(self, heed: Callable[[], None]) -> Callable[[], None]:
+        """From now on :attr:`failed` is looked after, also while nobody waits; ``heed`` is called on this watchdog's
+        thread in each turn in which it is not empty. Returns what ends these calls."""
+        key = id(heed)
+        self._listens, self._listeners[key] = True, heed
+        return lambda: self._listeners.pop(key, None) and None
 
     def note_forward(self) -> None:
         """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
@@ -224,7 +228,7 @@ class Watchdog:
         if (later := self._later) is not None and self._turn_began >= later[0]:
             self.tell(later[1])
         self._send(reports)
-        for entry in reports.turn(self._report, self._is_waiting()):
+        for entry in reports.turn(self._report, self._is_waiting() or bool(self.failed)):
             with self._lock:
                 self.failures[entry["rank"]] = entry
                 if entry["over"]:
@@ -235,6 +239,8 @@ class Watchdog:
                 gone = {rank for rank, process in self.processes.items() if look(process).state == "gone"}
             now = time.monotonic()
             self.failed = {rank: self.failed.get(rank, now) for rank in gone | self.failures.keys()}
+        for heed in list(self._listeners.values()) if self.failed else ():
+            heed()
 
     def _send(self, reports: Reports) -> None:
         while self._outbox:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import minddp
 from minddp import _C, sync_batchnorm
-from minddp.guards import watchdog
+from minddp.guards import stall_inspector, times, watchdog
 from minddp.planner.autotune import TunerSettings
 from minddp.ranks.processes import Process, here
 from minddp.testing import run_ranks, shutdown
@@ -358,15 +358,20 @@ def test_no_communication_time_is_made_up_on_a_device() -> None:
     assert trials and not [name for name in trials if name.startswith("planned")]
 
 
-def _hears_of_a_failure(rank: int, world_size: int, path: str) -> str:
+def _one_of_two(rank: int, path: str) -> tuple[minddp.DistributedDataParallel, dist.Store]:
     """Two processes, whose collectives the fake backend answers for both: only the store joins them."""
     extension.load()
     store = dist.FileStore(path, 2)
     dist.init_process_group(extension.NAME, rank=rank, world_size=2, store=store)
     model = minddp.DistributedDataParallel(programs.Branches(extension.NAME))
-    x, side_x = programs.batches(extension.NAME)[0]
     store.set(f"process{rank}", json.dumps(here()))  # the fake's exchange has told each of itself alone
     watchdog.current(dist.group.WORLD).know({1 - rank: Process(*json.loads(store.get(f"process{1 - rank}")))})
+    return model, store
+
+
+def _hears_of_a_failure(rank: int, world_size: int, path: str) -> str:
+    model, store = _one_of_two(rank, path)
+    x, side_x = programs.batches(extension.NAME)[0]
 
     def fails(grad: torch.Tensor) -> None:
         raise ValueError("on rank 1 alone")
@@ -396,3 +401,54 @@ def test_a_forward_hears_of_a_rank_that_failed(tmp_path: Path) -> None:
         shutdown()
     assert failed == "on rank 1 alone"
     assert re.search(r"rank 1 will not take part in iteration \d+\. Rank 1 .* says: an exception ended", heard)
+
+
+def _waits_for_the_device(rank: int, world_size: int, path: str) -> tuple[list[int], str]:
+    """Rank 1 fails in an iteration that rank 0 has launched: by look of rank 0's, which waits for its
+    device, how often its group was given up; and what its next forward says."""
+    given_up: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch, times.faster(0.05):
+        patch.setattr(stall_inspector, "_abort", given_up.append)
+        model, store = _one_of_two(rank, path)
+        x, side_x = programs.batches(extension.NAME)[0]
+        for _ in range(2):  # the second cuts the buckets anew
+            model(x, side_x).square().mean().backward()
+        model._minddp_engine.inspector.rename("the ranks' name for it")  # on which they could not agree
+        looks, error = [], ""
+        if rank == 1:
+            store.wait(["launched"], timedelta(seconds=30))
+            model.module.last.bias.register_hook(_fails)
+            with pytest.raises(ValueError):
+                model(x, side_x).square().mean().backward()
+        else:
+            model(x, side_x).square().mean().backward()
+            time.sleep(0.3)
+            looks.append(len(given_up))
+            store.set("launched", "")
+            deadline = time.monotonic() + 20
+            while not given_up and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(0.3)
+            looks.append(len(given_up))
+            with pytest.raises(stall_inspector.LostPeer) as raised:
+                model(x, side_x)
+            error = str(raised.value)
+        torch.accelerator.synchronize()
+        store.set(f"done{rank}", "")
+        store.wait(["done0", "done1"], timedelta(seconds=30))
+    return looks, error
+
+
+def _fails(grad: torch.Tensor) -> None:
+    raise ValueError("on rank 1 alone")
+
+
+@pytest.mark.timeout(120)
+def test_the_watchdog_gives_up_a_group_whose_rank_is_lost(tmp_path: Path) -> None:
+    """While the program waits for the device, which nobody sees."""
+    try:
+        looks, error = run_ranks(_waits_for_the_device, 2, str(tmp_path / "store"), backend=None)[0]
+    finally:
+        shutdown()
+    assert looks == [0, 1]
+    assert re.search(r"rank 1 will not take part in the reduction of iteration 3\. Rank 1 .* says: ", error)

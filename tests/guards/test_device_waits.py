@@ -1,0 +1,152 @@
+"""A group is given up from the watchdog's thread, once, where a rank is certainly lost; never on suspicion."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from minddp import _C
+from minddp.guards import device_waits, stall_inspector, watchdog
+from minddp.guards.evidence import Fact
+from minddp.guards.stall_inspector import LostPeer, StallInspector
+from minddp.ranks.processes import Sight
+from tests.guards.test_evidence import report, told
+
+W = "g/0"  # the wrapper's name
+LAUNCHED = [1, 2, 3, 4, 5]  # the moments of an iteration that is over
+IN_BACKWARD = [6, 7, 8, 4, 5]
+DONE, ON_ITS_WAY = report("between", 7, wrapper=W), report("forward", 7, wrapper=W)
+
+
+class Reducer:
+    def __init__(self, moments):
+        self.moments = moments
+
+    def position(self):
+        return {"moments": self.moments, "phase": _C.Phase.IDLE, "iteration": 7, "missing": [], "history": ""}
+
+    def iteration(self):
+        return 7
+
+
+class Dog:
+    """What an inspector asks of a watchdog."""
+
+    def __init__(self, facts):
+        self.known, self.gone, self.said, self.heeds, self.failed = facts, 0.0, [], [], {1: 0.0}
+
+    def facts(self, ranks):
+        return self.known
+
+    def seconds_gone(self, ranks):
+        return self.gone
+
+    def seconds_until_settled(self):
+        return 5.0
+
+    def tell(self, words, **how):
+        self.said.append(words)
+
+    def add_place(self, place):
+        return lambda: None
+
+    def listen(self, heed):
+        self.heeds.append(heed)
+        return lambda: None
+
+    def waits_no_more(self):
+        pass
+
+
+class Group:
+    """Of three ranks; counts who gives it up."""
+
+    group_name = "g"
+
+    def __init__(self):
+        self.aborts, self.aborted = 0, threading.Event()
+
+    def rank(self):
+        return 0
+
+    def abort(self):
+        self.aborts += 1
+        self.aborted.set()
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Lets a watchdog look four times at ranks 1 and 2 as given; answers how often the group was given up."""
+    monkeypatch.setattr(stall_inspector.dist, "get_process_group_ranks", lambda group: [0, 1, 2])
+
+    def run(first, second=None, gone=60.0, moments=LAUNCHED, hook="", has_streams=True):
+        monkeypatch.setattr(stall_inspector, "_counters", {})
+        second = second or Fact(2, report=DONE)
+        dog, group, reducer = Dog([first, second]), Group(), Reducer(moments)
+        monkeypatch.setattr(watchdog, "current", lambda group: dog)
+        inspector = StallInspector(group, reducer, [], set(), None, has_streams)
+        inspector.hook, dog.gone = hook, gone
+        for _ in range(4):
+            for heed in dog.heeds:
+                heed()
+        if dog.said:
+            assert group.aborted.wait(5)
+        return SimpleNamespace(dog=dog, group=group, inspector=inspector, reducer=reducer)
+
+    return run
+
+
+FAILED = Fact(1, failure=told(phase="backward", iteration=7, wrapper=W))
+KILLED = Fact(1, sight=Sight("gone", "SIGKILL"))
+LEFT = Fact(1, failure=told("it has destroyed its process group", left=True, phase="between", iteration=6, wrapper=W))
+CRASHED = Fact(1, failure=told(wrapper="another", ends=True))
+
+
+@pytest.mark.parametrize("lost", [FAILED, KILLED, LEFT, CRASHED])
+def test_who_is_certainly_lost_is_given_up_once_and_named(lost, looks):
+    seen = looks(lost)
+    assert seen.group.aborts == len(seen.dog.said) == 1
+    for _ in range(2):
+        with pytest.raises(LostPeer, match="rank 1 will not take part in the reduction of iteration 7") as raised:
+            seen.inspector.check_peers()
+        assert raised.value.lost_ranks == [1]
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        Fact(1, sight=Sight("stopped")),
+        Fact(1, report=ON_ITS_WAY, silent=True),
+        Fact(1, report=ON_ITS_WAY),
+        Fact(1),
+        Fact(1, sight=Sight("gone"), report=DONE),  # after its part
+        Fact(1, failure=told(phase="backward", iteration=8, wrapper=W)),
+        Fact(1, failure=told(wrapper="another")),  # it may not have come to this one any more
+    ],
+)
+def test_who_is_suspected_is_not(fact, looks):
+    assert looks(fact).group.aborts == 0
+
+
+def test_who_is_gone_is_not_while_another_is_on_its_way_or_its_part_may_arrive(looks):
+    gone = Fact(1, sight=Sight("gone"))
+    assert looks(gone).group.aborts == 1
+    assert looks(gone, Fact(2, report=ON_ITS_WAY)).group.aborts == 0
+    assert looks(gone, gone=1.0).group.aborts == 0
+    assert looks(gone, hook="powerSGD_hook").group.aborts == 0
+    assert looks(FAILED, gone=0.0).group.aborts == 1
+
+
+def test_only_what_was_launched_is_waited_for_on_a_device(looks):
+    """In a backward this rank may be about to raise the same."""
+    assert looks(FAILED, moments=IN_BACKWARD).group.aborts == 0
+    assert looks(FAILED, has_streams=False).group.aborts == 0
+
+
+def test_launched():
+    position = Reducer(LAUNCHED).position()
+    assert device_waits.launched(position) == 7
+    assert device_waits.launched({**position, "phase": _C.Phase.INCOMPLETE}) == 6
+    assert device_waits.launched(Reducer(IN_BACKWARD).position()) == 6
