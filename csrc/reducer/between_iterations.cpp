@@ -1,4 +1,4 @@
-// The reducer while no backward runs: how it is made, remade and asked.
+// The rest of the reducer: how it is made, remade and asked.
 #include "cases/context_gradients.h"
 #include "cases/earlier_sums.h"
 #include "cases/lazy_memory.h"
@@ -108,7 +108,7 @@ void Reducer::check_finished() const {
   if (phase() == Phase::kLaunched) fail(errors::not_finalized(rank));
   std::vector<errors::Parameter> absent;
   for (size_t index : missing()) absent.push_back({index, names[index]});
-  const auto cause = phase() == Phase::kBackward     ? errors::Cause::kBackwardRaised
+  const auto cause = phase() == Phase::kBackward  ? errors::Cause::kBackwardRaised
       : options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
                                                   : errors::Cause::kUnused;
   fail(errors::unfinished_reduction(rank, absent, cause));

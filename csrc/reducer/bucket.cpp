@@ -42,7 +42,7 @@ void Bucket::release() {
   for (Slot& slot : *slots_) slot.view = at::Tensor();
 }
 
-// Of the kind that other ranks send, or the collective would not fit theirs.
+// Dtype and length as other ranks send them, so that the collectives match.
 at::Tensor Bucket::zeros() const { return at::zeros({numel_}, buffer_options()); }
 
 // Waits for every stream that made a gradient; the collective's stream will wait for this one.
@@ -119,8 +119,8 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
 
 void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
   c10::NoGradGuard no_grad;
-  // A hook may have kept the buffer: only the reducer's own collective has a Work. It holds the buffer, too: dropped
-  // before the swap looks at who does.
+  // A hook may have kept the buffer: on the CPU only the reducer's own collective has a Work. The Work holds the
+  // buffer, too, so it is dropped before exchange() counts holders.
   const bool hook_may_hold_it = !std::exchange(flight_, {}).work;
   if (hook_may_hold_it || !used[slots_->front().index] || !exchange(result, scale)) copy_out(result, scale, used);
 }
@@ -149,7 +149,8 @@ void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<
   scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
 }
 
-// A collective that has ended is waited for, which orders streams; one that has not keeps its memory to itself.
+// A collective that has ended is waited for, which orders streams. One that still runs keeps the buffer by its own
+// references; nothing here uses that memory again.
 void Bucket::abandon() {
   producers_.wait_packed();
   if (flight_.future && flight_.future->completed()) {

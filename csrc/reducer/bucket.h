@@ -65,14 +65,15 @@ class Bucket {
   // Copies the gradients that are not there yet, times the scale, into the buffer, on the current stream, after the
   // streams that made them; a missing gradient counts as zero. Afterwards kPacked.
   void pack(const Packing& how);
-  // On the CPU: packs gradient i of several at once, while it is in the cache; later changes to `.grad` have no
-  // effect. On a device every copy is a kernel launch, so all are packed when the last one is there.
+  // On the CPU: packs gradient i at once, unless it is alone in its bucket, while it is in the cache; later changes
+  // to `.grad` have no effect. On a device every copy is a kernel launch, so all are packed when the last one is
+  // there.
   void pack_early(size_t i, const Packing& how) {
     if (slots_->size() > 1 && device_.is_cpu()) fill(i, i + 1, how);
   }
   // Gradient i has grown since it was packed; false when it is too late to pack it again.
   virtual bool repack(size_t i, double scale);
-  // The current stream (a device's queue of work) waits for the packing, whichever stream ran it. REQUIRES: kPacked.
+  // The current stream (a device's queue of work) waits for the packing, whichever stream ran it.
   virtual void before_launch() { producers_.wait_packed(); }
   void launched(Flight flight) {
     flight_ = std::move(flight);
@@ -101,7 +102,7 @@ class Bucket {
   at::ScalarType dtype() const { return options_.buffer_dtype; }
   at::Device device() const { return device_; }
   const std::shared_ptr<std::vector<Slot>>& slots() const { return slots_; }
-  const at::Tensor& buffer() const { return buffer_; }  // undefined when released
+  const at::Tensor& buffer() const { return buffer_; }  // undefined before the first pack, and when released
   const Flight& flight() const { return flight_; }
 
  protected:

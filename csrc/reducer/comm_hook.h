@@ -1,4 +1,4 @@
-// How a packed bucket becomes the ranks' reduced one.
+// How a packed bucket is reduced over the ranks.
 //
 // Without a hook the reducer all-reduces the buffer. A hook takes its place: it gets a GradBucket and returns a
 // future of one tensor, the reduced bucket. GradBucket offers what torch's does.

@@ -27,8 +27,7 @@ enum class Origin {
 class Forwards {
  public:
   void begin() { begin_ = at::sequence_number::peek(); }
-  // `visible`: tensors were found in what forward returned, so a backward that reaches none of their nodes is not
-  // its.
+  // `visible`: tensors were found in what forward returned, so a backward that reaches none of them is another's.
   void end(bool synchronized, bool visible) {
     add(begin_, at::sequence_number::peek(), synchronized);
     hidden_local_ = !synchronized && !visible;
@@ -51,8 +50,8 @@ class Forwards {
     armed_ = awaits_backward_ = hidden_ = hidden_local_ = false;
     history_ = {};
   }
-  // Synchronized forwards, and backwards that were not, since the last iteration. Ranks compare them: where two
-  // ranks' are equal, and the backward of one was taken, the other's backward is the one that the forward waited for.
+  // Synchronized forwards, and backwards that were not, since the last iteration. Ranks compare them: if they are
+  // equal, a backward that was taken on one rank is, on the other, the one that its forward waited for.
   struct History {
     int64_t forwards = 0, local_backwards = 0;
   };
@@ -64,7 +63,7 @@ class Forwards {
     bool taken = false;  // it does not, but such a forward waits for a backward
   };
   // Of the graph task that runs now. Walks its nodes once, until one of a synchronized forward is found. `takes`: a
-  // waiting forward takes a backward through no forward of the wrapper, too, and not only a local one.
+  // waiting forward takes bypassing backwards, too, not local ones alone.
   Answer origin(bool takes) const {
     if (armed_ || hidden_) return {Origin::kSynchronized};
     bool local = hidden_local_;
@@ -86,7 +85,7 @@ class Forwards {
   }
 
  private:
-  NodeSpans spans_;  // an older synchronized forward is known by its outputs' hooks alone
+  NodeSpans spans_;  // the last 64; an older forward is known by its outputs' hooks alone
   History history_;
   uint64_t begin_ = 0;
   bool armed_ = false;

@@ -51,7 +51,7 @@ class GradStates {
   bool is_interrupted() const { return interrupted_in_ != kNone; }
   // The iteration ends in this backward: its last buckets leave now.
   void iteration_ends_in(int graph_task) { ended_in_ = graph_task; }
-  // What has been accumulated is on all ranks now, but for what is never sent.
+  // What was accumulated is averaged now, except what is never sent.
   void averaged(const auto& never_sent) {
     std::fill(used.begin(), used.end(), 0);
     for (size_t i = 0; i < states_.size(); ++i) {
@@ -81,8 +81,8 @@ class GradStates {
   // --- what is asked before optimizer.step() ---
 
   // Parameters whose gradient bypassed the wrapper, and the backward that it came in. By identity of `.grad`: once
-  // zeroed to None, or replaced, it is gone. If it came through another wrapper's forward, that one's arrived_in is
-  // at least as large.
+  // zeroed to None, or replaced, it is gone. If another wrapper's arrived_in is as large, it came through that one's
+  // forward.
   std::vector<std::pair<size_t, int>> bypassed(const std::vector<at::Tensor>& parameters) const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)
@@ -109,7 +109,7 @@ class GradStates {
  private:
   std::vector<GradState> states_;
   int ended_in_ = kNone;        // the backward in which the last iteration ended
-  int interrupted_in_ = kNone;  // the one that an exception has ended, until the next forward
+  int interrupted_in_ = kNone;  // the last that an exception has ended, until the next forward
 };
 
 }  // namespace minddp

@@ -1,9 +1,9 @@
 // What one iteration and one backward know; both are forgotten as a whole.
 //
-// A gradient usually arrives once a backward. With several backwards in one iteration, or
-// with nested checkpoints that share its parameter, it arrives in several contributions. The first iteration counts
-// them, and sends nothing before its end. From then on a gradient is whole at that count. One more arrival raises the
-// count, as long as the bucket has not left; nothing lowers it.
+// A gradient usually arrives once a backward. With several backwards in one iteration, or with nested checkpoints
+// that share its parameter, it arrives in several contributions. The first iteration counts them, and sends nothing
+// before its end. From then on a gradient is whole at that count. One more arrival raises the count, as long as the
+// bucket has not left. Nothing lowers it.
 #pragma once
 
 #include "forwards.h"
@@ -45,7 +45,7 @@ struct Iteration {
 struct Learned {
   explicit Learned(size_t count) : expected(count, 1), nested(count, 0) {}
   std::vector<int32_t> expected;  // the arrival at which a gradient is whole
-  Flags nested;  // comes from a graph that a reentrant checkpoint makes during backward
+  Flags nested;                   // comes from a graph that a reentrant checkpoint makes during backward
   int64_t iterations = 0;
 
   enum class Arrival { kEarly, kLast, kExtra };
@@ -64,11 +64,11 @@ struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;
   bool taken = false;        // for a waiting forward that has no node in this graph
-  bool was_taken = false;    // at any sign so far
+  bool was_taken = false;    // at any time so far
   bool makes_graph = false;  // create_graph=True
-  bool goes_to_all = false;  // false for autograd.grad(), which may bring no gradient at all
+  bool goes_to_all = false;  // false for autograd.grad() and backward(inputs=...), which may bring no gradient at all
   uint64_t begin = 0;        // of the nodes that it makes
-  Flags takes_part;          // empty where nobody asks
+  Flags takes_part;          // empty: not asked for
 
   bool has(int graph_task) const { return std::ranges::count(graph_tasks, graph_task) > 0; }
   bool is_synchronized() const { return origin == Origin::kSynchronized; }

@@ -18,7 +18,7 @@ int current_graph_task() { return torch::autograd::get_current_graph_task_id(); 
 // The graph does not exist yet: only the sequence number at which its nodes will begin is noted.
 void Reducer::begin_forward() {
   grads.forget_interruption();
-  // Cast and cast back, parameters have other AccumulateGrad nodes. Looking at one parameter a forward is enough
+  // A cast to and fro gives a parameter a new AccumulateGrad node. Looking at one parameter a forward is enough
   // where absence is an error.
   size_t looks = used_map_.mode() == GraphMode::kFindUnused ? parameters.size() : 1;
   for (; hooks_ && iteration.phase == Phase::kIdle && looks > 0; --looks) {
@@ -65,7 +65,8 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   if (synchronized) backward.taken = false;
   if (synchronized && known && !backward.has(graph_task)) await_end_of(graph_task);
   if (known && !(synchronized && backward.has(graph_task) && !backward.is_synchronized())) return;
-  const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();  // else outputs' hooks say whose it is
+  const bool takes =
+      used_map_.mode() != GraphMode::kStatic || has_recorded();  // in a static graph's first, only outputs' hooks say
   Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards.origin(takes);
   for (auto& c : cases_) c->on_backward(answer);
   backward.join(answer);
@@ -80,7 +81,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   await_end_of(graph_task);
 }
 
-// Of the graph task that runs now.
+// REQUIRES: `graph_task` is the running one.
 void Reducer::await_end_of(int graph_task) {
   backward.graph_tasks.push_back(graph_task);
   at_end_of_backward(weak_from_this(), graph_task, &Reducer::finish_backward, &Reducer::backward_is_gone);
@@ -146,17 +147,17 @@ void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) 
   while (next < buckets.size() && buckets[next]->complete()) launch_or_skip(next);
 }
 
-// A contribution after the one that was thought the last. Before the bucket has left, no harm is done: it is
-// packed again, and the next iterations wait for one arrival more.
+// A contribution after the one that was thought the last. Before the bucket has left, no harm is done: it is packed
+// again, and the next iterations wait for that arrival.
 void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
   auto [bucket, slot] = place_[index];
   if (!buckets[bucket]->repack(slot, pre_scale))
     fail(errors::ready_twice(rank, {index, names[index]}, iteration.arrivals[index]));
-  learned.expected[index] = iteration.arrivals[index];
+  learned.expected[index] = std::max(learned.expected[index], iteration.arrivals[index]);
   take(index, contribution);
 }
 
-// Unused gradients are not packed.
+// A gradient that is unused here is left to the packing of the whole bucket.
 void Reducer::take(size_t index, const at::Tensor& contribution) {
   auto [b, slot] = place_[index];
   if (buckets[b]->complete() && !skips(b)) return pack(b, contribution);
@@ -183,8 +184,8 @@ void Reducer::launch_or_skip(size_t index) {
   ++iteration.next_bucket;
 }
 
-// A bucket may be launched without its gradients (unused here, used elsewhere): it is packed now, as zeros. The
-// collective runs on other threads; nothing after this call may write to the buffer.
+// A bucket may be launched without its gradients (unused here, used elsewhere): it is packed now, with zeros where
+// there is no `.grad`. The collective runs on other threads; nothing after this call may write to the buffer.
 void Reducer::launch(size_t index) {
   Bucket& bucket = *buckets[index];
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
@@ -200,9 +201,9 @@ void Reducer::launch(size_t index) {
 
 // --- backward ends
 
-// Autograd calls it when the outermost graph task is over, on the thread that ran its last node, with the caller's
-// streams current. A task that ends closes its own backward, never another task's. Of several that run side by side
-// the last one ends the iteration.
+// Autograd calls it when a graph task that enter_backward has registered is over, on the thread that ran its last
+// node, with the caller's streams current. Of several tasks in threads the last one ends the backward. A task of
+// another backward (`ended` is empty then) ends what iteration there is.
 void Reducer::finish_backward(int graph_task) {
   auto lock = guard();
   if (backward.graph_tasks.size() > 1 && std::erase(backward.graph_tasks, graph_task)) return;
@@ -223,7 +224,8 @@ void Reducer::finish_backward(int graph_task) {
   iteration.phase = Phase::kLaunched;
 }
 
-// The used map goes last: it must hold what all of backward used, and its collective has the same place on all ranks.
+// The used map goes after the buckets: it must hold what all of backward used, and its collective has the same place
+// on all ranks.
 void Reducer::launch_rest(int graph_task) {
   grads.iteration_ends_in(graph_task);
   while (iteration.next_bucket < buckets.size()) launch_or_skip(iteration.next_bucket);
@@ -266,7 +268,7 @@ void Reducer::finalize_backward() {
 void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& used) {
   Bucket& bucket = *buckets[index];
   const Flight& flight = bucket.flight();
-  if (bucket.state() != Bucket::State::kLaunched || !flight.future) return;  // skipped; or done, before an error
+  if (bucket.state() != Bucket::State::kLaunched || !flight.future) return;  // skipped; or unpacked already
   wait(*flight.future, index);
   if (passes_through()) return;
   if (flight.work && !bucket.device().is_cpu()) flight.work->wait();
@@ -285,7 +287,7 @@ double Reducer::scale_of_results() {
   if (!callbacks_.post_scale) return post_scale;
   try {
     return callbacks_.post_scale();
-  } catch (...) {  // on all ranks alike: the next iteration finds nothing of this one
+  } catch (...) {  // all ranks raise: given up here, so that the next starts clean
     for (size_t i = 0; i < buckets.size(); ++i)
       if (buckets[i]->state() == Bucket::State::kLaunched) wait(*buckets[i]->flight().future, i);
     abort_iteration();
@@ -322,7 +324,8 @@ void Reducer::backward_is_gone(int graph_task) {
   }
 }
 
-// All that an iteration has set; what earlier ones taught (arrivals, unused parameters) stays.
+// All that an iteration has set. What earlier ones taught stays (arrivals, unused parameters), and so does what is
+// known of `.grad`.
 void Reducer::abort_iteration() {
   iteration.forget();
   backward = {};
@@ -335,7 +338,7 @@ void Reducer::abort_iteration() {
   last_error.clear();
 }
 
-// Without a guard that wants to know of lost peers the future's own wait is enough.
+// Without an on_stall callback, for lost peers, the future's own wait is enough.
 void Reducer::wait(Future& future, size_t bucket) {
   if (!callbacks_.on_stall) return future.waitAndThrow();
   wait_watching(

@@ -25,7 +25,7 @@
 //   | its backward goes through ...           | origin        | the reducer                | step() may use it |
 //   |-----------------------------------------|---------------|----------------------------|-------------------|
 //   | a synchronized forward of the wrapper   | kSynchronized | averages it                | once averaged     |
-//   | none of these, while one still waits    | kSynchronized | counts it as that one's,   | once averaged     |
+//   | no such forward, while one still waits  | kSynchronized | counts it as that one's,   | once averaged     |
 //   | for its backward                        |               | as torch does ("taken")    |                   |
 //   | only forwards under no_sync             | kLocal        | leaves it to the next      | yes               |
 //   |                                         |               | synchronized backward      |                   |
@@ -52,8 +52,8 @@
 //    must be issued in the same order on every rank, and the order of arrival differs from rank to rank. Out of
 //    order, different buckets would be added up, or ranks would wait for each other for ever.
 //  * From the second iteration on, a parameter that takes no part is marked ready when the iteration begins, where
-//    that is known. If its bucket waited for the end of backward, only ranks that did not use it would launch it
-//    behind other modules' collectives.
+//    that is known. If its bucket waited for the end of backward, it would leave behind other modules' collectives (a
+//    second wrapper's, SyncBatchNorm's) on the ranks that did not use it, and only there.
 //  * A rank sends its whole `.grad`. Earlier averages in it are equal on all ranks, so averaging keeps them.
 //  * A mean is a sum and a division. `pre_scale`, which Python sets to 1/ranks, divides while packing: that costs no
 //    pass over memory, and keeps half precision in range. `post_scale` multiplies while unpacking, for what is known
@@ -63,7 +63,8 @@
 // device otherwise. They are several where parameters live on several devices, and where a program calls backward()
 // in threads of its own; so each takes mutex_. Lock order: mutex_, then the GIL (Python callbacks are called with
 // mutex_ held, and may come back: it is recursive), so nobody may hold the GIL while asking for mutex_. Everything
-// else is called by the thread that trains, and takes no lock. Only the report of where a rank is (bindings.cpp:
+// else but finalize_backward_manual() is called by the thread that trains between backwards, and takes no lock. The
+// transport's threads write time stamps alone, which are atomic. Only the report of where a rank is (bindings.cpp:
 // position) reads numbers while they may change.
 //
 // reducer.cpp has what runs in an iteration; between_iterations.cpp has the rest.
@@ -99,7 +100,8 @@ struct ReducerOptions {
   std::string not_in_contexts;                 // cases/context_gradients.h: why not; empty: they can be reduced
 };
 
-// Called on autograd's threads. What one raises ends backward with that error; but on_interrupted()'s is logged.
+// Called on the thread that runs the hook, or that finalizes. What one raises ends backward with that error; but what
+// on_interrupted() raises is logged.
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // at the end of backward; may issue collectives of its own
   std::function<double()> post_scale;       // in place of the option's, called once before unpacking
@@ -139,7 +141,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     if (!hook_) return run_allreduce(b);
     return {hook_->run(b), std::exchange(hooks_work_, nullptr)};  // evaluated in this order
   }
-  // A hook that calls this gets only the future; the reducer keeps the Work, which orders streams (wait.h).
+  // A hook that calls this gets only the future. On a device the reducer keeps the Work, which orders streams.
   Flight run_allreduce(const GradBucket& b) {
     if (alone()) return {completed(b.buffer()), nullptr};  // its own sum
     Flight flight = allreduce(*group_, b.buffer(), [&](Future& future) { wait(future, b.index()); });
@@ -202,7 +204,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     return iteration.phase == Phase::kIdle && !used_map_.gets_no_gradient(index) &&
         grads.averaged_since(index, backward);
   }
-  std::vector<int32_t> used_map() {  // by parameter: ranks that used it, as of the last synchronization
+  std::vector<int32_t> used_map() {  // by parameter: ranks that used it, where a map was sent
     return used_map_.sum(grads.used, [&](Future& future) { wait(future, buckets.size()); });
   }
 

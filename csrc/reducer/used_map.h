@@ -1,8 +1,8 @@
 // What it means that a gradient is missing at the end of backward.
 //
-// Where that is allowed, ranks must agree on which parameters some rank used: one small sum after the last bucket,
-// the one place in the order of collectives that is the same on all ranks. Its result is read before the first bucket
-// to which it matters is unpacked; every rank waits for it at the end.
+// Where that is allowed, ranks must agree on which parameters some rank used: one small sum after the last bucket.
+// Every rank comes to that place, whatever it used. Its result is read before the first bucket to which it matters is
+// unpacked; every rank waits for it at the end.
 #pragma once
 
 #include "transport/allreduce.h"
@@ -20,7 +20,8 @@ namespace minddp {
 // How a parameter without a gradient at the end of backward is taken.
 enum class GraphMode {
   kAllUsed,     // an error, unless a further backward brings it
-  kFindUnused,  // fine. Used on no rank: .grad stays as it was. Used on some: it counts as zero here
+  kFindUnused,  // fine. Used on no rank: .grad stays as it was. Used on some: where there is no `.grad` here, it
+                // counts as zero
   kStatic,      // as kFindUnused at first; from then on, what was used in the first iteration must come
 };
 

@@ -1,7 +1,7 @@
 // What is to happen when the backward that runs now is over, one way or the other.
 //
-// Autograd calls back at the end of a graph task, and nobody where an exception has ended it; but the callback is
-// destroyed then. No state. To be called on a thread that runs a graph task.
+// Autograd calls back at the end of a graph task. If an exception ends the task, the callback is only destroyed. No
+// state. To be called on a thread that runs a graph task.
 #pragma once
 
 #include <torch/csrc/autograd/engine.h>

@@ -1,6 +1,6 @@
 // Whether a gradient's memory is one piece in the order of its parameter's strides, to be copied as it lies.
 //
-// Strides of dimensions of size 1 say nothing: convolutions in channels_last give them as they like. Pure.
+// Strides of dimensions of size 1 say nothing: convolutions in channels_last leave them arbitrary. Pure.
 #pragma once
 
 #include <ATen/core/Tensor.h>
