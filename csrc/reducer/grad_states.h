@@ -21,6 +21,7 @@ struct GradState {
   bool outside_no_sync = false;  // local, though its backward ran where gradients are synchronized
   SameTensor bypassed_grad;      // where the bypassing one went; `.grad` may have been replaced since
   SameTensor result;             // of the last reduction
+  uint32_t version = 0;          // its, then: autograd counts what is written to a tensor
 };
 
 class GradStates {
@@ -43,6 +44,11 @@ class GradStates {
     (bypassed ? state.bypassed_in : state.arrived_in) = graph_task;
     if (bypassed) state.bypassed_grad = grad;
     if (origin == Origin::kLocal && !within_no_sync) state.outside_no_sync = true;
+  }
+  // `.grad` is a reduction's result now.
+  void reduced(size_t index, const at::Tensor& grad) {
+    states_[index].result = grad;
+    states_[index].version = version_of(grad);
   }
   // An exception has ended a backward whose gradients were to be averaged. If none of our gradients had come yet,
   // only this records it.
@@ -101,12 +107,16 @@ class GradStates {
   // The last backward that brought it, or may have before an exception ended that one.
   int touched_in(size_t index) const { return std::max(states_[index].arrived_in, interrupted_in_); }
   // An iteration has ended in that backward or since, and nothing local has come after it. REQUIRES: between
-  // iterations.
-  bool averaged_since(size_t index, int backward) const {
-    return !used[index] && ended_in_ >= backward && ended_in_ > interrupted_in_;
+  // iterations. After an interruption nobody has noted what came: then it must be the result as it was.
+  bool averaged_since(size_t index, int backward, const at::Tensor& grad) const {
+    const GradState& state = states_[index];
+    const bool untouched = state.result == grad && state.version == version_of(grad);
+    return !used[index] && ended_in_ >= backward && (ended_in_ > interrupted_in_ || untouched);
   }
 
  private:
+  static uint32_t version_of(const at::Tensor& grad) { return grad.is_inference() ? 0 : grad._version(); }
+
   std::vector<GradState> states_;
   int ended_in_ = kNone;        // the backward in which the last iteration ended
   int interrupted_in_ = kNone;  // the last that an exception has ended, until the next forward

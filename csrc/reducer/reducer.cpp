@@ -259,7 +259,8 @@ void Reducer::finalize_backward() {
     unpack(i, scale, used ? *used : grads.used);
   }
   if (!used) read();
-  for (auto& c : cases_) c->after_unpack(*used);
+  for (size_t i = 0; i < parameters.size(); ++i)
+    if (const at::Tensor& grad = parameters[i].grad(); (*used)[i] && grad.defined()) grads.reduced(i, grad);
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets.size());
   used_map_.join([&](Future& future) { wait(future, buckets.size()); });
   end_iteration();

@@ -202,7 +202,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   std::vector<std::pair<size_t, int>> bypassed() const { return grads.bypassed(parameters); }
   bool averaged_since(size_t index, int backward) const {
     return iteration.phase == Phase::kIdle && !used_map_.gets_no_gradient(index) &&
-        grads.averaged_since(index, backward);
+        grads.averaged_since(index, backward, parameters[index].grad());
   }
   std::vector<int32_t> used_map() {  // by parameter: ranks that used it, where a map was sent
     return used_map_.sum(grads.used, [&](Future& future) { wait(future, buckets.size()); });

@@ -103,6 +103,35 @@ def test_a_gradient_whose_own_hook_raised_is_not_stepped_on(world_size):
     assert all(torch.equal(weight, results[0][1]) for _, weight in results)
 
 
+def _raises_before_any_gradient(rank, world_size, wrap, accumulates):
+    torch.manual_seed(0)
+    ddp = wrap(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    ddp(torch.full((2, 3), float(rank))).sum().backward()
+
+    def fails(*_):
+        raise Boom
+
+    if accumulates:
+        ddp.module.bias.register_post_accumulate_grad_hook(fails)
+    else:
+        ddp.module.register_full_backward_pre_hook(fails)
+    with contextlib.suppress(Boom):
+        ddp(torch.full((2, 3), float(rank))).sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return "an exception has ended" in str(error)
+    return ddp.module.weight.detach().clone()
+
+
+def test_what_an_interrupted_backward_has_not_touched_is_the_average_before():
+    wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
+    ours, theirs = (run_ranks(_raises_before_any_gradient, 2, wrap, False, timeout=60) for wrap in wraps)
+    assert torch.equal(ours[0], ours[1]) and torch.equal(ours[0], theirs[0])
+    assert run_ranks(_raises_before_any_gradient, 2, wraps[0], True, timeout=60) == [True, True]
+
+
 def _two_wrappers(rank, world_size):
     """One backward through both, which an exception ends: neither has averaged the layer that they share."""
     layer = nn.Linear(4, 4)
