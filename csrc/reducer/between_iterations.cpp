@@ -108,9 +108,10 @@ void Reducer::check_finished() const {
   if (phase() == Phase::kLaunched) fail(errors::not_finalized(rank));
   std::vector<errors::Parameter> absent;
   for (size_t index : missing()) absent.push_back({index, names[index]});
-  const auto cause = phase() == Phase::kBackward  ? errors::Cause::kBackwardRaised
-      : options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
-                                                  : errors::Cause::kUnused;
+  // Of a static graph the exception may well have been ours: that the graph has changed.
+  const auto cause = options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
+      : phase() == Phase::kBackward                            ? errors::Cause::kBackwardRaised
+                                                               : errors::Cause::kUnused;
   fail(errors::unfinished_reduction(rank, absent, cause));
 }
 

@@ -18,8 +18,8 @@ int current_graph_task() { return torch::autograd::get_current_graph_task_id(); 
 // The graph does not exist yet: only the sequence number at which its nodes will begin is noted.
 void Reducer::begin_forward() {
   grads.forget_interruption();
-  // A cast to and fro gives a parameter a new AccumulateGrad node. Looking at one parameter a forward is enough
-  // where absence is an error.
+  // Two casts, there and back, give a parameter a new AccumulateGrad node. Looking at one parameter a forward is
+  // enough where absence is an error.
   size_t looks = used_map_.mode() == GraphMode::kFindUnused ? parameters.size() : 1;
   for (; hooks_ && iteration.phase == Phase::kIdle && looks > 0; --looks) {
     turn_ = (turn_ + 1) % parameters.size();
