@@ -13,7 +13,7 @@ Each call begins with a build, which does nothing where the extension is current
 for the length of a command, and may have Python, torch and the CUDA toolkit alone. Before the first call, on a
 machine with a network:
 
-    python -m pip install --target build/gpu-tools "setuptools>=77" ninja numpy pytest pytest-timeout
+    pip install --target build/gpu-tools "setuptools>=77" ninja numpy pytest pytest-timeout
 
 What lies there is found by all that a call starts. A call leaves one folder of at most 8 files (``--results``): a
 table, its numbers, the extension with its record, and in call C traces of a step. ``--carry`` is such a folder of a

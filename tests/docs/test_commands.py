@@ -134,7 +134,8 @@ def test_ci_run(clone):
 
 def test_pip():
     known = {"pip", "install", "wheel", ".", "--no-build-isolation", "--force-reinstall", "--no-deps"}
-    known |= {"torch", "setuptools>=77", "wheel", "ninja"}
+    known |= {"torch", "setuptools>=77", "wheel", "ninja", "numpy", "pytest", "pytest-timeout"}
+    known |= {"--target", "build/gpu-tools"}
     known |= set(
         tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["tutorials"]
     )
