@@ -237,6 +237,8 @@ ifeq ($(NVCC),)
 	@echo "check-cuda: skipped, there is no nvcc on PATH or in /usr/local/cuda/bin"
 else
 	$(MAKE) $(CUDA_BUILD)/.built
+	@echo "Registers of each kernel:" && grep -E "ptxas info *: Used [0-9]+ registers" $(CUDA_BUILD)/ptxas.txt | sort | uniq -c
+	@! grep -E "[1-9][0-9]* bytes (stack frame|spill)" $(CUDA_BUILD)/ptxas.txt && echo "no stack, no spills"
 	PYTHONPATH=$(CURDIR)/$(CUDA_BUILD)/lib .venv-cuda/bin/python -P -c '$(CHECK_CUDA)'
 endif
 
@@ -247,8 +249,10 @@ endif
 
 # In folders of its own, so that the extension built in place stays the one for the environment in use.
 $(CUDA_BUILD)/.built: $(SOURCES) $(wildcard minddp/*.py minddp/*/*.py) | .venv-cuda/.installed
-	PATH=$(CURDIR)/.venv-cuda/bin:$(dir $(NVCC)):$$PATH MINDDP_CUDA=1 TORCH_CUDA_ARCH_LIST="$(CUDA_ARCHS)" \
-	  .venv-cuda/bin/python setup.py -q build --build-base $(CUDA_BUILD) --build-lib $(CUDA_BUILD)/lib
+	@mkdir -p $(CUDA_BUILD)
+	set -o pipefail; PATH=$(CURDIR)/.venv-cuda/bin:$(dir $(NVCC)):$$PATH MINDDP_CUDA=1 TORCH_CUDA_ARCH_LIST="$(CUDA_ARCHS)" \
+	  NVCC_APPEND_FLAGS="-Xptxas=-v" .venv-cuda/bin/python setup.py -q build --build-base $(CUDA_BUILD) \
+	  --build-lib $(CUDA_BUILD)/lib 2>&1 | tee $(CUDA_BUILD)/ptxas.txt
 	@touch $@
 
 gpu-check: $(BASE) $(call needs,test) $(call needs,bench)  # builds by itself, with a limit of its own
