@@ -15,6 +15,7 @@ Real starts (``spawn``, torchrun, ``python script.py``) stay where the start its
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -102,7 +103,8 @@ class Rank:
 
     def kill(self) -> None:
         if self.is_alive():
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the zygote has yet to say so
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def start_rank(
