@@ -223,11 +223,13 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def passed_before(output: Path, carry: Path | None, now: str) -> dict[str, Any] | None:
-    """What a call has left, here or in the folder carried, for the same sources."""
+def passed_before(output: Path, carry: Path | None, now: str, device: str) -> dict[str, Any] | None:
+    """What a call has left, here or in the folder carried, for the same sources on the same kind of device."""
     for path in [output, *([] if carry is None else [carry / output.name])]:
-        if path.exists() and (result := json.loads(path.read_text())).get("sources") == now:
-            return dict(result)
+        if path.exists():
+            result = dict(json.loads(path.read_text()))
+            if (result.get("sources"), result.get("device")) == (now, device):
+                return result
     return None
 
 
@@ -239,7 +241,7 @@ def run_call(call: str, device: str, output: Path, again: bool, carry: Path | No
     result: dict[str, Any] = {"benchmark": "gpu_check", "call": call, "device": device, "parts": {}}
     result["sources"] = sources()
     if not again:
-        result = passed_before(output, carry, result["sources"]) or result
+        result = passed_before(output, carry, result["sources"], device) or result
     deadline = time.monotonic() + CALL_SECONDS
     for name, part in parts.items():
         if name != "build" and result["parts"].get(name, {}).get("ok"):  # which may be another machine's

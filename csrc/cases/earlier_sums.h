@@ -20,6 +20,12 @@ class EarlierSums : public Case {
     for (size_t i = 0; i < state_.parameters.size(); ++i) refuse(i);
   }
 
+  void after_unpack(const std::vector<int32_t>& used) override {
+    for (size_t i = 0; i < used.size(); ++i)
+      if (const at::Tensor& grad = state_.parameters[i].grad(); used[i] && grad.defined())
+        state_.grads[i].result = grad;
+  }
+
  private:
   void refuse(size_t index);
 

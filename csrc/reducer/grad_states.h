@@ -20,7 +20,8 @@ struct GradState {
   int arrived_in = -1;           // the last one through a forward of the wrapper
   bool outside_no_sync = false;  // local, though its backward ran where gradients are synchronized
   SameTensor bypassed_grad;      // where the bypassing one went; `.grad` may have been replaced since
-  SameTensor result;             // of the last reduction
+  SameTensor result;             // of the last reduction, where that was a sum
+  SameTensor before;             // `.grad` when the backward that runs began
   uint32_t version = 0;          // its, then: autograd counts what is written to a tensor
 };
 
@@ -45,15 +46,22 @@ class GradStates {
     if (bypassed) state.bypassed_grad = grad;
     if (origin == Origin::kLocal && !within_no_sync) state.outside_no_sync = true;
   }
-  // `.grad` is a reduction's result now.
-  void reduced(size_t index, const at::Tensor& grad) {
-    states_[index].result = grad;
-    states_[index].version = version_of(grad);
+  // Weak references are held for the length of a backward alone: torch.utils.swap_tensors refuses them.
+  void backward_begins(const std::vector<at::Tensor>& parameters) {
+    for (size_t i = 0; i < states_.size(); ++i) {
+      const at::Tensor& grad = parameters[i].grad();
+      if (!grad.defined()) continue;
+      states_[i].before = grad;
+      states_[i].version = version_of(grad);
+    }
   }
   // An exception has ended a backward whose gradients were to be averaged. If none of our gradients had come yet,
   // only this records it.
   void interrupted(int graph_task) { interrupted_in_ = graph_task; }
-  void forget_interruption() { interrupted_in_ = kNone; }
+  void forget_interruption() {
+    if (is_interrupted()) forget_before();
+    interrupted_in_ = kNone;
+  }
   bool is_interrupted() const { return interrupted_in_ != kNone; }
   // The iteration ends in this backward: its last buckets leave now.
   void iteration_ends_in(int graph_task) { ended_in_ = graph_task; }
@@ -62,10 +70,14 @@ class GradStates {
     std::fill(used.begin(), used.end(), 0);
     for (size_t i = 0; i < states_.size(); ++i) {
       states_[i].outside_no_sync = false;
+      states_[i].before = SameTensor();
       if (!never_sent(i)) states_[i].bypassed_in = kNone;
     }
   }
-  void given_up() { interrupted_in_ = ended_in_ = kNone; }
+  void given_up() {
+    interrupted_in_ = ended_in_ = kNone;
+    forget_before();
+  }
   // Of the same parameters, as another reducer knows them, by their index `there` or -1. Another
   // group's results do not count here.
   void take_over(const GradStates& before, const std::vector<int64_t>& there, bool same_group) {
@@ -107,14 +119,17 @@ class GradStates {
   // The last backward that brought it, or may have before an exception ended that one.
   int touched_in(size_t index) const { return std::max(states_[index].arrived_in, interrupted_in_); }
   // An iteration has ended in that backward or since, and nothing local has come after it. REQUIRES: between
-  // iterations. After an interruption nobody has noted what came: then it must be the result as it was.
+  // iterations. After an interruption nobody has noted what came: then it must be as it was before.
   bool averaged_since(size_t index, int backward, const at::Tensor& grad) const {
     const GradState& state = states_[index];
-    const bool untouched = state.result == grad && state.version == version_of(grad);
+    const bool untouched = state.before == grad && state.version == version_of(grad);
     return !used[index] && ended_in_ >= backward && (ended_in_ > interrupted_in_ || untouched);
   }
 
  private:
+  void forget_before() {
+    for (GradState& state : states_) state.before = SameTensor();
+  }
   static uint32_t version_of(const at::Tensor& grad) { return grad.is_inference() ? 0 : grad._version(); }
 
   std::vector<GradState> states_;

@@ -78,6 +78,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   backward.makes_graph = c10::GradMode::is_enabled();
   backward.goes_to_all = GraphTaskNodes().goes_to_all();
   backward.begin = at::sequence_number::peek();
+  if (backward.is_synchronized()) grads.backward_begins(parameters);
   await_end_of(graph_task);
 }
 
@@ -93,6 +94,7 @@ void Reducer::begin_iteration() {
   const bool goes_on = iteration.phase == Phase::kIncomplete;
   if (!goes_on) iteration.forget();
   iteration.phase = Phase::kBackward;
+  iteration.sends_at_the_end |= backward.was_taken;
   if (goes_on) return;
   trace_->begin_backward();
   for (auto& bucket : buckets) bucket->begin_backward();
@@ -259,8 +261,7 @@ void Reducer::finalize_backward() {
     unpack(i, scale, used ? *used : grads.used);
   }
   if (!used) read();
-  for (size_t i = 0; i < parameters.size(); ++i)
-    if (const at::Tensor& grad = parameters[i].grad(); (*used)[i] && grad.defined()) grads.reduced(i, grad);
+  for (auto& c : cases_) c->after_unpack(*used);
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets.size());
   used_map_.join([&](Future& future) { wait(future, buckets.size()); });
   end_iteration();
@@ -291,6 +292,7 @@ double Reducer::scale_of_results() {
   } catch (...) {  // all ranks raise: given up here, so that the next starts clean
     for (size_t i = 0; i < buckets.size(); ++i)
       if (buckets[i]->state() == Bucket::State::kLaunched) wait(*buckets[i]->flight().future, i);
+    used_map_.join([&](Future& future) { wait(future, buckets.size()); });
     abort_iteration();
     throw;
   }

@@ -4,19 +4,15 @@ With NCCL the host enqueues a backward and goes on, until it reads something (``
 tells then that a rank is lost, and the group's own timeout is half an hour. So the watchdog asks here, on its own
 thread, in each turn in which a rank has failed or is gone.
 
-What is asked about is the last iteration that this rank has launched as a whole: whoever has done its part of that is
-no loss yet. Of the others it is certain that one is lost
-
-* which has reported that it failed in that iteration, or before;
-* whose process has ended, for so long that what it had sent must have arrived. Should this rank wait for nothing at
-  the moment, its group has no further use all the same.
+What is asked about is the last iteration that this rank has launched as a whole. Lost is a rank that has reported an
+exception in that iteration, or before. A process that is gone without one is not enough: it may have done its part,
+and nobody knows whether this rank waits at all.
 
 No wait, no clock: what :mod:`evidence` is for waits that are seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from .. import _C
@@ -39,25 +35,11 @@ def may_wait(wrapper: str, iteration: int, rank: int, ranks: tuple[int, ...], ho
     return Wait(awaited, what, rank, ranks, hook=hook, iteration=iteration, given_up=given_up)
 
 
-def certainly_lost(judged: Judged, wait: Wait, is_settled: Callable[[list[int]], bool]) -> Judged:
-    """Those of ``judged`` that are, for ``wait`` by :func:`may_wait`.
-
-    ``is_settled(ranks)``: whether they have been gone for long enough. Where a communication hook reduces, only a
-    failure counts: the hook may need nobody.
-    """
-    causes: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED and _is_of(fact, wait)]
-    over: Judged = [
-        (fact, kind) for fact, kind in judged if kind is Kind.ENDED or _has_ended_elsewhere(fact, kind, wait)
-    ]
-    if over and not wait.hook and is_settled([fact.rank for fact, _ in over]):
-        causes += over
-    return causes
+def certainly_lost(judged: Judged, wait: Wait) -> Judged:
+    """Those of ``judged`` that are, for ``wait`` by :func:`may_wait`: they knew this wrapper when they failed, and
+    had not done their part."""
+    return [(fact, kind) for fact, kind in judged if kind is Kind.FAILED and _knew(fact, wait)]
 
 
-def _is_of(fact: Fact, wait: Wait) -> bool:
-    """It knew this wrapper when it failed; that it had not done its part is why it is judged so."""
+def _knew(fact: Fact, wait: Wait) -> bool:
     return fact.failure is not None and wait.wrapper in fact.failure["places"]
-
-
-def _has_ended_elsewhere(fact: Fact, kind: Kind, wait: Wait) -> bool:
-    return kind is Kind.FAILED and not _is_of(fact, wait) and fact.failure is not None and bool(fact.failure["ends"])

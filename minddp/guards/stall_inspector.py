@@ -241,9 +241,7 @@ class StallInspector:
             return
         wait = device_waits.may_wait(self.key, iteration, self._rank, self._ranks, self.hook, self._given_up)
         judged = judge(dog.facts(wait.others()), wait)
-        causes = device_waits.certainly_lost(
-            judged, wait, lambda ranks: dog.seconds_gone(ranks) >= dog.seconds_until_settled()
-        )
+        causes = device_waits.certainly_lost(judged, wait)
         if causes:
             absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
             self._lost = _abandoned_for(dog, self.group, wait, None, root_causes(with_blamed(causes, absent)), "")

@@ -686,3 +686,33 @@ def test_a_layer_that_two_wrappers_reduce_in_one_backward(world_size):
         for text in raised.value.failures.values():
             assert "belongs to two wrappers that both reduce its gradient in this backward" in text
             assert "Parameter '1.weight'" in text or "Parameter '0.weight'" in text or ".bias'" in text
+
+
+class _CheckpointedHead(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+
+    def forward(self, x, within):
+        used = self.used(x)
+        return checkpoint(self.other, used, use_reentrant=True) if within else self.other(used)
+
+
+def _taken_with_absent_parameters(rank, world_size, wrap):
+    torch.manual_seed(0)
+    ddp = wrap(_CheckpointedHead(), find_unused_parameters=True, bucket_cap_mb=1e-6)
+    x = torch.full((2, 3), rank + 1.0)
+    for _ in range(3):
+        ddp(x, False).sum().backward()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        local = ddp(x, True)
+    ddp(x, False)
+    local.sum().backward()
+    return ddp.module.other.weight.grad
+
+
+def test_a_backward_that_is_taken_launches_nothing_at_its_beginning():
+    wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
+    ours, theirs = (run_ranks(_taken_with_absent_parameters, 2, wrap, timeout=60) for wrap in wraps)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
