@@ -244,7 +244,10 @@ class StallInspector:
         causes = device_waits.certainly_lost(judged, wait)
         if causes:
             absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
-            self._lost = _abandoned_for(dog, self.group, wait, None, root_causes(with_blamed(causes, absent)), "")
+            try:
+                _give_up(dog, self.group, wait, None, root_causes(with_blamed(causes, absent)), "")
+            except LostPeer as error:
+                self._lost = error.with_traceback(None)
             log.error("%s The process group is given up; the next forward raises.", self._lost)
 
     def check_peers(self) -> None:
@@ -413,18 +416,11 @@ def _give_up(
     dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float | None, causes: Judged, error: str
 ) -> None:
     dog.waits_no_more()
-    raise _abandoned_for(dog, group, wait, seconds, causes, error)
-
-
-def _abandoned_for(
-    dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float | None, causes: Judged, error: str
-) -> LostPeer:
-    """What to raise of ``group``, which is given up; the others are told."""
     raised = LostPeer(lost(wait, seconds, causes, error))
     raised.lost_ranks = lost_ranks(causes, wait.here)
     dog.tell(str(raised), because=raised.lost_ranks, ends=True, wait=0.5)
     _abandon(group)
-    return raised
+    raise raised
 
 
 _abandoned: set[int] = set()
