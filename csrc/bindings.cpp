@@ -35,7 +35,7 @@ std::vector<size_t> parameter_indices(const Bucket& bucket) {
 
 Reducer::Buckets bucket_indices(const Reducer& reducer) {
   Reducer::Buckets buckets;
-  for (size_t i = 0; i < reducer.bucket_count(); ++i) buckets.push_back(parameter_indices(reducer.bucket(i)));
+  for (size_t i = 0; i < reducer.state().buckets.size(); ++i) buckets.push_back(parameter_indices(*reducer.state().buckets[i]));
   return buckets;
 }
 
@@ -43,8 +43,8 @@ py::dict bucket_times(const Reducer& reducer, size_t index) {
   const Trace& trace = reducer.trace();
   py::dict times;
   times["index"] = index;
-  times["nbytes"] = reducer.bucket(index).nbytes();
-  times["parameters"] = parameter_indices(reducer.bucket(index));
+  times["nbytes"] = reducer.state().buckets[index]->nbytes();
+  times["parameters"] = parameter_indices(*reducer.state().buckets[index]);
   times["ready_ns"] = trace.at(index, BucketEvent::kReady);
   times["pack_begin_ns"] = trace.at(index, BucketEvent::kPackBegin);
   times["launch_ns"] = trace.at(index, BucketEvent::kLaunch);
@@ -57,7 +57,7 @@ py::dict bucket_times(const Reducer& reducer, size_t index) {
 py::dict last_step(const Reducer& reducer) {
   const Trace& trace = reducer.trace();
   py::list buckets;
-  for (size_t i = 0; i < reducer.bucket_count(); ++i) buckets.append(bucket_times(reducer, i));
+  for (size_t i = 0; i < reducer.state().buckets.size(); ++i) buckets.append(bucket_times(reducer, i));
   py::dict step;
   step["iteration"] = trace.iteration;
   step["forward_begin_ns"] = trace.at(StepEvent::kForwardBegin);
@@ -72,21 +72,21 @@ py::dict last_step(const Reducer& reducer) {
 
 std::vector<int64_t> bucket_nbytes(const Reducer& reducer) {
   std::vector<int64_t> sizes;
-  for (size_t i = 0; i < reducer.bucket_count(); ++i) sizes.push_back(reducer.bucket(i).nbytes());
+  for (size_t i = 0; i < reducer.state().buckets.size(); ++i) sizes.push_back(reducer.state().buckets[i]->nbytes());
   return sizes;
 }
 
 int64_t allocated_bytes(const Reducer& reducer) {
   int64_t total = 0;
-  for (size_t i = 0; i < reducer.bucket_count(); ++i)
-    if (reducer.bucket(i).buffer().defined()) total += reducer.bucket(i).nbytes();
+  for (size_t i = 0; i < reducer.state().buckets.size(); ++i)
+    if (reducer.state().buckets[i]->buffer().defined()) total += reducer.state().buckets[i]->nbytes();
   return total;
 }
 
 std::vector<GradBucket> zero_buckets(const Reducer& reducer) {
   std::vector<GradBucket> buckets;
-  for (size_t i = 0; i < reducer.bucket_count(); ++i)
-    buckets.push_back(reducer.grad_bucket(i, reducer.bucket(i).zeros()));
+  for (size_t i = 0; i < reducer.state().buckets.size(); ++i)
+    buckets.emplace_back(reducer.state(), i, reducer.state().buckets[i]->zeros());
   return buckets;
 }
 
@@ -95,16 +95,16 @@ py::object run_allreduce(Reducer& reducer, const GradBucket& bucket) {
   c10::intrusive_ptr<Future> future;
   {
     py::gil_scoped_release release;
-    future = reducer.run_allreduce(bucket).future;
+    future = reducer.all_reduce(bucket.index(), bucket.buffer()).future;
   }
   return to_python(std::move(future));
 }
 
-py::object run_hook(Reducer& reducer, GradBucket& bucket) {
+py::object run_hook(Reducer& reducer, const GradBucket& bucket) {
   c10::intrusive_ptr<Future> future;
   {
     py::gil_scoped_release release;
-    future = reducer.run_hook(bucket).future;
+    future = reducer.reduce(bucket.index(), bucket.buffer()).future;
   }
   return to_python(std::move(future));
 }
@@ -119,7 +119,7 @@ py::object shadow_used_map(Reducer& reducer) {
 }
 
 void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
-  reducer.set_comm_hook(std::make_unique<PythonCommHook>(std::move(state), std::move(hook)));
+  reducer.set_comm_hook(std::make_unique<PythonCommHook>(reducer.state(), std::move(state), std::move(hook)));
 }
 
 void set_scales(Reducer& reducer, double before, double after) {
@@ -164,10 +164,11 @@ py::dict position(const Reducer& reducer) {
   py::dict place;
   place["iteration"] = trace.iteration;
   place["moments"] = trace.step;
-  place["phase"] = reducer.phase();
-  place["next_bucket"] = reducer.next_bucket();
+  place["phase"] = reducer.state().iteration.phase;
+  place["next_bucket"] = reducer.state().iteration.next_bucket;
   place["missing"] = reducer.missing();
-  place["history"] = std::vector<int64_t>{reducer.history().forwards, reducer.history().local_backwards};
+  const Forwards::History& history = reducer.state().forwards.history();
+  place["history"] = std::vector<int64_t>{history.forwards, history.local_backwards};
   return place;
 }
 
@@ -306,30 +307,30 @@ void bind_reducer(py::module_& module) {
       .def("set_callbacks", &set_callbacks, py::arg("after_last_launch") = nullptr, py::arg("post_scale") = nullptr,
           py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr, py::arg("on_taken") = nullptr)
       .def("abort_iteration", &Reducer::abort_iteration)
-      .def("bypassed", &Reducer::bypassed)
-      .def("left_local", [](const Reducer& r) { return r.grad_states().left_local(); })
+      .def("bypassed", [](const Reducer& r) { return r.state().grads.bypassed(r.state().parameters); })
+      .def("left_local", [](const Reducer& r) { return r.state().grads.left_local(); })
       .def("adopt_gradients", &Reducer::adopt_gradients)
       .def("share", &Reducer::share, py::arg("other"), py::arg("views"))
       .def(
-          "arrived_in", [](const Reducer& r, size_t index) { return r.grad_states().arrived_in(index); },
+          "arrived_in", [](const Reducer& r, size_t index) { return r.state().grads.arrived_in(index); },
           py::arg("index"))
       .def(
-          "touched_in", [](const Reducer& r, size_t index) { return r.grad_states().touched_in(index); },
+          "touched_in", [](const Reducer& r, size_t index) { return r.state().grads.touched_in(index); },
           py::arg("index"))
       .def("averaged_since", &Reducer::averaged_since, py::arg("index"), py::arg("backward"))
       .def_readwrite("sync_enabled", &Reducer::sync_enabled)
       .def_readwrite("optimizer_in_backward", &Reducer::optimizer_in_backward)
-      .def("phase", &Reducer::phase)
-      .def("interrupted", [](const Reducer& r) { return r.grad_states().is_interrupted(); })
+      .def("phase", [](const Reducer& r) { return r.state().iteration.phase; })
+      .def("interrupted", [](const Reducer& r) { return r.state().grads.is_interrupted(); })
       .def("in_backward", &Reducer::in_backward)
       .def("missing", &Reducer::missing)
-      .def("has_recorded", [](const Reducer& r) { return r.ended() > 0; })
-      .def("ended", &Reducer::ended)
+      .def("has_recorded", [](const Reducer& r) { return r.state().learned.iterations > 0; })
+      .def("ended", [](const Reducer& r) { return r.state().learned.iterations; })
       .def("iteration", [](const Reducer& r) { return r.trace().iteration; })
       .def(
           "_get_local_used_map", [](Reducer& r) { return at::tensor(r.used_map(), at::kInt); }, Release())
       .def("_ddp_graph_static", &Reducer::graph_is_static)
-      .def("last_error", [](const Reducer& r) { return r.error(); })
+      .def("last_error", [](const Reducer& r) { return r.state().last_error; })
       .def("position", &position)
       .def("last_step", &last_step);
 }

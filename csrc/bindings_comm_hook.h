@@ -1,7 +1,7 @@
 // A communication hook written in Python. Part of the bindings, not of the reading path.
 #pragma once
 
-#include "reducer/comm_hook.h"
+#include "cases/comm_hook.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -10,9 +10,10 @@
 namespace minddp {
 
 // Runs on an autograd thread and takes the GIL; see reducer.h for the order of locks.
-class PythonCommHook : public CommHook {
+class PythonCommHook : public GradBucketHook {
  public:
-  PythonCommHook(pybind11::object state, pybind11::object hook) : state_(std::move(state)), hook_(std::move(hook)) {}
+  PythonCommHook(const ReducerState& reducer, pybind11::object state, pybind11::object hook)
+      : GradBucketHook(reducer), state_(std::move(state)), hook_(std::move(hook)) {}
 
   ~PythonCommHook() override {
     pybind11::gil_scoped_acquire gil;

@@ -60,7 +60,7 @@ void Reducer::take_over(const Reducer& before) {
 
 // Buckets are made anew, never resized.
 void Reducer::set_buckets(const Buckets& indices_by_bucket) {
-  TORCH_CHECK(phase() == Phase::kIdle, "set_buckets: a backward is not finished; call it between iterations");
+  TORCH_CHECK(iteration.phase == Phase::kIdle, "set_buckets: a backward is not finished; call it between iterations");
   buckets.clear();
   for (const auto& indices : indices_by_bucket) {
     for (size_t slot = 0; slot < indices.size(); ++slot) place_[indices[slot]] = {buckets.size(), slot};
@@ -82,7 +82,7 @@ void Reducer::set_buckets(const Buckets& indices_by_bucket) {
 
 // Memory alone: the next pack allocates again, so nothing else has to know.
 void Reducer::release_buckets() {
-  TORCH_CHECK(phase() == Phase::kIdle, "release_buckets: a backward is not finished");
+  TORCH_CHECK(iteration.phase == Phase::kIdle, "release_buckets: a backward is not finished");
   for (auto& bucket : buckets) bucket->release();
 }
 
@@ -101,16 +101,16 @@ std::vector<size_t> Reducer::missing() const {
 // Looked at when the next forward or step begins, not when backward ends: a second backward may still bring the rest,
 // and a program that needs neither has lost nothing.
 void Reducer::check_finished() const {
-  if (phase() == Phase::kIdle) return;
+  if (iteration.phase == Phase::kIdle) return;
   // A forward inside of backward is a checkpoint's. Outside, that backward never reached its end.
   bool inside = torch::autograd::get_current_graph_task_id() != -1;
-  if (phase() == Phase::kBackward && inside) return;
-  if (phase() == Phase::kLaunched) fail(errors::not_finalized(rank));
+  if (iteration.phase == Phase::kBackward && inside) return;
+  if (iteration.phase == Phase::kLaunched) fail(errors::not_finalized(rank));
   std::vector<errors::Parameter> absent;
   for (size_t index : missing()) absent.push_back({index, names[index]});
   // Of a static graph the exception may well have been ours: that the graph has changed.
   const auto cause = options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
-      : phase() == Phase::kBackward                            ? errors::Cause::kBackwardRaised
+      : iteration.phase == Phase::kBackward                            ? errors::Cause::kBackwardRaised
                                                                : errors::Cause::kUnused;
   fail(errors::unfinished_reduction(rank, absent, cause));
 }

@@ -155,7 +155,7 @@ void Bucket::abandon() {
   producers_.wait_packed();
   if (flight_.future && flight_.future->completed()) {
     flight_.future->wait();  // on a device it may only be enqueued
-    if (flight_.work && !device_.is_cpu() && !flight_.future->hasError()) flight_.work->wait();
+    if (flight_.work && !device_.is_cpu() && !flight_.future->hasError()) order_streams(*flight_.work);
   } else if (flight_.future)
     leave_to_collective();
   flight_ = {};

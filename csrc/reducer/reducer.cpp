@@ -3,6 +3,7 @@
 #include "support/end_of_backward.h"
 #include "support/errors.h"
 #include "support/watched_wait.h"
+#include "transport/allreduce.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -193,12 +194,20 @@ void Reducer::launch(size_t index) {
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
   bucket.before_launch();
   trace_->note(index, BucketEvent::kLaunch);
-  GradBucket seen = grad_bucket(index, bucket.buffer());
-  Flight flight = passes_through() ? Flight{completed(at::empty({0})), nullptr} : run_hook(seen);
+  Flight flight =
+      passes_through() ? Flight{completed(at::empty({0})), nullptr} : reduce(index, bucket.buffer());
   auto note_done = [done = trace_->done, index](Future&) { Trace::note_done(*done, index); };
   // CPU only: a device's future completes once the collective is enqueued.
   if (bucket.device().is_cpu()) flight.future->addCallback(note_done, /*uses_future=*/false);
   bucket.launched(std::move(flight));
+}
+
+// The sum over ranks, in place. A single rank has it already.
+Flight Reducer::all_reduce(size_t index, const at::Tensor& buffer) {
+  if (alone()) return {completed(buffer), nullptr};
+  Flight flight = allreduce(*group_, buffer, [this, index](Future& future) { wait(future, index); });
+  if (hook_ && !buffer.device().is_cpu()) hook_->work = flight.work;
+  return flight;
 }
 
 // --- backward ends
@@ -273,7 +282,7 @@ void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& use
   if (bucket.state() != Bucket::State::kLaunched || !flight.future) return;  // skipped; or unpacked already
   wait(*flight.future, index);
   if (passes_through()) return;
-  if (flight.work && !bucket.device().is_cpu()) flight.work->wait();
+  if (flight.work && !bucket.device().is_cpu()) order_streams(*flight.work);
   at::Tensor result = hook_ ? hook_->result(flight.future->value()) : bucket.buffer();
   if (at::isComplexType(bucket.dtype()) && !result.is_complex())
     result = at::view_as_complex(result.reshape({-1, 2}));  // as a process group's own future holds it

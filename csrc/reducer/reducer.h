@@ -70,11 +70,9 @@
 // reducer.cpp has what runs in an iteration; between_iterations.cpp has the rest.
 #pragma once
 
-#include "comm_hook.h"
 #include "grad_hooks.h"
 #include "state.h"
 #include "support/trace.h"
-#include "transport/allreduce.h"
 #include "used_map.h"
 
 #include <functional>
@@ -136,21 +134,11 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // Back to kIdle, whatever has happened. Ranks that go on together must all call it, after an error that all met.
   void abort_iteration();
 
-  // The reduction of a bucket: with the hook, and what the reducer does without one (for hooks that wrap it).
-  Flight run_hook(GradBucket& b) {
-    if (!hook_) return run_allreduce(b);
-    return {hook_->run(b), std::exchange(hooks_work_, nullptr)};  // evaluated in this order
+  // Starts a bucket's reduction: with the hook, where there is one; and without, for hooks that wrap it.
+  Flight reduce(size_t index, const at::Tensor& buffer) {
+    return hook_ ? hook_->start(index, buffer) : all_reduce(index, buffer);
   }
-  // A hook that calls this gets only the future. On a device the reducer keeps the Work, which orders streams.
-  Flight run_allreduce(const GradBucket& b) {
-    if (alone()) return {completed(b.buffer()), nullptr};  // its own sum
-    Flight flight = allreduce(*group_, b.buffer(), [&](Future& future) { wait(future, b.index()); });
-    if (hook_ && !b.buffer().device().is_cpu()) hooks_work_ = flight.work;
-    return flight;
-  }
-  GradBucket grad_bucket(size_t index, at::Tensor buffer) const {
-    return {index, index + 1 == buckets.size(), std::move(buffer), buckets[index]->slots()};
-  }
+  Flight all_reduce(size_t index, const at::Tensor& buffer);
   // Waited for at the end of the next synchronized backward.
   void wait_after_backward(c10::intrusive_ptr<Future> future) { extra_futures_.push_back(std::move(future)); }
   // A rank that has no backward of its own (join) sends an empty used map, and counts the iteration. Returns
@@ -184,22 +172,14 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   bool manual_finalization = false;     // the caller waits and unpacks; set while no backward is expected
   double pre_scale = 1.0, post_scale = 1.0;
 
-  Phase phase() const { return iteration.phase; }
-  size_t next_bucket() const { return iteration.next_bucket; }
-  size_t bucket_count() const { return buckets.size(); }
-  const Bucket& bucket(size_t index) const { return *buckets[index]; }
+  const ReducerState& state() const { return *this; }
   const Trace& trace() const { return *trace_; }
-  int64_t ended() const { return learned.iterations; }  // iterations, of this rank's or in its absence
-  const Forwards::History& history() const { return forwards.history(); }
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
-  const std::string& error() const { return last_error; }
   std::vector<size_t> missing() const;  // in this iteration
   // A synchronized forward has no backward yet, or one that has not ended.
   bool expects_backward() const { return iteration.phase != Phase::kIdle || forwards.awaits_backward(); }
   // A synchronized backward runs: known once it has reached an output of forward, before the first gradient.
   bool in_backward() const { return !backward.graph_tasks.empty() && backward.is_synchronized(); }
-  const GradStates& grad_states() const { return grads; }
-  std::vector<std::pair<size_t, int>> bypassed() const { return grads.bypassed(parameters); }
   bool averaged_since(size_t index, int backward) const {
     return iteration.phase == Phase::kIdle && !used_map_.gets_no_gradient(index) &&
         grads.averaged_since(index, backward, parameters[index].grad());
@@ -253,7 +233,6 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   std::vector<std::unique_ptr<Case>> cases_;
   SharedParameters* shared_ = nullptr;  // one of the cases, once there is somebody else
   std::unique_ptr<CommHook> hook_;
-  c10::intrusive_ptr<c10d::Work> hooks_work_;  // of the reducer's own collective, where a hook has asked for it
   std::unique_ptr<GradHooks> hooks_;
 
   std::recursive_mutex mutex_;  // guards all that runs in a backward

@@ -43,6 +43,19 @@ struct ArrivedGradient {
   bool in_grad = true;             // it is in `.grad`
 };
 
+// Stands in the place of the reducer's all-reduce (cases/comm_hook.h).
+class CommHook {
+ public:
+  virtual ~CommHook() = default;
+  // Starts the reduction of a packed bucket. Called once for each that is sent, in launch order, on the thread that
+  // launches it.
+  virtual Flight start(size_t bucket, at::Tensor buffer) = 0;
+  // The reduced bucket: the tensor in the completed future's value.
+  virtual at::Tensor result(const c10::IValue& value) = 0;
+  // On a device, the Work of the reducer's own all-reduce, if the hook that runs has asked for that.
+  c10::intrusive_ptr<c10d::Work> work;
+};
+
 class Case {
  public:
   virtual ~Case() = default;

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 namespace minddp {
@@ -31,7 +32,7 @@ class UsedMap {
   UsedMap(GraphMode mode, bool alone) : mode_(mode), nothing_to_agree_on_(alone || mode == GraphMode::kAllUsed) {}
 
   GraphMode mode() const { return mode_; }
-  bool decided() const { return !static_used_.empty(); }  // kStatic, after the first iteration
+  bool decided() const { return decided_; }  // kStatic, after the first iteration
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
   // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not come to it.
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
@@ -53,7 +54,7 @@ class UsedMap {
   void join(const Wait& wait) const {
     if (!flight_.future) return;
     wait(*flight_.future);
-    if (!sum_.device().is_cpu()) flight_.work->wait();
+    if (!sum_.device().is_cpu()) order_streams(*flight_.work);
   }
   void forget() { flight_ = {}; }
   // Of the last send; null where nothing was sent.
@@ -82,6 +83,7 @@ class UsedMap {
         static_here_.push_back(local[i] + arrivals[i]);
         static_any_[i] |= grown[i];
       }
+      decided_ = true;
     }
     Map used = static_used_;  // a hook that took the gradient then may leave it now
     for (size_t i = 0; i < local.size(); ++i) used[i] |= local[i] && static_any_[i];
@@ -89,12 +91,15 @@ class UsedMap {
   }
   // kStatic, on a rank without a backward of its own in the first iteration: it is taken to use what others do.
   void follow(const Wait& wait) {
-    if (!decided() && mode_ == GraphMode::kStatic) static_here_ = static_used_ = static_any_ = sum({}, wait);
+    if (decided() || mode_ != GraphMode::kStatic) return;
+    static_here_ = static_used_ = static_any_ = sum({}, wait);
+    decided_ = true;
   }
 
  private:
   const GraphMode mode_;
   const bool nothing_to_agree_on_;
+  std::atomic<bool> decided_ = false;  // set once the maps below are there: another thread may read them
   // kStatic, from the first iteration, nonzero where:
   Map static_used_;  // some rank had a gradient
   Map static_any_;   // the same, or autograd has added one here that a hook took from `.grad`

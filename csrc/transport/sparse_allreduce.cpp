@@ -14,7 +14,7 @@ std::vector<at::Tensor> all_gather(c10d::ProcessGroup& group, const at::Tensor& 
   std::vector<at::Tensor> inputs = {mine};
   auto work = group.allgather(theirs, inputs);
   wait(*work->getFuture());
-  if (!mine.device().is_cpu()) work->wait();
+  if (!mine.device().is_cpu()) order_streams(*work);
   return theirs[0];
 }
 

@@ -70,7 +70,7 @@ def assert_gloo_and_a_warning(answers: list[dict[str, Any]]) -> None:
 
 
 @needs_namespaces
-@pytest.mark.long
+@pytest.mark.all
 def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
     """64 KiB, for 1.2 MB of gradients: nothing lies there."""
     # One namespace for both, as in one container.
@@ -91,6 +91,7 @@ def test_a_small_dev_shm_is_enough(tmp_path: Path) -> None:
 
 
 @needs_namespaces
+@pytest.mark.all
 def test_pid_namespaces_of_their_own(tmp_path: Path) -> None:
     wrapper = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     answers = start(tmp_path, [wrapper, wrapper])
@@ -102,6 +103,7 @@ def test_pid_namespaces_of_their_own(tmp_path: Path) -> None:
 
 
 @needs_namespaces
+@pytest.mark.all
 def test_another_user(tmp_path: Path) -> None:
     answers = start(tmp_path, [[], NOBODY])
     for answer in answers:

@@ -17,10 +17,15 @@ CYCLES = 20_000_000  # that a CUDA device sleeps before each collective: some 10
 
 
 class LateWork(dist.Work):
-    """Over when the side stream has come to its end: whoever waits has the current stream wait."""
+    """Over when the side stream has come to its end: whoever waits has the current stream wait.
 
-    def __init__(self, tensors: list[Tensor], side: torch.Stream | None, futures_order: bool):
+    Args:
+        blocks: waiting for it would block the host, as NCCL's does under TORCH_NCCL_BLOCKING_WAIT.
+    """
+
+    def __init__(self, tensors: list[Tensor], side: torch.Stream | None, futures_order: bool, blocks: bool = False):
         super().__init__()
+        self._blocks = blocks
         self._end = None if side is None else side.record_event()
         self._future: Any = torch.futures.Future(devices=[side.device] if side is not None and futures_order else [])
         if side is None:
@@ -30,6 +35,7 @@ class LateWork(dist.Work):
             self._future.set_result(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
+        assert not self._blocks, "waited for a Work that blocks the host, though its future orders streams"
         if self._end is not None:
             torch.accelerator.current_stream().wait_event(self._end)
         return True
@@ -53,7 +59,7 @@ class LateGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> LateWork:
         doubles = options is None or options.reduceOp == dist.ReduceOp.SUM
-        return self._run(tensors, lambda: [t.mul_(2) for t in tensors if doubles])
+        return self._run(tensors, lambda: [t.mul_(2) for t in tensors if doubles], blocks=self._futures_order and doubles)
 
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> LateWork:
         return self._run(tensors, lambda: None)
@@ -61,7 +67,7 @@ class LateGroup(dist.ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> LateWork:
         return self._run([*outputs[0], *inputs], lambda: [output.copy_(inputs[0]) for output in outputs[0]])
 
-    def _run(self, tensors: list[Tensor], collective: Callable[[], Any]) -> LateWork:
+    def _run(self, tensors: list[Tensor], collective: Callable[[], Any], blocks: bool = False) -> LateWork:
         for tensor in tensors:
             if tensor.device.type != self._device.type:
                 raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
@@ -75,4 +81,4 @@ class LateGroup(dist.ProcessGroup):
             for tensor in tensors:
                 tensor.record_stream(self._side)
             collective()
-        return LateWork(tensors, self._side, self._futures_order)
+        return LateWork(tensors, self._side, self._futures_order, blocks)

@@ -1,10 +1,10 @@
-// How a packed bucket is reduced over the ranks.
+// Case: a communication hook (register_comm_hook).
 //
-// Without a hook the reducer all-reduces the buffer. A hook takes its place: it gets a GradBucket and returns a
+// Without one the reducer all-reduces the buffer. A hook takes its place: it gets a GradBucket and returns a
 // future of one tensor, the reduced bucket. GradBucket offers what torch's does.
 #pragma once
 
-#include "bucket.h"
+#include "reducer/state.h"
 
 #include <ATen/ATen.h>
 
@@ -13,8 +13,9 @@ namespace minddp {
 // What a hook sees of a bucket; a value, which may outlive the backward that made it.
 class GradBucket {
  public:
-  GradBucket(size_t index, bool is_last, at::Tensor buffer, std::shared_ptr<const std::vector<Bucket::Slot>> slots)
-      : index_(index), is_last_(is_last), buffer_(std::move(buffer)), slots_(std::move(slots)) {}
+  GradBucket(const ReducerState& state, size_t index, at::Tensor buffer)
+      : index_(index), is_last_(index + 1 == state.buckets.size()), buffer_(std::move(buffer)),
+        slots_(state.buckets[index]->slots()) {}
   size_t index() const { return index_; }
   bool is_last() const { return is_last_; }
   const at::Tensor& buffer() const { return buffer_; }
@@ -40,13 +41,21 @@ class GradBucket {
   std::shared_ptr<const std::vector<Bucket::Slot>> slots_;
 };
 
-class CommHook {
+// A hook that gets a GradBucket.
+class GradBucketHook : public CommHook {
  public:
-  virtual ~CommHook() = default;
-  // Called once for each bucket that is sent, in launch order, on the thread that launches it.
+  explicit GradBucketHook(const ReducerState& state) : state_(state) {}
+  Flight start(size_t bucket, at::Tensor buffer) override {
+    GradBucket seen(state_, bucket, std::move(buffer));
+    auto future = run(seen);  // may set `work`
+    return {std::move(future), std::exchange(work, nullptr)};
+  }
+
+ protected:
   virtual c10::intrusive_ptr<Future> run(GradBucket& bucket) = 0;
-  // The tensor in a completed future's value.
-  virtual at::Tensor result(const c10::IValue& value) = 0;
+
+ private:
+  const ReducerState& state_;
 };
 
 }  // namespace minddp
