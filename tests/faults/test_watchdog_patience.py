@@ -124,7 +124,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("seconds", [0.1, 1.0])
+@pytest.mark.parametrize("seconds", [0.1, pytest.param(1.0, marks=pytest.mark.all)])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_process_ends_though_its_store_is_stopped_and_comes_back(backend, seconds):
     """A thread that is in a request to it then would abort the process."""

@@ -138,7 +138,11 @@ if "global" in sys.argv:
 
 @pytest.mark.parametrize(
     "way, after_destroy, at_exit",
-    [("function", False, False), ("global", True, False), ("undestroyed", True, True)],
+    [
+        pytest.param("function", False, False, marks=pytest.mark.all),
+        ("global", True, False),
+        pytest.param("undestroyed", True, True, marks=pytest.mark.all),
+    ],
 )
 def test_a_destroyed_group_is_gone_before_the_interpreter(way: str, after_destroy: bool, at_exit: bool) -> None:
     """Else its thread may ask for the GIL of an interpreter that shuts down, and the process aborts."""

@@ -184,6 +184,7 @@ def test_two_ranks_agree_bit_for_bit(name):
         assert differences == [-1.0, -1.0], (arguments, differences)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["mlp", "conv", "shared", "two_dtypes", "complex", "sparse"])
 def test_three_ranks_agree_to_rounding(name):
     for arguments in ARGUMENTS[:4]:

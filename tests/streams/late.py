@@ -49,17 +49,19 @@ class LateGroup(dist.ProcessGroup):
 
     Args:
         futures_order: waiting for a collective's future orders streams; else only waiting for its work does.
+        blocks: nobody may wait for an all-reduce's work, which would block the host.
     """
 
-    def __init__(self, device: str, futures_order: bool = True):
+    def __init__(self, device: str, futures_order: bool = True, blocks: bool = False):
         super().__init__(0, 2)
         self._device = torch.device(device)
         self._futures_order = futures_order
+        self._blocks = blocks
         self._side = None if self._device.type == "cpu" else torch.Stream(self._device)
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> LateWork:
         doubles = options is None or options.reduceOp == dist.ReduceOp.SUM
-        return self._run(tensors, lambda: [t.mul_(2) for t in tensors if doubles], blocks=self._futures_order and doubles)
+        return self._run(tensors, lambda: [t.mul_(2) for t in tensors if doubles], self._blocks)
 
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> LateWork:
         return self._run(tensors, lambda: None)
