@@ -35,7 +35,8 @@ std::vector<size_t> parameter_indices(const Bucket& bucket) {
 
 Reducer::Buckets bucket_indices(const Reducer& reducer) {
   Reducer::Buckets buckets;
-  for (size_t i = 0; i < reducer.state().buckets.size(); ++i) buckets.push_back(parameter_indices(*reducer.state().buckets[i]));
+  for (size_t i = 0; i < reducer.state().buckets.size(); ++i)
+    buckets.push_back(parameter_indices(*reducer.state().buckets[i]));
   return buckets;
 }
 

@@ -110,7 +110,7 @@ void Reducer::check_finished() const {
   for (size_t index : missing()) absent.push_back({index, names[index]});
   // Of a static graph the exception may well have been ours: that the graph has changed.
   const auto cause = options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
-      : iteration.phase == Phase::kBackward                            ? errors::Cause::kBackwardRaised
+      : iteration.phase == Phase::kBackward                    ? errors::Cause::kBackwardRaised
                                                                : errors::Cause::kUnused;
   fail(errors::unfinished_reduction(rank, absent, cause));
 }

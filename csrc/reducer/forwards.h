@@ -1,9 +1,9 @@
 // Whose backward is it? Which forwards ran, and whether a backward goes through one of them.
 //
-// Where forward ran decides whether a backward is synchronized, as in torch: not under no_sync, and not where
-// somebody called the wrapped module itself. Torch arms its reducer in forward and takes the next backward for that
-// forward's. Here the backward is asked: autograd numbers its nodes as it makes them, so those that a forward made
-// are an interval, and autograd's engine has collected a backward's nodes before the first hook runs.
+// Forward decides whether its backward is synchronized, as in torch: not under no_sync, and not if the program called
+// the wrapped module itself. Torch's forward arms the reducer for the next backward. Here the nodes decide. Autograd
+// numbers nodes in order, so a forward's nodes form an interval. The engine collects a backward's nodes before the
+// first hook. The reducer checks whether any lies in an interval.
 #pragma once
 
 #include "support/graph_task.h"
@@ -19,15 +19,15 @@ namespace minddp {
 
 enum class Origin {
   kNone,          // no backward runs
-  kSynchronized,  // through a forward outside of no_sync
-  kLocal,         // through forwards under no_sync only
+  kSynchronized,  // through a forward that ran outside of no_sync, or claimed by one
+  kLocal,         // only through forwards that ran under no_sync
   kBypassed,      // through no forward of the wrapper
 };
 
 class Forwards {
  public:
   void begin() { begin_ = at::sequence_number::peek(); }
-  // `visible`: tensors were found in what forward returned, so a backward that reaches none of them is another's.
+  // `visible`: tensors were found in forward's output. If not, a backward that follows counts as this forward's.
   void end(bool synchronized, bool visible) {
     add(begin_, at::sequence_number::peek(), synchronized);
     hidden_local_ = !synchronized && !visible;
@@ -36,12 +36,12 @@ class Forwards {
     awaits_backward_ = true;
     hidden_ = !visible;
   }
-  // Nodes that the current thread made from `begin` to `end`: a forward's, or those of a backward with
-  // create_graph=True through its outputs. A gradient penalty's graph may hold none of forward's nodes.
+  // The current thread made these nodes in a forward, or in a backward through it with create_graph=True. The graph
+  // of a gradient penalty may hold only the latter.
   void add(uint64_t begin, uint64_t end, bool synchronized) {
     spans_.add({begin, end, at::RecordFunction::currentThreadId(), synchronized});
   }
-  // The next backward is synchronized wherever forward ran: what callers of `reducer.prepare_for_backward` expect.
+  // The next backward synchronizes, even if forward ran under no_sync (Reducer::prepare_for_backward).
   void arm() { armed_ = true; }
   bool awaits_backward() const { return awaits_backward_; }
   void stop_waiting() { awaits_backward_ = false; }
@@ -50,8 +50,8 @@ class Forwards {
     armed_ = awaits_backward_ = hidden_ = hidden_local_ = false;
     history_ = {};
   }
-  // Synchronized forwards, and backwards that were not, since the last iteration. Ranks compare them: if they are
-  // equal, a backward that was taken on one rank is, on the other, the one that its forward waited for.
+  // Counts of synchronized forwards, and of backwards that did not synchronize, since the last iteration. If they are
+  // equal on all ranks, a claimed backward on one rank matches an ordinary one on another.
   struct History {
     int64_t forwards = 0, local_backwards = 0;
   };
@@ -59,11 +59,11 @@ class Forwards {
 
   struct Answer {
     Origin origin;
-    bool seen = false;   // the graph task holds nodes of a synchronized forward: it is no checkpoint's
-    bool taken = false;  // it does not, but such a forward waits for a backward
+    bool seen = false;   // the graph task holds nodes of a synchronized forward, so it is no checkpoint's
+    bool taken = false;  // the graph task holds none, but a waiting forward claims the backward
   };
-  // Of the graph task that runs now. Walks its nodes once, until one of a synchronized forward is found. `takes`: a
-  // waiting forward takes bypassing backwards, too, not local ones alone.
+  // Origin of the running graph task. The search through its nodes ends at the first one of a synchronized forward.
+  // If `takes` is true, a waiting forward also claims bypassing backwards; if false, only local ones.
   Answer origin(bool takes) const {
     if (armed_ || hidden_) return {Origin::kSynchronized};
     bool local = hidden_local_;
@@ -73,25 +73,25 @@ class Forwards {
       return span && span->synchronized;
     });
     if (synchronized) return {Origin::kSynchronized, true};
-    // As in torch, a synchronized forward whose backward has not come takes what comes. It may be its own: a
-    // reentrant checkpoint makes its graph during backward.
+    // As in torch, a synchronized forward without a backward so far claims the next backward. That backward may
+    // really belong to it: a reentrant checkpoint makes its graph during backward.
     if (awaits_backward_ && (takes || local)) return {Origin::kSynchronized, false, true};
     return {local ? Origin::kLocal : Origin::kBypassed};
   }
 
-  // Whether the graph task that runs now holds nodes of any forward of the wrapper.
+  // Whether the running graph task holds nodes of any forward of the wrapper.
   bool has_nodes_in_graph() const {
     return GraphTaskNodes().any([&](const torch::autograd::Node* node) { return spans_.find(*node) != nullptr; });
   }
 
  private:
-  NodeSpans spans_;  // the last 64; an older forward is known by its outputs' hooks alone
+  NodeSpans spans_;  // the last 64; an older forward is known only by its outputs' hooks
   History history_;
   uint64_t begin_ = 0;
   bool armed_ = false;
   bool awaits_backward_ = false;
-  bool hidden_ = false;
-  bool hidden_local_ = false;  // the last forward was under no_sync, and shows no nodes either
+  bool hidden_ = false;        // no tensor was found in the last synchronized forward's output
+  bool hidden_local_ = false;  // no tensor was found in the last forward's output, and it ran under no_sync
 };
 
 }  // namespace minddp

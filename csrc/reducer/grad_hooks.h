@@ -1,10 +1,10 @@
 // From autograd into the reducer.
 //
-// autograd adds a parameter's gradient into `.grad` in a node called AccumulateGrad. A post hook on that
-// node is the one place where "this gradient is there now" is known while backward still runs.
+// Autograd adds a parameter's gradient to `.grad` in a node called AccumulateGrad. A post hook on that node runs when
+// the gradient is there, while backward still runs.
 //
-// Hooks run on autograd's threads, without the GIL: the thread that called backward() for CPU gradients,
-// one thread a device for the others.
+// Hooks run on autograd's threads, without the GIL. CPU gradients come on the thread that called backward(), other
+// gradients on one thread per device.
 #pragma once
 
 #include "support/graph_task.h"
@@ -17,10 +17,10 @@
 
 namespace minddp {
 
-// What is told of a gradient: its parameter's index, and the contribution that came (undefined: none). Autograd still
-// holds it while hooks run; `.grad` may be that same memory.
+// What the hook reports about a gradient: its parameter's index, and the contribution (undefined: none). Autograd
+// still holds the contribution while hooks run; `.grad` may be the same memory.
 using OnReady = std::function<void(size_t index, const at::Tensor& contribution)>;
-// The same moment, before `.grad` has grown.
+// Called just before autograd adds to `.grad`.
 using BeforeGrowth = std::function<void(size_t index)>;
 
 struct AfterAccumulation : Observer<torch::autograd::FunctionPostHook> {
@@ -33,7 +33,7 @@ struct AfterAccumulation : Observer<torch::autograd::FunctionPostHook> {
   const size_t index;
 };
 
-// Hooks on every parameter, until they go away.
+// Hooks on all parameters; the destructor removes them.
 class GradHooks {
  public:
   // `before` may be empty.
@@ -47,8 +47,8 @@ class GradHooks {
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;
 
-  // A cast, or a parametrization, gives a parameter another node. A frozen parameter has none: the hook stays on its
-  // old node, which it gets back when it is unfrozen.
+  // A cast, or a parametrization, gives a parameter another node. While a parameter is frozen, its hook stays on the
+  // existing node. Unfreezing returns that node.
   void renew(const std::vector<at::Tensor>& parameters) {
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (!parameters[i].requires_grad()) continue;
@@ -64,9 +64,8 @@ class GradHooks {
     return parameter.requires_grad() && torch::autograd::impl::grad_accumulator(parameter) != hooked_[i].node;
   }
 
-  // By parameter: whether the backward that runs now will accumulate into it, as far as its own graph tells.
-  // Autograd's engine has walked the graph before the first hook runs; a reentrant checkpoint's graph does not exist
-  // yet.
+  // By parameter: whether the running backward's own graph accumulates into it. Autograd's engine has walked that
+  // graph before the first hook runs. A reentrant checkpoint's graph does not exist yet.
   std::vector<char> taking_part() const {
     const GraphTaskNodes nodes;
     std::vector<char> takes_part(hooked_.size());
@@ -75,8 +74,8 @@ class GradHooks {
   }
 
  private:
-  // A shared_ptr up to torch 2.11, an intrusive_ptr in 2.13: let the compiler name it. Held, because a
-  // parameter keeps only a weak reference to its AccumulateGrad node.
+  // NodePtr is a shared_ptr up to torch 2.11, an intrusive_ptr in 2.13. It owns the node, because a parameter keeps
+  // only a weak reference to its AccumulateGrad.
   using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
   struct Hooked {
     NodePtr node;
@@ -84,7 +83,7 @@ class GradHooks {
     torch::autograd::FunctionPreHook* before = nullptr;
   };
 
-  // In no order that anybody may rely on: other libraries have hooks on the same nodes.
+  // Do not rely on the order of hooks: other libraries have hooks on the same nodes.
   Hooked add(NodePtr node, size_t i) {
     Hooked added{std::move(node)};
     added.key = added.node->add_post_hook(std::make_unique<AfterAccumulation>(on_ready_, i));
@@ -94,7 +93,7 @@ class GradHooks {
     added.node->add_pre_hook(std::move(pre));
     return added;
   }
-  // By key, and by address.
+  // The post hook is found by its key, the pre hook by its address.
   static void remove(const Hooked& hooked) {
     if (!hooked.node) return;
     hooked.node->del_post_hook(hooked.key);

@@ -1,8 +1,7 @@
 // Where each parameter's gradient has come from, and so whether it is this rank's alone or an average.
 //
-// The one place that knows: the reducer notes arrivals and ends of iterations here, and whoever asks whether an
-// optimizer may use a gradient is answered from here. Backwards are known by autograd's numbers of their graph tasks,
-// which grow, and which all wrappers of a parameter see alike.
+// The reducer notes arrivals and ends of iterations here. From these notes it answers whether an optimizer may use a
+// gradient. A backward is identified by its graph-task number. Numbers increase, and all wrappers see the same ones.
 #pragma once
 
 #include "iteration.h"
@@ -16,13 +15,13 @@
 namespace minddp {
 
 struct GradState {
-  int bypassed_in = -1;          // the last backward that bypassed the wrapper and was not averaged since
-  int arrived_in = -1;           // the last one through a forward of the wrapper
-  bool outside_no_sync = false;  // local, though its backward ran where gradients are synchronized
-  SameTensor bypassed_grad;      // where the bypassing one went; `.grad` may have been replaced since
-  SameTensor result;             // of the last reduction, where that was a sum
-  SameTensor before;             // `.grad` when the backward that runs began
-  uint32_t version = 0;          // its, then: autograd counts what is written to a tensor
+  int bypassed_in = -1;          // the last backward that bypassed the wrapper, unless averaged since
+  int arrived_in = -1;           // the last backward that did not
+  bool outside_no_sync = false;  // see left_local()
+  SameTensor bypassed_grad;      // the `.grad` of `bypassed_in`; the program may have replaced it since
+  SameTensor result;             // the `.grad` that holds the last sum (cases/earlier_sums.h)
+  SameTensor before;             // `.grad` when the last synchronized backward began
+  uint32_t version = 0;          // `before`'s version counter at that moment; each write to a tensor raises it
 };
 
 class GradStates {
@@ -30,14 +29,14 @@ class GradStates {
   static constexpr int kNone = -1;
   explicit GradStates(size_t count) : used(count, 0), states_(count) {}
 
-  // By parameter: 1 where a (defined) gradient has arrived since the last synchronization. The next one sends what
-  // no_sync left. (torch's local_used_map.)
+  // By parameter: 1 if its hook has run with a defined `.grad` since the last synchronization, under no_sync too.
+  // (torch's local_used_map.)
   std::vector<int32_t> used;
 
   GradState& operator[](size_t index) { return states_[index]; }
   const GradState& operator[](size_t index) const { return states_[index]; }
 
-  // `never_sent`: a static graph excluded it. `within_no_sync`: backward runs there.
+  // `never_sent`: the static graph excludes the parameter. `within_no_sync`: backward runs under no_sync.
   void arrived(
       size_t index, Origin origin, int graph_task, const at::Tensor& grad, bool never_sent, bool within_no_sync) {
     GradState& state = states_[index];
@@ -46,7 +45,8 @@ class GradStates {
     if (bypassed) state.bypassed_grad = grad;
     if (origin == Origin::kLocal && !within_no_sync) state.outside_no_sync = true;
   }
-  // Weak references are held for the length of a backward alone: torch.utils.swap_tensors refuses them.
+  // torch.utils.swap_tensors refuses weak references, so `before` is cleared when the iteration ends. `bypassed_grad`
+  // and `result` are kept longer.
   void backward_begins(const std::vector<at::Tensor>& parameters) {
     for (size_t i = 0; i < states_.size(); ++i) {
       const at::Tensor& grad = parameters[i].grad();
@@ -55,8 +55,8 @@ class GradStates {
       states_[i].version = version_of(grad);
     }
   }
-  // An exception has ended a backward whose gradients were to be averaged. If none of our gradients had come yet,
-  // only this records it.
+  // An exception has ended a backward whose gradients were to be averaged. Nothing else records that if the backward
+  // had brought no gradient yet.
   void interrupted(int graph_task) { interrupted_in_ = graph_task; }
   void forget_interruption() {
     if (is_interrupted()) forget_before();
@@ -65,7 +65,7 @@ class GradStates {
   bool is_interrupted() const { return interrupted_in_ != kNone; }
   // The iteration ends in this backward: its last buckets leave now.
   void iteration_ends_in(int graph_task) { ended_in_ = graph_task; }
-  // What was accumulated is averaged now, except what is never sent.
+  // All that was accumulated is averaged now, except what is never sent.
   void averaged(const auto& never_sent) {
     std::fill(used.begin(), used.end(), 0);
     for (size_t i = 0; i < states_.size(); ++i) {
@@ -78,8 +78,8 @@ class GradStates {
     interrupted_in_ = ended_in_ = kNone;
     forget_before();
   }
-  // Of the same parameters, as another reducer knows them, by their index `there` or -1. Another
-  // group's results do not count here.
+  // Copies another reducer's states. `there[i]` is parameter i's index there, or -1. Results of another group do not
+  // count here.
   void take_over(const GradStates& before, const std::vector<int64_t>& there, bool same_group) {
     for (size_t i = 0; i < states_.size(); ++i) {
       if (there[i] < 0) continue;
@@ -89,7 +89,7 @@ class GradStates {
     }
     interrupted_in_ = before.interrupted_in_;
   }
-  // As they were, but for a backward that was interrupted since.
+  // Restores `before`, but keeps a later interruption.
   void restore(const GradStates& before) {
     const int interrupted_in = interrupted_in_;
     *this = before;
@@ -98,9 +98,9 @@ class GradStates {
 
   // --- what is asked before optimizer.step() ---
 
-  // Parameters whose gradient bypassed the wrapper, and the backward that it came in. By identity of `.grad`: once
-  // zeroed to None, or replaced, it is gone. If another wrapper's arrived_in is as large, it came through that one's
-  // forward.
+  // Parameters whose gradient bypassed the wrapper, each with the backward that brought it. A gradient counts only
+  // while `.grad` is still the same tensor. If another wrapper's arrived_in is at least this number, the gradient
+  // came through that wrapper.
   std::vector<std::pair<size_t, int>> bypassed(const std::vector<at::Tensor>& parameters) const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)
@@ -108,7 +108,7 @@ class GradStates {
         found.emplace_back(i, states_[i].bypassed_in);
     return found;
   }
-  // Parameters with a gradient of a forward under no_sync whose backward ran outside of it, not synchronized since.
+  // Parameters whose forward ran under no_sync, whose backward ran outside it, and that no synchronization followed.
   std::vector<size_t> left_local() const {
     std::vector<size_t> found;
     for (size_t i = 0; i < states_.size(); ++i)
@@ -116,10 +116,10 @@ class GradStates {
     return found;
   }
   int arrived_in(size_t index) const { return states_[index].arrived_in; }
-  // The last backward that brought it, or may have before an exception ended that one.
+  // The last backward that brought the gradient, or that may have brought it before failing.
   int touched_in(size_t index) const { return std::max(states_[index].arrived_in, interrupted_in_); }
-  // An iteration has ended in that backward or since, and nothing local has come after it. REQUIRES: between
-  // iterations. After an interruption nobody has noted what came: then it must be as it was before.
+  // An iteration has ended in `backward` or later, and no local gradient has come since. After an interruption the
+  // notes may be incomplete, so `.grad` must be unchanged since that backward began. REQUIRES: between iterations.
   bool averaged_since(size_t index, int backward, const at::Tensor& grad) const {
     const GradState& state = states_[index];
     const bool untouched = state.before == grad && state.version == version_of(grad);
@@ -134,7 +134,7 @@ class GradStates {
 
   std::vector<GradState> states_;
   int ended_in_ = kNone;        // the backward in which the last iteration ended
-  int interrupted_in_ = kNone;  // the last that an exception has ended, until the next forward
+  int interrupted_in_ = kNone;  // the last backward that an exception has ended, until the next forward
 };
 
 }  // namespace minddp

@@ -1,9 +1,9 @@
-// What one iteration and one backward know; both are forgotten as a whole.
+// The state of an iteration and of a backward, each forgotten as a whole; and what iterations taught, which stays.
 //
-// A gradient usually arrives once a backward. With several backwards in one iteration, or with nested checkpoints
+// A gradient usually arrives once per backward. With several backwards in one iteration, or with nested checkpoints
 // that share its parameter, it arrives in several contributions. The first iteration counts them, and sends nothing
-// before its end. From then on a gradient is whole at that count. One more arrival raises the count, as long as the
-// bucket has not left. Nothing lowers it.
+// before its end. From then on a gradient is whole at that count. One more arrival raises the count, if the bucket
+// has not left. The count never falls.
 #pragma once
 
 #include "forwards.h"
@@ -17,15 +17,15 @@ namespace minddp {
 enum class Phase { kIdle, kBackward, kIncomplete, kLaunched };
 using Flags = std::vector<char>;  // by parameter
 
-// From the first gradient of a synchronized backward to the averages.
+// An iteration lasts from the first gradient of a synchronized backward to the averages.
 struct Iteration {
   explicit Iteration(size_t count) : arrivals(count, 0), absent(count, 0), grown(count, 0) {}
-  // Copied, not moved: another thread may read the vectors, so their memory stays.
+  // A copy, unlike a move, keeps the vectors' memory: another thread may read them.
   void forget() {
     const Iteration blank(arrivals.size());
     *this = blank;
   }
-  // Parameters that have not come at all.
+  // Parameters that backward has not reached at all.
   std::vector<size_t> missing() const {
     std::vector<size_t> indices;
     for (size_t i = 0; i < arrivals.size(); ++i)
@@ -38,14 +38,14 @@ struct Iteration {
   bool sends_at_the_end = false;  // its gradients may come again
   std::vector<int32_t> arrivals;  // by parameter
   Flags absent;                   // marked ready when the iteration began
-  Flags grown;                    // autograd has added a gradient; a hook may have taken it from `.grad` since
+  Flags grown;                    // autograd has added a gradient; a hook may have removed it from `.grad` since
 };
 
 // What earlier iterations have taught.
 struct Learned {
   explicit Learned(size_t count) : expected(count, 1), nested(count, 0) {}
   std::vector<int32_t> expected;  // the arrival at which a gradient is whole
-  Flags nested;                   // comes from a graph that a reentrant checkpoint makes during backward
+  Flags nested;                   // its gradient is from a graph that a reentrant checkpoint makes during backward
   int64_t iterations = 0;
 
   enum class Arrival { kEarly, kLast, kExtra };
@@ -57,18 +57,18 @@ struct Learned {
   }
 };
 
-// The backward that has reached us, from its first sign (enter_backward) to its end. Autograd calls one run of its
-// engine a graph task. A backward has several where threads call backward(), each through its own output. A reentrant
-// checkpoint runs a graph task inside of another one.
+// The backward that runs, from its first sign (enter_backward) to its end. A graph task is one run of autograd's
+// engine. `Backward` covers several graph tasks if threads call backward() at the same time. A reentrant checkpoint
+// runs a graph task inside of another one.
 struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;
-  bool taken = false;        // for a waiting forward that has no node in this graph
-  bool was_taken = false;    // at any time so far
+  bool taken = false;        // claimed by a waiting forward that has no node in this graph
+  bool was_taken = false;    // `taken` was true at some time
   bool makes_graph = false;  // create_graph=True
   bool goes_to_all = false;  // false for autograd.grad() and backward(inputs=...), which may bring no gradient at all
-  uint64_t begin = 0;        // of the nodes that it makes
-  Flags takes_part;          // empty: not asked for
+  uint64_t begin = 0;        // number of the first node that it makes
+  Flags takes_part;          // see GradHooks::taking_part; empty: not asked for
 
   bool has(int graph_task) const { return std::ranges::count(graph_tasks, graph_task) > 0; }
   bool is_synchronized() const { return origin == Origin::kSynchronized; }

@@ -194,8 +194,7 @@ void Reducer::launch(size_t index) {
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
   bucket.before_launch();
   trace_->note(index, BucketEvent::kLaunch);
-  Flight flight =
-      passes_through() ? Flight{completed(at::empty({0})), nullptr} : reduce(index, bucket.buffer());
+  Flight flight = passes_through() ? Flight{completed(at::empty({0})), nullptr} : reduce(index, bucket.buffer());
   auto note_done = [done = trace_->done, index](Future&) { Trace::note_done(*done, index); };
   // CPU only: a device's future completes once the collective is enqueued.
   if (bucket.device().is_cpu()) flight.future->addCallback(note_done, /*uses_future=*/false);

@@ -175,7 +175,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   const ReducerState& state() const { return *this; }
   const Trace& trace() const { return *trace_; }
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
-  std::vector<size_t> missing() const;  // in this iteration
+  std::vector<size_t> missing() const;                       // in this iteration
   // A synchronized forward has no backward yet, or one that has not ended.
   bool expects_backward() const { return iteration.phase != Phase::kIdle || forwards.awaits_backward(); }
   // A synchronized backward runs: known once it has reached an output of forward, before the first gradient.

@@ -12,17 +12,17 @@ namespace minddp {
 
 using Future = c10::ivalue::Future;
 
-// A collective that is under way. `work`: set if the reducer started it; on a device also if a hook let the
-// reducer start it. It holds the inputs.
+// `work` holds the inputs. It is set if the reducer itself started a dense all-reduce among ranks. If a hook let the
+// reducer start it, `work` is set only on a device.
 struct Flight {
   c10::intrusive_ptr<Future> future;
   c10::intrusive_ptr<c10d::Work> work;
 };
 
-// Makes a device's current streams wait for a collective whose future is complete; on a device, that may mean that it
-// is enqueued. NCCL's future knows its devices, and orders their streams. Its Work lets go of the inputs when it is
-// synchronized; its wait() would block the host under TORCH_NCCL_BLOCKING_WAIT. The future of a group in Python may
-// know no device: then wait() orders streams.
+// Makes a device's current streams wait for a collective whose future is complete. On a device, a complete future may
+// only mean that the collective is enqueued. NCCL's future knows its devices, and orders their streams. synchronize()
+// makes NCCL's Work release the inputs; its wait() would block the host under TORCH_NCCL_BLOCKING_WAIT. The future of
+// a group in Python may know no device: then wait() orders streams.
 inline void order_streams(c10d::Work& work) {
   const auto future = work.getFuture();
   if (future->devices().empty()) return void(work.wait());
@@ -30,7 +30,7 @@ inline void order_streams(c10d::Work& work) {
   work.synchronize();
 }
 
-// Returns once the collective of a future has ended; raises what that raises, or what it finds about lost peers.
+// Waits until the future's collective has ended. Raises the collective's error, or an error about a lost rank.
 using Wait = std::function<void(Future&)>;
 
 }  // namespace minddp
