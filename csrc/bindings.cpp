@@ -35,17 +35,17 @@ std::vector<size_t> parameter_indices(const Bucket& bucket) {
 
 Reducer::Buckets bucket_indices(const Reducer& reducer) {
   Reducer::Buckets buckets;
-  for (size_t i = 0; i < reducer.state().buckets.size(); ++i)
-    buckets.push_back(parameter_indices(*reducer.state().buckets[i]));
+  for (const auto& bucket : reducer.state().buckets) buckets.push_back(parameter_indices(*bucket));
   return buckets;
 }
 
 py::dict bucket_times(const Reducer& reducer, size_t index) {
   const Trace& trace = reducer.trace();
+  const Bucket& bucket = *reducer.state().buckets[index];
   py::dict times;
   times["index"] = index;
-  times["nbytes"] = reducer.state().buckets[index]->nbytes();
-  times["parameters"] = parameter_indices(*reducer.state().buckets[index]);
+  times["nbytes"] = bucket.nbytes();
+  times["parameters"] = parameter_indices(bucket);
   times["ready_ns"] = trace.at(index, BucketEvent::kReady);
   times["pack_begin_ns"] = trace.at(index, BucketEvent::kPackBegin);
   times["launch_ns"] = trace.at(index, BucketEvent::kLaunch);
@@ -73,14 +73,14 @@ py::dict last_step(const Reducer& reducer) {
 
 std::vector<int64_t> bucket_nbytes(const Reducer& reducer) {
   std::vector<int64_t> sizes;
-  for (size_t i = 0; i < reducer.state().buckets.size(); ++i) sizes.push_back(reducer.state().buckets[i]->nbytes());
+  for (const auto& bucket : reducer.state().buckets) sizes.push_back(bucket->nbytes());
   return sizes;
 }
 
 int64_t allocated_bytes(const Reducer& reducer) {
   int64_t total = 0;
-  for (size_t i = 0; i < reducer.state().buckets.size(); ++i)
-    if (reducer.state().buckets[i]->buffer().defined()) total += reducer.state().buckets[i]->nbytes();
+  for (const auto& bucket : reducer.state().buckets)
+    if (bucket->buffer().defined()) total += bucket->nbytes();
   return total;
 }
 
@@ -264,7 +264,7 @@ void bind_reducer(py::module_& module) {
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
   using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
   py::class_<Reducer, std::shared_ptr<Reducer>>(
-      module, "Reducer", "Averages gradients over ranks during backward; see csrc/reducer.h.")
+      module, "Reducer", "Averages gradients over ranks during backward; see csrc/reducer/reducer.h.")
       .def(py::init([](Parameters parameters, std::vector<std::string> names, std::vector<bool> expect_sparse,
                         Group group, ReducerOptions options, const Reducer::Buckets& buckets) {
         auto reducer = std::make_shared<Reducer>(std::move(parameters), std::move(names), std::move(expect_sparse),
