@@ -28,7 +28,8 @@
 
 HOME_TORCH := torch==2.13.0
 TORCH ?= $(HOME_TORCH)
-TORCHES ?= 2.11.0 2.13.0 2.15.0
+NEWEST_TORCH := $(shell sed -n 's/^torch==//p' requirements-newest.txt)
+TORCHES ?= 2.11.0 2.13.0 $(NEWEST_TORCH)
 CUDA_TORCH ?= torch==2.11.0
 CUDA_ARCHS ?= 9.0
 
@@ -204,7 +205,7 @@ bench: $(BUILT) $(call needs,bench)
 # Each in an environment and a copy of the tree of its own, so that the extension built in place stays the one for
 # the environment in use. TARGET= is any other target that is to run there.
 TARGET ?= test
-TREE := $(wildcard minddp csrc tests benchmarks docs tutorials *.py *.toml *.md MANIFEST.in Makefile .clang-format)
+TREE := $(wildcard minddp csrc tests benchmarks docs tutorials *.py *.toml *.md *.txt MANIFEST.in Makefile .clang-format)
 
 check-torch: $(TORCHES:%=check-torch-%)
 

@@ -173,11 +173,13 @@ py::dict position(const Reducer& reducer) {
   return place;
 }
 
-// Collectives on a process group of any kind, one that is written in Python included. Each is over when it returns.
+// Collectives on a process group of any kind, one that is written in Python included. For the host, each is over when
+// it returns. For a device, it may only be enqueued, and the current streams wait for it.
 // `on_stall` (watched_wait.h): for groups whose works have futures of torch's own.
 void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const OnStall& on_stall) {
-  if (on_stall) wait_watching(*work->getFuture(), hears_interrupts(on_stall));
-  work->wait();
+  if (!on_stall) return void(work->wait());
+  wait_watching(*work->getFuture(), hears_interrupts(on_stall));
+  order_streams(*work);
 }
 
 // The same of a communication hook's future.

@@ -5,8 +5,8 @@ tells then that a rank is lost, and the group's own timeout is half an hour. So 
 thread, in each turn in which a rank has failed or is gone.
 
 What is asked about is the last iteration that this rank has launched as a whole. Lost is a rank that has reported an
-exception in that iteration, or before. A process that is gone without one is not enough: it may have done its part,
-and nobody knows whether this rank waits at all.
+exception in that iteration, or before. A process that is gone without a word (killed, for example) may have done its
+part, and nobody knows whether this rank waits at all: that is logged as a warning.
 
 No wait, no clock: what :mod:`evidence` is for waits that are seen.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _C
-from .evidence import Awaited, Fact, Judged, Kind, Wait
+from .evidence import Awaited, Fact, Judged, Kind, Wait, describe
 
 _BACKWARD_BEGIN, _BACKWARD_END = 2, 3  # among the reducer's moments
 
@@ -43,3 +43,21 @@ def certainly_lost(judged: Judged, wait: Wait) -> Judged:
 
 def _knew(fact: Fact, wait: Wait) -> bool:
     return fact.failure is not None and wait.wrapper in fact.failure["places"]
+
+
+def gone_without_a_word(judged: Judged) -> Judged:
+    """Those of ``judged`` whose processes are gone, and have reported neither an exception nor their end."""
+    return [
+        (fact, kind)
+        for fact, kind in judged
+        if fact.failure is None and fact.sight is not None and fact.sight.state == "gone" and kind is not Kind.HERE
+    ]
+
+
+def suspicion(gone: Judged, wait: Wait) -> str:
+    """The warning about them."""
+    who = "; ".join(describe(fact, kind, wait) for fact, kind in gone)
+    return (
+        f"{who}. If rank {wait.here} waits for its device, it may wait for the part of {wait.what} that is missing, "
+        "until the process group's own timeout. If not, its next forward raises LostPeer."
+    )

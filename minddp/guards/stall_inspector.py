@@ -98,6 +98,7 @@ class StallInspector:
         self._reported = False
         self._given_up = 0  # an iteration
         self._lost: LostPeer | None = None  # why heed_loss() has given up the group
+        self._has_warned = False  # heed_loss(), of ranks that may be lost
         self._checked = (-1, float("inf"))  # by check_peers: an iteration, and when it was first called in it
         self._collectives = 0  # outside of backward, that have ended on this rank
         self._forward_ended_ns = -1  # by an exception, which the reducer does not see
@@ -232,7 +233,8 @@ class StallInspector:
 
     def heed_loss(self) -> None:
         """Gives the group up where another rank is certainly lost to an iteration that this one has launched: the
-        program may wait for the device. Called by the watchdog, on its thread, while a rank has failed or is gone."""
+        program may wait for the device. Where ranks may be lost, warns once. Called by the watchdog, on its thread,
+        while a rank has failed or is gone."""
         reducer, dog = self._reducer(), self._dog
         if reducer is None or dog is None or self._lost is not None:
             return
@@ -249,6 +251,12 @@ class StallInspector:
             except LostPeer as error:
                 self._lost = error.with_traceback(None)
             log.error("%s The process group is given up; the next forward raises.", self._lost)
+        elif not self._has_warned:
+            gone = device_waits.gone_without_a_word(judged)
+            ranks = [fact.rank for fact, _ in gone]
+            if gone and dog.seconds_gone(ranks) >= dog.seconds_until_settled():
+                self._has_warned = True
+                log.warning(device_waits.suspicion(gone, wait))
 
     def check_peers(self) -> None:
         """Before a forward on a device with streams, where no wait tells that a rank is lost.

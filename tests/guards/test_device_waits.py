@@ -133,6 +133,19 @@ def test_who_is_suspected_is_not(fact, looks):
     assert looks(fact).group.aborts == 0
 
 
+def test_a_rank_that_is_gone_without_a_word_is_named_once(looks, caplog):
+    assert looks(KILLED).group.aborts == 0
+    assert [r.message for r in caplog.records] == [
+        "rank 1 is gone (SIGKILL), without a word. If rank 0 waits for its device, it may wait for the part of the "
+        "reduction of iteration 7 that is missing, until the process group's own timeout. If not, its next forward "
+        "raises LostPeer."
+    ]
+    caplog.clear()
+    for fact, seconds in ((KILLED, 1.0), (LEFT, 60.0), (Fact(1, sight=Sight("gone"), report=DONE), 60.0)):
+        looks(fact, gone=seconds)
+    assert not caplog.records, "its last words may be on their way; it has ended; it has done its part"
+
+
 def test_only_what_was_launched_is_waited_for_on_a_device(looks):
     """In a backward this rank may be about to raise the same."""
     assert looks(FAILED, moments=IN_BACKWARD).group.aborts == 0
