@@ -49,7 +49,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "minddp/__init__.py").rea
 CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
 # Most of a compilation is torch's headers, so what includes the same of them is compiled at once: the first that a
 # file's path, from csrc on, matches. Names in anonymous namespaces are one unit's, not one file's.
-UNITS = {"bindings": r"(shm/)?bindings", "loops": "cpu/|shm/reduce", "shm": "shm/", "reducer": ""}
+UNITS = {"bindings": r"(shm/)?bindings", "loops": "cpu/", "shm": "shm/", "reducer": ""}
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"]
 
 

@@ -78,8 +78,12 @@ def visit(
     call, length = variants.with_option(step, point.option)
     for _ in range(WARMUP):
         step()
+    before = variants.sent_bytes()
     seconds = [total / length for total in variants.timed(call, steps)]
-    found = {"seconds": seconds, "bucket_bytes": step.bucket_bytes(), "plan": plan}
+    sent = (variants.sent_bytes() - before) // (steps + 1) // length
+    found = {"seconds": seconds, "sent_bytes": sent, "bucket_bytes": step.bucket_bytes(), "plan": plan}
+    if point.variant.startswith("minddp"):
+        found["pack_seconds"] = sum(bucket.pack_seconds for bucket in step.wrapped.last_step().buckets)
     del step, call
     gc.collect()  # the wrapper is part of reference cycles; its hooks go with it
     return found
@@ -177,6 +181,8 @@ class Sweep:
     def _keep(self, number: int, point: Point, answers: list[dict[str, Any]]) -> None:
         slowest = [max(times) for times in zip(*(answer["seconds"] for answer in answers), strict=True)]
         self.visits.append({"round": number, "point": point.key, "seconds": slowest})
+        if "pack_seconds" in answers[0]:
+            self.visits[-1]["pack_seconds"] = answers[0].pop("pack_seconds")
         self.facts[point.key] = {key: value for key, value in answers[0].items() if key != "seconds"}
         harness.write_json(self.path, self.to_json())
 

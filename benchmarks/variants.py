@@ -12,6 +12,8 @@ Implementations (the part before the dash):
     per-parameter  an allreduce for each parameter as its gradient arrives, awaited after backward
 Options of the two DDP classes (after the dash): views, static, batched, lazy, unused. Torch has lazy from 2.15 on.
 "shm" among them: the class gets a process group on minddp's shared memory, whatever the default group is on.
+Options of minddp: bf16, fp16, int8 (wire=), ordered. Of both: fp16hook, bf16hook, powersgd1, powersgd4, which are
+torch's communication hooks.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,19 +33,25 @@ from models import Workload
 
 __all__ = [
     "IMPLEMENTATIONS", "MIB", "OPTIONS", "Step", "ddp_class", "group_by_cap", "make_step", "raw_collectives",
-    "supported", "timed", "with_option",
+    "sent_bytes", "supported", "timed", "with_option",
 ]  # fmt: skip
 
 MIB = 1 << 20
 
 IMPLEMENTATIONS = ("minddp", "torch", "naive", "flat", "late", "per-parameter", "local")
+HOOKS = ("fp16hook", "bf16hook", "powersgd1", "powersgd4")
 OPTIONS: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
     "batched": {"batched_grad_copy": True},
     "lazy": {"lazy_bucket_allocation": True},
     "unused": {"find_unused_parameters": True},
+    "bf16": {"wire": "bf16"},
+    "fp16": {"wire": "fp16"},
+    "int8": {"wire": "int8"},
+    "ordered": {"ordered": True},
     "shm": {},
+    **{name: {} for name in HOOKS},
 }
 
 
@@ -122,7 +131,26 @@ def make_step(variant: str, work: Workload, device: torch.device, **arguments: A
         arguments["process_group"] = dist.new_group(backend="shm")
     if device.type == "cuda":
         arguments["device_ids"] = [device.index]
-    return Step(work, ddp_class(package)(work.module, **arguments))
+    wrapped = ddp_class(package)(work.module, **arguments)
+    for option in options:
+        if option in HOOKS:
+            _register(wrapped, option)
+    return Step(work, wrapped)
+
+
+def _register(wrapped: Any, name: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if name == "fp16hook":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "bf16hook":
+        # torch's class refuses it by its name without NCCL, though Gloo has what it does.
+        wrapped.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+    else:
+        rank = int(name.removeprefix("powersgd"))
+        # From the third step on, so that no measured step is of the warm-up.
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def supported(variant: str) -> bool:
@@ -244,6 +272,12 @@ def raw_collectives(sizes: list[int], device: torch.device) -> Callable[[], None
             torch.cuda.synchronize()
 
     return launch
+
+
+def sent_bytes() -> int:
+    """What this process's network interfaces have sent so far, headers included (Linux)."""
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
 
 def timed(call: Callable[[], None], count: int) -> list[float]:

@@ -3,9 +3,11 @@
 #include "bindings_find_tensors.h"
 #include "reducer/reducer.h"
 #include "support/watched_wait.h"
+#include "transport/ordered_allreduce.h"
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -245,7 +247,14 @@ ReducerOptions options_of(const py::kwargs& given) {
     ++known;
   };
   read("graph_mode", options.graph_mode);
-  read("reduce_dtype", options.reduce_dtype);
+  read("wire_dtypes", options.wire_dtypes);
+  read("ordered", options.ordered);
+  auto quantization = std::make_shared<Quantization>();
+  read("residuals", quantization->residuals);
+  read("stochastic", quantization->stochastic);
+  read("seed", quantization->seed);
+  options.quantization = std::move(quantization);
+  read("warns_of_overflow", options.warns_of_overflow);
   read("gradient_as_bucket_view", options.gradient_as_bucket_view);
   read("lazy_bucket_allocation", options.lazy_bucket_allocation);
   read("any_grad_dtype", options.any_grad_dtype);
@@ -257,6 +266,10 @@ ReducerOptions options_of(const py::kwargs& given) {
 }
 
 void bind_options(py::module_& module) {
+  using Backend = OrderedAllreduce::Backend;
+  py::class_<OrderedAllreduce, std::shared_ptr<OrderedAllreduce>>(
+      module, "OrderedAllreduce", "Sums in the order of ranks; see csrc/transport/ordered_allreduce.h.")
+      .def(py::init<Backend, Backend, int64_t>(), py::arg("scatters"), py::arg("gathers"), py::arg("chunk_bytes"));
   py::class_<ReducerOptions>(module, "ReducerOptions", "What a reducer is, as long as it lives; see csrc/reducer.")
       .def(py::init(&options_of));
 }
@@ -338,6 +351,11 @@ void bind_reducer(py::module_& module) {
       .def("last_step", &last_step);
 }
 
+// Of the group's backend for CPU tensors: torch's Python interface tells only Gloo's.
+std::chrono::milliseconds cpu_timeout(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return group->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
+}
+
 // For tests: the copy beside its readable version.
 void scaled_copy_tensors(const at::Tensor& src, const at::Tensor& dst, double scale, bool reference) {
   TORCH_CHECK(src.numel() == dst.numel() && src.is_contiguous() && dst.is_contiguous());
@@ -358,6 +376,7 @@ PYBIND11_MODULE(_C, module) {
   bind_grad_bucket(module);
   bind_options(module);
   bind_reducer(module);
+  module.def("cpu_timeout", &cpu_timeout, py::arg("group"));
   module.def("set_look_seconds", [](double seconds) { look_seconds = seconds; }, py::arg("seconds"));
   module.def("wait_for", &wait_for, Release(), py::arg("work"), py::arg("on_stall") = nullptr);
   module.def("wait_for_future", &wait_for_future, py::arg("future"), py::arg("on_stall") = nullptr);

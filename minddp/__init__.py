@@ -26,6 +26,7 @@ from .module.distributed import DistributedDataParallel  # noqa: E402
 from .planner import BucketPlan  # noqa: E402
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 from .timeline import trace  # noqa: E402
+from .wire import Wire  # noqa: E402
 
 __version__ = "0.2.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "DistributedDataParallel",
     "LostPeer",
     "SyncBatchNorm",
+    "Wire",
     "__config__",
     "convert_sync_batchnorm",
     "functional",

@@ -14,6 +14,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from . import _C, environment
 from .planner import BucketPlan
+from .wire import Wire, make_wire
 
 MIB = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25
@@ -52,6 +53,8 @@ class Config:
     desync_timeout: float | None
     mixed_precision: _MixedPrecision | None
     # Defaults for wrappers that were pickled without them.
+    wire: Wire | None = None
+    ordered: bool = False
     lazy_bucket_allocation: bool = False
     manual_finalization: bool = False  # no argument: an attribute of the wrapper, which may change
 
@@ -107,6 +110,8 @@ class Config:
             "reduction": self.reduction,
             "reduce_dtype": self.reduce_dtype,
             "predivide_factor": self.predivide_factor,
+            "wire": self.wire and [self.wire.dtype, self.wire.error_feedback, self.wire.stochastic],
+            "ordered": self.ordered,
             "mixed_precision": self.mixed_precision,
             "check_finite": self.check_finite,
             "check_replicas_every": self.check_replicas_every,
@@ -121,6 +126,7 @@ _FLAGS = (
     "skip_all_reduce_unused_params",
     "batched_grad_copy",
     "lazy_bucket_allocation",
+    "ordered",
 )
 
 
@@ -137,6 +143,8 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
     reduction, reduce_dtype = arguments["reduction"], arguments["reduce_dtype"]
     predivide = arguments["predivide_factor"]
     _check_reduction(reduction, reduce_dtype, predivide)
+    wire = make_wire(arguments["wire"])
+    _check_wire(wire, reduce_dtype, arguments["mixed_precision"])
     broadcast, forward = arguments["broadcast_buffers"], arguments["forward_sync_buffers"]
     _warn_about_broadcast_buffers(broadcast, forward)
     if arguments["static_graph"] and arguments["find_unused_parameters"]:
@@ -150,6 +158,7 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
         reduction=reduction,
         reduce_dtype=reduce_dtype,
         predivide_factor=None if predivide is None else float(predivide),
+        wire=wire,
         bucket_plan=plan,
         mixed_precision=arguments["mixed_precision"],
         check_finite=_finite_mode(arguments["check_finite"]),
@@ -238,6 +247,13 @@ def _check_reduction(reduction: str, dtype: Any, predivide: Any) -> None:
         raise TypeError(f"reduce_dtype must be a floating point torch.dtype, got {dtype!r}")
     if predivide is not None and not (isinstance(predivide, Real) and 0 < float(predivide) < float("inf")):
         raise ValueError(f"predivide_factor must be a positive, finite number, got {predivide!r}")
+
+
+def _check_wire(wire: Wire | None, reduce_dtype: Any, mixed_precision: Any) -> None:
+    other = {"reduce_dtype": reduce_dtype, "mixed_precision": mixed_precision}
+    for name, value in other.items():
+        if wire is not None and value is not None:
+            raise ValueError(f"wire={wire.dtype!r} and {name} both say what travels: leave one of them out")
 
 
 def _warn_about_broadcast_buffers(broadcast: bool | None, forward: bool | None) -> None:

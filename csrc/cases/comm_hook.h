@@ -4,6 +4,7 @@
 // future of one tensor, the reduced bucket. GradBucket offers what torch's does.
 #pragma once
 
+#include "quantized_bucket.h"
 #include "reducer/state.h"
 
 #include <ATen/ATen.h>
@@ -22,6 +23,7 @@ class GradBucket {
   void set_buffer(at::Tensor buffer) { buffer_ = std::move(buffer); }
   std::vector<at::Tensor> gradients() const {  // parameter-shaped views on buffer()
     if (buffer_.is_sparse()) return {buffer_};
+    if (buffer_.scalar_type() == at::kByte) return dequantized(*slots_, buffer_);  // copies
     std::vector<at::Tensor> tensors;
     for (const Bucket::Slot& s : *slots_)
       tensors.push_back(buffer_.as_strided(s.parameter.sizes(), s.strides, buffer_.storage_offset() + s.offset));

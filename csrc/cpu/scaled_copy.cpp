@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/ScalarOps.h>
 
+#include "half_precision.h"
 #include "streaming.h"
 #include "support/grouped_copy.h"
 
@@ -69,6 +70,43 @@ void float_to_bfloat16(const float* src, uint16_t* dst, int64_t n, float scale) 
   for (int64_t i = 0; i < n; ++i) dst[i] = to_bfloat16(src[i] * scale);
 }
 
+// Through blocks of floats that stay in the first-level cache. Src and Dst: float or Half.
+template <bool kF16C, class Src, class Dst>
+MINDDP_INLINE void convert(const Src* src, Dst* dst, int64_t n, float scale) {
+  constexpr int64_t kFloats = 1024;
+  float block[kFloats];
+  for (int64_t begin = 0; begin < n; begin += kFloats) {
+    const int64_t size = std::min(kFloats, n - begin);
+    if constexpr (std::is_same_v<Src, c10::Half>) {
+      widen<kF16C>(src + begin, block, size);
+      for (int64_t i = 0; i < size; ++i) block[i] *= scale;
+    } else {
+      for (int64_t i = 0; i < size; ++i) block[i] = src[begin + i] * scale;
+    }
+    if constexpr (std::is_same_v<Dst, c10::Half>)
+      narrow<kF16C>(block, dst + begin, size);
+    else
+      std::memcpy(dst + begin, block, size_t(size) * sizeof(float));
+  }
+}
+
+#ifdef MINDDP_HAS_AVX2_CLONES
+template <class Src, class Dst>
+MINDDP_AVX2 void convert_avx2(const Src* src, Dst* dst, int64_t n, float scale) {
+  convert<true>(src, dst, n, scale);
+}
+#endif
+
+template <class Src, class Dst>
+void convert_half(const void* src, void* dst, int64_t n, float scale) {
+  const auto* from = static_cast<const Src*>(src);
+  auto* to = static_cast<Dst*>(dst);
+#ifdef MINDDP_HAS_AVX2_CLONES
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return convert_avx2(from, to, n, scale);
+#endif
+  convert<false>(from, to, n, scale);
+}
+
 void copy_one(const CopySegment& s, at::ScalarType src_type, at::ScalarType dst_type, double scale) {
   using at::ScalarType;
   if (s.numel == 0) return;  // and has no memory
@@ -90,6 +128,12 @@ void copy_one(const CopySegment& s, at::ScalarType src_type, at::ScalarType dst_
     bfloat16_to_float(static_cast<const uint16_t*>(s.src), static_cast<float*>(s.dst), s.numel, float(scale));
   } else if (src_type == at::kFloat && dst_type == at::kBFloat16) {
     float_to_bfloat16(static_cast<const float*>(s.src), static_cast<uint16_t*>(s.dst), s.numel, float(scale));
+  } else if (src_type == at::kHalf && dst_type == at::kHalf) {
+    convert_half<c10::Half, c10::Half>(s.src, s.dst, s.numel, float(scale));
+  } else if (src_type == at::kHalf && dst_type == at::kFloat) {
+    convert_half<c10::Half, float>(s.src, s.dst, s.numel, float(scale));
+  } else if (src_type == at::kFloat && dst_type == at::kHalf) {
+    convert_half<float, c10::Half>(s.src, s.dst, s.numel, float(scale));
   } else {
     scaled_copy_reference(s, at::kCPU, src_type, dst_type, scale);
   }

@@ -1,8 +1,10 @@
 // The rest of the reducer: how it is made, remade and asked.
 #include "cases/context_gradients.h"
 #include "cases/earlier_sums.h"
+#include "cases/half_bucket.h"
 #include "cases/lazy_memory.h"
 #include "cases/moved_views.h"
+#include "cases/quantized_bucket.h"
 #include "cases/shared_parameters.h"
 #include "cases/sparse_bucket.h"
 #include "cases/view_bucket.h"
@@ -13,12 +15,20 @@
 
 namespace minddp {
 
+namespace {
+bool same_dtypes(const std::vector<at::Tensor>& parameters, const std::vector<at::ScalarType>& dtypes) {
+  return dtypes.empty() ||
+      std::ranges::equal(parameters, dtypes, {}, [](const at::Tensor& parameter) { return parameter.scalar_type(); });
+}
+}  // namespace
+
 // Buckets are known from the start; hooks come with install_hooks(), once somebody owns the reducer.
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, std::vector<bool> expect_sparse,
     c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options, const Buckets& buckets)
     : ReducerState{std::move(parameters), std::move(names), group->getRank()},
       expect_sparse_(std::move(expect_sparse)), group_(std::move(group)),
       any_sparse_(std::ranges::count(expect_sparse_, true) > 0), options_(std::move(options)),
+      any_cast_(options_.any_grad_dtype || !same_dtypes(this->parameters, options_.wire_dtypes)),
       place_(this->parameters.size()), used_map_(options_.graph_mode, alone()), trace_(std::make_shared<Trace>()) {
   ReducerState& state = *this;
   cases_.push_back(std::make_unique<ContextGradients>(state, options_.not_in_contexts));
@@ -65,13 +75,18 @@ void Reducer::set_buckets(const Buckets& indices_by_bucket) {
   for (const auto& indices : indices_by_bucket) {
     for (size_t slot = 0; slot < indices.size(); ++slot) place_[indices[slot]] = {buckets.size(), slot};
     const at::Tensor& first = parameters[indices[0]];
+    const at::ScalarType wire = options_.wire_dtypes.empty() ? first.scalar_type() : options_.wire_dtypes[indices[0]];
     const bool sparse = expect_sparse_[indices[0]];
-    const bool cast = options_.reduce_dtype && !sparse && first.is_floating_point();
-    const Bucket::Options options{cast ? *options_.reduce_dtype : first.scalar_type(), options_.any_grad_dtype, rank,
-        transport_memory(group_, first.device())};
+    const Bucket::Options options{
+        sparse ? first.scalar_type() : wire, options_.any_grad_dtype, rank, transport_memory(group_, first.device())};
     if (sparse)
       buckets.push_back(std::make_unique<SparseBucket>(indices, parameters, names, options));
-    else if (options_.gradient_as_bucket_view && options.buffer_dtype == first.scalar_type())
+    else if (wire == at::kByte)
+      buckets.push_back(
+          std::make_unique<QuantizedBucket>(indices, parameters, names, options, options_.quantization));
+    else if (wire == at::kHalf && options_.warns_of_overflow)
+      buckets.push_back(std::make_unique<HalfBucket>(indices, parameters, names, options));
+    else if (options_.gradient_as_bucket_view && wire == first.scalar_type())
       buckets.push_back(std::make_unique<ViewBucket>(indices, parameters, names, options));
     else
       buckets.push_back(std::make_unique<Bucket>(indices, parameters, names, options));

@@ -119,10 +119,9 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
 
 void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
   c10::NoGradGuard no_grad;
-  // A hook may have kept the buffer: on the CPU only the reducer's own collective has a Work. The Work holds the
-  // buffer, too, so it is dropped before exchange() counts holders.
-  const bool hook_may_hold_it = !std::exchange(flight_, {}).work;
-  if (hook_may_hold_it || !used[slots_->front().index] || !exchange(result, scale)) copy_out(result, scale, used);
+  // A hook may have kept the buffer. A flight holds it, too, so it is dropped before exchange() counts holders.
+  const bool is_ours = std::exchange(flight_, {}).frees_buffer;
+  if (!is_ours || !used[slots_->front().index] || !exchange(result, scale)) copy_out(result, scale, used);
 }
 
 at::Tensor Bucket::new_gradient(const Slot& slot) const {

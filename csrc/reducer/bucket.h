@@ -7,8 +7,9 @@
 // gradient that keeps autograd's layout contract is one contiguous piece on both sides. Until unpack, whoever looks
 // at a gradient sees this rank's own. Threads: the reducer's; a bucket has no lock.
 //
-// Two cases are buckets of another kind: cases/view_bucket.h, where `.grad` is a view on the buffer, and
-// cases/sparse_bucket.h.
+// Four cases are buckets of another kind: cases/view_bucket.h, where `.grad` is a view on the buffer;
+// cases/sparse_bucket.h; and two whose gradients travel in fewer bytes, cases/half_bucket.h and
+// cases/quantized_bucket.h.
 #pragma once
 
 #include "support/exchange_memory.h"
@@ -18,6 +19,7 @@
 
 #include "cuda/producers.h"
 #include "transport/memory.h"
+#include "transport/piece_sum.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -92,12 +94,14 @@ class Bucket {
     for (Slot& slot : *slots_) slot.place = places ? &(*places)[slot.index] : nullptr;
   }
   virtual at::Tensor zeros() const;  // what a rank without data sends
+  // How the ranks' buffers are added up, where that is not the process group's part.
+  virtual PieceSum sum_of_pieces() { return sum_of_elements(options_.buffer_dtype); }
   // View buckets only: moves gradients that exist already into the buffer.
   virtual void adopt_gradients() {}
 
   State state() const { return state_; }
   bool complete() const { return pending_ == 0; }
-  int64_t numel() const { return numel_; }
+  int64_t numel() const { return numel_; }  // of the buffer
   int64_t nbytes() const { return numel_ * int64_t(at::elementSize(options_.buffer_dtype)); }
   at::ScalarType dtype() const { return options_.buffer_dtype; }
   at::Device device() const { return device_; }
@@ -125,6 +129,7 @@ class Bucket {
   const at::ScalarType grad_dtype_;
   const at::Device device_;
   const std::shared_ptr<std::vector<Slot>> slots_ = std::make_shared<std::vector<Slot>>();  // shared with hooks
+  int64_t numel_ = 0;
   at::Tensor buffer_;
   State state_ = State::kFilling;
   Producers producers_;  // streams that made this backward's gradients
@@ -138,7 +143,6 @@ class Bucket {
     return dtype == grad_dtype_ || (at::isFloatingType(dtype) && at::isFloatingType(options_.buffer_dtype));
   }
 
-  int64_t numel_ = 0;
   size_t pending_ = 0;
   std::vector<CopySegment> segments_;  // reserved once: packing allocates nothing
 };

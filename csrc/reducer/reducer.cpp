@@ -4,6 +4,7 @@
 #include "support/errors.h"
 #include "support/watched_wait.h"
 #include "transport/allreduce.h"
+#include "transport/ordered_allreduce.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -204,6 +205,8 @@ void Reducer::launch(size_t index) {
 // The sum over ranks, in place. A single rank has it already.
 Flight Reducer::all_reduce(size_t index, const at::Tensor& buffer) {
   if (alone()) return {completed(buffer), nullptr};
+  if (options_.ordered && !buffer.is_sparse())
+    return {options_.ordered->start(buffer, buckets[index]->sum_of_pieces()), nullptr, /*frees_buffer=*/true};
   Flight flight = allreduce(*group_, buffer, [this, index](Future& future) { wait(future, index); });
   if (hook_ && !buffer.device().is_cpu()) hook_->work = flight.work;
   return flight;

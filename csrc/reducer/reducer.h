@@ -84,18 +84,23 @@
 
 namespace minddp {
 
+class OrderedAllreduce;
+struct Quantization;
 class SharedParameters;
 
 // As long as the reducer lives.
 struct ReducerOptions {
   GraphMode graph_mode = GraphMode::kAllUsed;
-  std::optional<at::ScalarType> reduce_dtype;  // what travels; empty: the gradients' own
-  bool gradient_as_bucket_view = false;        // cases/view_bucket.h
-  bool lazy_bucket_allocation = false;         // cases/lazy_memory.h
-  bool any_grad_dtype = false;                 // parameters change their dtype during backward
-  bool refuses_earlier_sums = false;           // cases/earlier_sums.h
-  bool always_reduce = false;                  // go through the process group where it has one rank, too
-  std::string not_in_contexts;                 // cases/context_gradients.h: why not; empty: they can be reduced
+  std::vector<at::ScalarType> wire_dtypes;           // by parameter, what travels; kByte: blocks of codes
+  std::shared_ptr<OrderedAllreduce> ordered;         // in place of the group's all-reduce; null: that
+  std::shared_ptr<const Quantization> quantization;  // cases/quantized_bucket.h
+  bool warns_of_overflow = false;                    // cases/half_bucket.h
+  bool gradient_as_bucket_view = false;              // cases/view_bucket.h
+  bool lazy_bucket_allocation = false;               // cases/lazy_memory.h
+  bool any_grad_dtype = false;                       // parameters change their dtype during backward
+  bool refuses_earlier_sums = false;                 // cases/earlier_sums.h
+  bool always_reduce = false;                        // go through the process group where it has one rank, too
+  std::string not_in_contexts;                       // cases/context_gradients.h: why not; empty: they can be reduced
 };
 
 // Called on the thread that runs the hook, or that finalizes. What one raises ends backward with that error; but what
@@ -221,7 +226,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // One rank, and nothing to scale, cast or show: its gradients are the result, where they lie.
   bool passes_through() const {
     return alone() && !hook_ && !callbacks_.post_scale && pre_scale == 1.0 && post_scale == 1.0 &&
-        !options_.gradient_as_bucket_view && !options_.reduce_dtype && !any_sparse_ && !manual_finalization;
+        !options_.gradient_as_bucket_view && !any_cast_ && !any_sparse_ && !manual_finalization;
   }
   std::unique_lock<std::recursive_mutex> guard() { return std::unique_lock(mutex_); }
 
@@ -229,6 +234,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const bool any_sparse_;
   const ReducerOptions options_;
+  const bool any_cast_;  // gradients do not travel as they are
   ReducerCallbacks callbacks_;
   std::vector<std::unique_ptr<Case>> cases_;
   SharedParameters* shared_ = nullptr;  // one of the cases, once there is somebody else

@@ -12,11 +12,12 @@ namespace minddp {
 
 using Future = c10::ivalue::Future;
 
-// `work` holds the inputs. It is set if the reducer itself started a dense all-reduce among ranks. If a hook let the
-// reducer start it, `work` is set only on a device.
+// `work` holds the inputs. It is set where a process group reduces: always on a device; on the CPU if no hook took
+// part. `frees_buffer`: once the flight is dropped, nobody else holds the buffer.
 struct Flight {
   c10::intrusive_ptr<Future> future;
   c10::intrusive_ptr<c10d::Work> work;
+  bool frees_buffer = false;
 };
 
 // Makes a device's current streams wait for a collective whose future is complete. On a device, a complete future may

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "exchange.h"
-#include "reduce.h"
+#include "support/reduce.h"
 
 namespace minddp::shm {
 

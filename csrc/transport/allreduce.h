@@ -18,7 +18,7 @@ inline Flight allreduce(c10d::ProcessGroup& group, const at::Tensor& tensor, con
   if (tensor.is_sparse()) return {sparse_allreduce(group, tensor, wait), nullptr};
   std::vector<at::Tensor> tensors = {tensor.is_complex() ? at::view_as_real(tensor) : tensor};
   auto work = group.allreduce(tensors);
-  return {work->getFuture(), work};
+  return {work->getFuture(), work, /*frees_buffer=*/true};
 }
 
 }  // namespace minddp

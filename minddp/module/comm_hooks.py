@@ -77,6 +77,9 @@ class HookRegistration:
                 'bucket_cap_mb="auto" re-plans buckets while training, and hooks may keep state by bucket: '
                 "tune without the hook, then pin the plan (bucket_plan=)"
             )
+        if engine.config.wire is not None or engine.config.ordered:
+            raise RuntimeError("a communication hook reduces buckets itself, and wire= and ordered= say how they are "
+                               "reduced: leave those out, or the hook")  # fmt: skip
         if engine.config.reduce_dtype is not None or engine.config.predivide_factor is not None:
             raise RuntimeError("a communication hook decides dtype and division itself: leave out reduce_dtype "
                                "and predivide_factor")  # fmt: skip

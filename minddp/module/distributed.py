@@ -8,7 +8,7 @@ for one, but runs none of its code: every method is defined here (a test makes t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -29,7 +29,9 @@ from ..ranks.messages import work_on
 from ..ranks.waiting import wait_for
 from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states, verify_same_start
+from ..reduction.wire import WireFormat
 from ..timeline import StepTimes, step_times
+from ..wire import Wire
 from . import delayed_params
 from .buffers import BufferSync
 from .comm_hooks import HookRegistration
@@ -99,6 +101,11 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             losses summed over samples, however uneven the shares.
         reduce_dtype: dtype in which low-precision gradients travel and are added (``torch.float32``).
         predivide_factor: divide by this before the sum, by the rest after it (range of float16).
+        wire: what gradients travel as: ``"bf16"``, ``"fp16"``, ``"int8"`` (a quarter of float32's bytes, with error
+            feedback), or a :class:`minddp.Wire`, which has the details. They are summed in float32, in the order of
+            ranks; vectors travel as they are. On the CPU, over Gloo or shared memory.
+        ordered: each gradient is summed in the order of ranks: the same bits whatever the buckets are, and over Gloo
+            as over shared memory. On the CPU.
         bucket_plan: a :class:`minddp.planner.BucketPlan` to pin, or the path of a saved one.
         check_finite: ``"raise"`` (or ``True``): before ``optimizer.step()`` (and at the next forward), raise on every
             rank when a rank's own gradient, before the average, held NaN or infinity; names parameters and ranks.
@@ -146,6 +153,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         reduction: str = "mean",
         reduce_dtype: torch.dtype | None = None,
         predivide_factor: float | None = None,
+        wire: str | Wire | None = None,
+        ordered: bool = False,
         bucket_plan: Any = None,
         check_finite: bool | str = False,
         check_replicas_every: int | None = None,
@@ -183,7 +192,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         with_buffers = self._minddp_config.sync_buffers_at_start
         buffers = list(self.named_module_buffers.items()) if with_buffers else []
         parameters = list(zip(wrapped.names, wrapped.reduced))
-        token = verify_same_start(self._minddp_config.for_comparison(), parameters, names, buffers, group)
+        asked = WireFormat(self._minddp_config.wire, self._minddp_config.ordered, group)
+        exact = {"wire's exact parameters": asked.exact_names(wrapped.names, wrapped.reduced)}
+        token = verify_same_start(self._minddp_config.for_comparison() | exact, parameters, names, buffers, group)
         wrapped.check_materialized()
         sync_module_states(self.module, group, self.broadcast_bucket_size, 0, wrapped.ignored, with_buffers)
         return token
@@ -422,6 +433,23 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         Cheap enough to call in every step; the raw stamps are ``ddp.reducer.last_step()``.
         """
         return step_times(self.reducer.last_step())
+
+    def wire_state(self) -> dict[str, torch.Tensor]:
+        """This rank's error feedback of ``wire="int8"``, by parameter name: float32, one number for each element.
+
+        ``state_dict()`` has none of it, as with torch's class. Save it on every rank to go on with the same bits.
+        """
+        engine = self._minddp_engine
+        return {} if engine is None else engine.wire.state(engine.names_of_parameters())
+
+    def load_wire_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from what :meth:`wire_state` gave on this rank. Between iterations; without it, from zero.
+
+        Raises:
+            KeyError, ValueError: it is another model's; names the parameter.
+        """
+        if (engine := self._minddp_engine) is not None:
+            engine.wire.load_state(state, engine.names_of_parameters())
 
     @shown
     def bucket_plan(self) -> Any:

@@ -26,7 +26,8 @@ from ..guards.stall_inspector import StallInspector
 from ..planner import BucketPlan
 from ..planner.autotune import AutoTuner
 from ..ranks import ordering
-from ..reduction.reducer import Reducer, weakly, wire_dtype
+from ..reduction.reducer import Reducer, weakly
+from ..reduction.wire import WireFormat
 from ..timeline import recording
 from .comm_hooks import BUILTIN_HOOK_DTYPES, waits_in_callbacks
 from .logging_data import LoggingData
@@ -49,6 +50,7 @@ class Engine(StepCheck):
 
     Attributes:
         reducer, logger, inspector, finite, changes, mixed, tuner: made by :meth:`rebuild`.
+        wire: what gradients travel as.
         hook: ``(state, hook)`` as registered, or ``(None, builtin type)``; None: the reducer's own all-reduce.
     """
 
@@ -69,6 +71,7 @@ class Engine(StepCheck):
         self.group = group
         self.devices = devices
         super().__init__()
+        self.wire = WireFormat(config.wire, config.ordered, group)
         self.hook: tuple[Any, Any] | None = None
         self.mixed: MixedPrecision | None = None
         self.finite: FiniteCheck | None = None
@@ -89,7 +92,7 @@ class Engine(StepCheck):
         if before is not None:
             before.detach()
         self.config = config or self.config
-        self.group = group or self.group
+        self.group = self.wire.group = group or self.group
         self.has_rebuilt_buckets = False
         plan = self.config.bucket_plan
         planned = None if plan is None else plan.parameter_buckets(*self.parameters.facts())  # or raises
@@ -99,6 +102,7 @@ class Engine(StepCheck):
             self.parameters.expect_sparse(),
             self.group,
             self.replaced(reduce_dtype=self._reduce_dtype()),
+            self.wire,
             always_reduce=self.has_foreign_group or environment.always_reduce(),
             delays=bool(self.parameters.delayed),
         )
@@ -181,13 +185,11 @@ class Engine(StepCheck):
         if not self.config.auto_tune:
             return None
         names, shapes, dtypes = self.parameters.facts()
-        dtype = self.reducer.config.reduce_dtype
-        nbytes = [p.numel() * wire_dtype(p, dtype).itemsize for p in self.parameters.reduced]
         return AutoTuner(
             self.reducer,
             self.group,
             names,
-            nbytes,
+            self.reducer.wire_nbytes,
             shapes=shapes,
             dtypes=dtypes,
             kinds=self.reducer.kinds,
@@ -372,6 +374,10 @@ class Engine(StepCheck):
     @property
     def parameter_names(self) -> list[str]:
         return self.parameters.names
+
+    def names_of_parameters(self) -> dict[torch.Tensor, str]:
+        """Of those that are reduced."""
+        return dict(zip(self.parameters.reduced, self.parameters.names))
 
     @property
     def bucket_plan(self) -> BucketPlan:

@@ -22,6 +22,7 @@ from ..guards.lifetime import outlive, outlive_callbacks
 from ..ranks.waiting import SHADOWED, wait_for_future
 from .bucket_assignment import Buckets, agree_on_order, assign_buckets, check_buckets, ready_order
 from .weights import Weights
+from .wire import WireFormat, nbytes
 
 
 class Reducer(_C.Reducer):
@@ -33,6 +34,7 @@ class Reducer(_C.Reducer):
         expect_sparse: which of them get sparse gradients.
         group: the process group.
         config: the wrapper's arguments; ``reduce_dtype`` is the one that counts (a hook's, say).
+        wire: what gradients travel as, where ``config`` says it.
         always_reduce: go through the process group where it has one rank, too.
         delays: the wrapper has parameters that are reduced apart.
     """
@@ -44,6 +46,7 @@ class Reducer(_C.Reducer):
         expect_sparse: Sequence[bool],
         group: dist.ProcessGroup,
         config: Config,
+        wire: WireFormat | None = None,
         always_reduce: bool = False,
         delays: bool = False,
     ):
@@ -51,9 +54,16 @@ class Reducer(_C.Reducer):
         self.group = group
         self.names = list(names)
         self._device = parameters[0].device
-        self._nbytes = [p.numel() * wire_dtype(p, config.reduce_dtype).itemsize for p in parameters]
+        dtypes = [wire_dtype(p, config.reduce_dtype, sparse) for p, sparse in zip(parameters, expect_sparse)]
+        self._nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(parameters, dtypes)]  # as caps count them
+        from_wire: dict[str, Any] = {}
+        if wire is not None and wire.is_in_force:  # as many buckets as without
+            dtypes = wire.dtypes(names, parameters, expect_sparse)
+            from_wire = wire.options(parameters, dtypes)
+        self.wire_nbytes = [nbytes(p, dtype) for p, dtype in zip(parameters, dtypes)]
         self.kinds: list[Hashable] = [
-            (p.dtype, p.device, name if sparse else "") for p, name, sparse in zip(parameters, names, expect_sparse)
+            (p.dtype, p.device, name if sparse else "", dtype)
+            for p, name, sparse, dtype in zip(parameters, names, expect_sparse, dtypes)
         ]
         # Where ranks may use different parameters, the order of arrival of one says little about the others'. And, as
         # in torch, their forwards have no collective of the reducer's in them: one rank alone may run some.
@@ -66,9 +76,10 @@ class Reducer(_C.Reducer):
         self._has_hook = False
         self._divisor = group.size()
         self._manual_finalization = config.manual_finalization
+        first = self._assign(list(reversed(range(len(parameters)))), [])
         options = _C.ReducerOptions(
             graph_mode=config.graph_mode,
-            reduce_dtype=config.reduce_dtype,
+            wire_dtypes=dtypes,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             lazy_bucket_allocation=config.lazy_bucket_allocation,
             any_grad_dtype=config.mixed_precision is not None,
@@ -76,11 +87,9 @@ class Reducer(_C.Reducer):
             refuses_earlier_sums=config.reduction == "weighted" or (config.reduction == "sum" and group.size() > 1),
             always_reduce=always_reduce,
             not_in_contexts=_not_in_contexts(config.reduction, delays),
+            **from_wire,
         )
-        everything = list(reversed(range(len(parameters))))
-        super().__init__(
-            list(parameters), self.names, list(expect_sparse), group, options, self._assign(everything, [])
-        )
+        super().__init__(list(parameters), self.names, list(expect_sparse), group, options, first)
         self.set_skip_all_reduce_unused(config.skip_all_reduce_unused_params)
         self.set_manual_finalization(config.manual_finalization)
         outlive(self, group)
@@ -289,9 +298,11 @@ class Reducer(_C.Reducer):
             self.weights.post_scale()
 
 
-def wire_dtype(parameter: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a parameter's gradient travels."""
-    return reduce_dtype if reduce_dtype is not None and parameter.is_floating_point() else parameter.dtype
+def wire_dtype(parameter: torch.Tensor, reduce_dtype: torch.dtype | None, is_sparse: bool) -> torch.dtype:
+    """The dtype in which a parameter's gradient travels, without ``wire=``."""
+    if reduce_dtype is None or is_sparse or not parameter.is_floating_point():
+        return parameter.dtype
+    return reduce_dtype
 
 
 def _not_in_contexts(reduction: str, delays: bool) -> str:

@@ -40,7 +40,7 @@ FOLDERS = {
     "cpu": {"support", "cuda"},
     "cuda": {"support"},
     "transport": {"support"},
-    "shm": {"cpu"},
+    "shm": {"cpu", "support"},
 }
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)

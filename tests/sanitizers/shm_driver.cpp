@@ -36,6 +36,7 @@ namespace {
 
 using namespace minddp::shm;
 using c10d::ReduceOp;
+using minddp::reduce_function;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kTimeout{120'000};  // a sanitizer slows all down, and the machine may be busy

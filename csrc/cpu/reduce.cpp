@@ -1,8 +1,8 @@
-#include "reduce.h"
+#include "support/reduce.h"
+
+#include "half_precision.h"
 
 #include <c10/core/ScalarType.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 #include <c10/util/complex.h>
 
 #include <algorithm>
@@ -10,15 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#define MINDDP_HAS_AVX2_CLONES 1
-#define MINDDP_AVX2 __attribute__((target("avx2,f16c")))
-#endif
-// Inlined into the AVX2 version and into the plain one, each time compiled for that caller.
-#define MINDDP_INLINE inline __attribute__((always_inline))
-
-namespace minddp::shm {
+namespace minddp {
 namespace {
 
 using RedOp = c10d::ReduceOp::RedOpType;
@@ -130,62 +122,6 @@ MINDDP_INLINE void reduce_same_type(void* destination, const void* const* source
 
 // --- half and bfloat16, combined in float ---
 
-// bfloat16 is the upper half of a float, rounded to nearest even; a NaN stays a NaN.
-template <bool>
-MINDDP_INLINE void widen(const c10::BFloat16* source, float* wide, int64_t size) {
-  const auto* bits = reinterpret_cast<const uint16_t*>(source);
-  for (int64_t i = 0; i < size; ++i) {
-    const uint32_t value = static_cast<uint32_t>(bits[i]) << 16;
-    std::memcpy(&wide[i], &value, sizeof(value));
-  }
-}
-
-template <bool>
-MINDDP_INLINE void narrow(const float* wide, c10::BFloat16* destination, int64_t size) {
-  auto* bits = reinterpret_cast<uint16_t*>(destination);
-  for (int64_t i = 0; i < size; ++i) {
-    uint32_t value;
-    std::memcpy(&value, &wide[i], sizeof(value));
-    const uint32_t rounded = (value + 0x7fffu + ((value >> 16) & 1u)) >> 16;
-    bits[i] = static_cast<uint16_t>((value & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-  }
-}
-
-// The hardware's conversions, eight at a time; both return how many elements they did.
-#ifdef MINDDP_HAS_AVX2_CLONES
-MINDDP_AVX2 int64_t widen_f16c(const c10::Half* source, float* wide, int64_t size) {
-  int64_t i = 0;
-  for (; i + 8 <= size; i += 8) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i));
-    _mm256_storeu_ps(wide + i, _mm256_cvtph_ps(halves));
-  }
-  return i;
-}
-
-MINDDP_AVX2 int64_t narrow_f16c(const float* wide, c10::Half* destination, int64_t size) {
-  int64_t i = 0;
-  for (; i + 8 <= size; i += 8) {
-    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(wide + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(destination + i), halves);
-  }
-  return i;
-}
-#else
-int64_t widen_f16c(const c10::Half*, float*, int64_t) { return 0; }
-int64_t narrow_f16c(const float*, c10::Half*, int64_t) { return 0; }
-#endif
-
-template <bool kF16C>
-MINDDP_INLINE void widen(const c10::Half* source, float* wide, int64_t size) {
-  for (int64_t i = kF16C ? widen_f16c(source, wide, size) : 0; i < size; ++i) wide[i] = static_cast<float>(source[i]);
-}
-
-template <bool kF16C>
-MINDDP_INLINE void narrow(const float* wide, c10::Half* destination, int64_t size) {
-  for (int64_t i = kF16C ? narrow_f16c(wide, destination, size) : 0; i < size; ++i)
-    destination[i] = static_cast<c10::Half>(wide[i]);
-}
-
 template <class Op, class T, bool kF16C>
 MINDDP_INLINE void reduce_widened(void* destination, const void* const* sources, int count, int64_t numel) {
   float block[kBlock];
@@ -238,8 +174,8 @@ ReduceFunction pick() {
 [[noreturn]] void throw_unsupported(RedOp op, at::ScalarType dtype) {
   static const char* const kNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
   const char* name = static_cast<size_t>(op) < std::size(kNames) ? kNames[op] : "this reduction";
-  C10_THROW_ERROR(TypeError,
-      c10::str("shm: ", name, " of ", c10::toString(dtype), " tensors has no meaning or is not supported"));
+  C10_THROW_ERROR(
+      TypeError, c10::str(name, " of ", c10::toString(dtype), " tensors has no meaning or is not supported"));
 }
 
 // A stored bool is the byte 0 or 1, so the bytes' own operations keep it one.
@@ -317,4 +253,4 @@ ReduceFunction reduce_function(RedOp op, at::ScalarType dtype) {
   }
 }
 
-}  // namespace minddp::shm
+}  // namespace minddp

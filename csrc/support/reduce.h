@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-namespace minddp::shm {
+namespace minddp {
 
 // destination[i] = sources[0][i] op … op sources[count - 1][i] for i < numel. The destination is one
 // of the sources, or overlaps none. REQUIRES: count >= 1
@@ -22,4 +22,4 @@ using ReduceFunction = void (*)(void* destination, const void* const* sources, i
 // SUM and MAX are "or", PRODUCT and MIN "and". Throws c10::TypeError for what has no meaning.
 ReduceFunction reduce_function(c10d::ReduceOp::RedOpType op, at::ScalarType dtype);
 
-}  // namespace minddp::shm
+}  // namespace minddp

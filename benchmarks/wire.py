@@ -1,0 +1,213 @@
+"""When do fewer bytes pay? The step and its bytes by what gradients travel as, beside torch's communication hooks.
+
+    python benchmarks/wire.py --models mlp38,gpt2-small --link 1gbit
+    python benchmarks/wire.py --learning                        # what it costs: losses over 2,000 steps
+
+Each round visits torch's class (default arguments, uniform caps, its fp16 and bf16 hooks) and minddp (torch's
+PowerSGD hook, default arguments, ordered=True, wire="bf16", "fp16", "int8") in an order that changes. Shown are
+medians of the rounds with quartiles, ratios to torch's default arguments and to its best cap, and the bytes that a
+rank's network interface has sent in a step. No optimizer runs. ``--link`` (needs root) puts each rank in a network
+namespace of its own; without it the ranks talk over loopback.
+
+``--learning`` trains a classifier of handwritten digits with five seeds for each wire, with and without error
+feedback.
+
+Results: wire-*.json and wire-*.png in --output. An interrupted run goes on with the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import bucket_report
+import harness
+from harness import Spread
+from sweep import LOCAL, Point, Sweep
+
+TORCH = Point("torch", "default")
+DEFAULT = Point("minddp", "default")
+CAPS = tuple(Point("torch", cap) for cap in (1.0, 4.0, 16.0))
+# With torch's class over Gloo, PowerSGD's collectives of several buckets wait for each other for ever.
+POWER = tuple(Point(f"minddp-powersgd{rank}", "default") for rank in (1, 4))
+HOOKS = (Point("torch-fp16hook", "default"), Point("torch-bf16hook", "default"), *POWER)
+WIRES = tuple(Point(f"minddp-{wire}", "default") for wire in ("ordered", "bf16", "fp16", "int8"))
+POINTS = (Point(LOCAL), TORCH, *CAPS, *HOOKS, DEFAULT, *WIRES)
+PALETTE = {"torch": "#d1495b", "minddp": "#1b6ca8", "local": "#8d99ae"}
+
+Table = dict[Point, tuple[Spread, Spread, Spread, float, Spread | None]]
+
+
+# ---- steps and bytes
+
+
+def table(sweep: Sweep) -> Table:
+    """By point: seconds, their ratios in a round to torch's default and to torch's best cap, bytes sent in a step,
+    and seconds of packing in one, where they are known."""
+    seconds: dict[tuple[int, str], float] = {}
+    packing: dict[str, list[float]] = {}
+    for visit in sweep.visits:
+        seconds[visit["round"], visit["point"]] = statistics.median(visit["seconds"])
+        if "pack_seconds" in visit:
+            packing.setdefault(visit["point"], []).append(visit["pack_seconds"])
+    numbers = sorted({number for number, _ in seconds})
+    medians = {point: harness.spread(seconds[number, point.key] for number in numbers) for point in POINTS}
+    best = min((TORCH, *CAPS), key=lambda point: medians[point].median)
+    found: Table = {}
+    for point in POINTS:
+        ratios = [
+            harness.spread(seconds[number, point.key] / seconds[number, other.key] for number in numbers)
+            for other in (TORCH, best)
+        ]
+        packs = harness.spread(packing[point.key]) if point.key in packing else None
+        found[point] = (medians[point], ratios[0], ratios[1], sweep.facts[point.key]["sent_bytes"], packs)
+    return found
+
+
+def name(point: Point) -> str:
+    words = {
+        "local": "no communication", "torch-fp16hook": "torch, fp16_compress_hook",
+        "torch-bf16hook": "torch, bf16_compress_hook", "minddp-powersgd1": "minddp, torch's PowerSGD, rank 1",
+        "minddp-powersgd4": "minddp, torch's PowerSGD, rank 4", "minddp-ordered": "minddp, ordered=True",
+        "minddp-bf16": 'minddp, wire="bf16"', "minddp-fp16": 'minddp, wire="fp16"',
+        "minddp-int8": 'minddp, wire="int8"',
+    }  # fmt: skip
+    if point.variant in words:
+        return words[point.variant]
+    buckets = "default arguments" if point.cap_mb == "default" else f"{point.cap_mb:g} MiB buckets"
+    return f"{point.variant}, {buckets}"
+
+
+def print_table(found: Table, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    shown = RichTable(title=title, title_justify="left")
+    for heading in ("", "step, ms", "/ torch's default", "/ torch's best cap", "MB sent", "packing, ms"):
+        shown.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for point, (step, to_default, to_best, sent, packs) in found.items():
+        packing = "" if packs is None else packs.show(1e3, 1)
+        cells = [step.show(1e3, 0), to_default.show(), to_best.show(), f"{sent / 1e6:.1f}", packing]
+        shown.add_row(name(point), *(cell.replace("[", r"\[") for cell in cells))
+    Console(width=130).print(shown)
+
+
+def draw(found: Table, title: str, path: Path) -> None:
+    figure, axes = bucket_report.pyplot().subplots(figsize=(8.4, 4.6), layout="constrained")
+    points = [point for point in found if point.variant != LOCAL][::-1]
+    steps = [found[point][0] for point in points]
+    reach = [[(s.median - s.low) * 1e3 for s in steps], [(s.high - s.median) * 1e3 for s in steps]]
+    colors = [PALETTE[point.variant.partition("-")[0]] for point in points]
+    bars = axes.barh(range(len(points)), [s.median * 1e3 for s in steps], xerr=reach, color=colors, ecolor="#555b66")
+    labels = [f"{s.median * 1e3:.0f} ms, {found[p][3] / 1e6:.1f} MB" for p, s in zip(points, steps, strict=True)]
+    axes.bar_label(bars, labels, fontsize=8, padding=4)
+    local = found[Point(LOCAL)][0].median * 1e3
+    axes.axvline(local, color="#555b66", linewidth=1, linestyle=":")
+    axes.text(local, len(points) - 0.4, " no communication", fontsize=8, color="#555b66")
+    axes.set_yticks(range(len(points)), [name(point) for point in points], fontsize=9)
+    axes.set_xlim(right=max(s.high for s in steps) * 1e3 * 1.25)
+    axes.set_xlabel("ms per step; MB that a rank's interface has sent")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def measure(arguments: argparse.Namespace, model: str) -> None:
+    keys = ("engine", "ranks", "link", "threads", "steps")
+    settings = {"model": model, **{key: getattr(arguments, key) for key in keys}}
+    link = arguments.link or ("shared memory" if arguments.engine == "shm" else "loopback")
+    stem = f"wire-{model}-{arguments.engine}-{arguments.ranks}ranks-{link.replace(' ', '-')}"
+    sweep = Sweep(arguments.output / f"{stem}.json", settings, arguments.fresh)
+    sweep.run(POINTS, arguments.rounds)
+    found = table(sweep)
+    title = f"{model}, {arguments.ranks} ranks, {link}"
+    print_table(found, title)
+    draw(found, title, arguments.output / f"{stem}.png")
+
+
+# ---- what it costs
+
+SEEDS = range(5)
+LEARNED = ("float32", "bf16", "fp16", "int8", "int8 without feedback", "int8, stochastic, without feedback")
+
+
+def learn(rank: int, world_size: int, wire: str, seed: int, steps: int) -> float:
+    """The training loss of a classifier of handwritten digits after ``steps`` steps."""
+    import torch
+    from sklearn.datasets import load_digits
+
+    import minddp
+
+    data = load_digits()
+    inputs = torch.tensor(data.data, dtype=torch.float32) / 16
+    labels = torch.tensor(data.target)
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    options = {
+        "float32": None, "int8 without feedback": minddp.Wire("int8", error_feedback=False),
+        "int8, stochastic, without feedback": minddp.Wire("int8", error_feedback=False, stochastic=True, seed=seed),
+    }  # fmt: skip
+    ddp = minddp.DistributedDataParallel(model, wire=options.get(wire, wire))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    loss_of = torch.nn.CrossEntropyLoss()
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    shard = torch.arange(len(labels))[rank::world_size]
+    for _ in range(steps):
+        picked = shard[torch.randint(len(shard), (32,), generator=generator)]
+        optimizer.zero_grad()
+        loss_of(ddp(inputs[picked]), labels[picked]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(loss_of(model(inputs), labels))
+
+
+def learning(arguments: argparse.Namespace) -> None:
+    losses: dict[str, list[float]] = {}
+    with harness.Ranks(arguments.ranks, "gloo") as ranks:
+        for wire in LEARNED:
+            losses[wire] = [ranks.run(learn, wire, seed, arguments.learning_steps)[0] for seed in SEEDS]
+            low, high = min(losses[wire]), max(losses[wire])
+            mean = statistics.mean(losses[wire])
+            print(f"{wire:36s} loss {mean:.5f} [{low:.5f}, {high:.5f}] of {len(SEEDS)} seeds")
+    facts = {"command": harness.command(), "machine": harness.machine(), "steps": arguments.learning_steps}
+    harness.write_json(arguments.output / "wire-learning.json", {**facts, "losses": losses})
+
+
+# ---- command line
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--models", type=harness.names, default=["mlp38"], help="see benchmarks/models.py")
+    parser.add_argument("--engine", default="gloo", choices=("gloo", "shm"))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--link", help="bandwidth between ranks, such as 1gbit; needs root")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of a visit")
+    parser.add_argument("--learning", action="store_true", help="train, instead of measuring steps")
+    parser.add_argument("--learning-steps", type=int, default=2000)
+    parser.add_argument("--fresh", action="store_true", help="start over instead of going on")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS, help="folder for the results")
+    arguments = parser.parse_args(argv)
+    if arguments.ranks < 2:
+        raise harness.BenchmarkError("--ranks must be at least 2: one rank sends nothing")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    arguments: Any = parse(argv)
+    if arguments.learning:
+        learning(arguments)
+        return 0
+    for model in arguments.models:
+        measure(arguments, model)
+    return 0
+
+
+if __name__ == "__main__":
+    harness.run_main(main)

@@ -1,0 +1,117 @@
+#include "quantized_bucket.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+namespace minddp {
+namespace {
+
+constexpr int64_t kBytes = sizeof(QuantizedBlock);
+
+QuantizedBlock* blocks_at(const at::Tensor& buffer, const Bucket::Slot& slot) {
+  return reinterpret_cast<QuantizedBlock*>(static_cast<std::byte*>(buffer.mutable_data_ptr()) + slot.offset);
+}
+
+}  // namespace
+
+QuantizedBucket::QuantizedBucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
+    const std::vector<std::string>& names, const Options& options, std::shared_ptr<const Quantization> quantization)
+    : Bucket(indices, parameters, names, options), quantization_(std::move(quantization)) {
+  numel_ = 0;
+  for (Slot& slot : *slots_) {
+    slot.offset = numel_;
+    numel_ += QuantizedBlock::count(slot.parameter.numel()) * kBytes;
+  }
+}
+
+// While contributions may follow, nothing is encoded: what was lost could not be taken back.
+void QuantizedBucket::fill(size_t begin, size_t end, const Packing& how) {
+  scale_ = how.scale;
+  used_ = &how.used;
+  if (how.may_grow) return;
+  for (size_t i = begin; i < end; ++i) encode(i, how.scale, how.used[(*slots_)[i].index]);
+}
+
+void QuantizedBucket::before_launch() {
+  Bucket::before_launch();
+  for (size_t i = 0; i < slots_->size(); ++i) encode(i, scale_, (*used_)[(*slots_)[i].index]);
+}
+
+void QuantizedBucket::encode(size_t i, double scale, bool is_used) {
+  Slot& slot = (*slots_)[i];
+  if (std::exchange(slot.packed, true)) return;
+  c10::NoGradGuard no_grad;
+  if (!buffer_.defined()) allocate();
+  at::Tensor grad = slot.grad();
+  if (grad.defined()) check(slot, grad, /*sparse=*/false);
+  if (grad.defined() && !is_one_piece(slot, grad))
+    grad = at::empty_strided(slot.parameter.sizes(), slot.strides, grad.options()).copy_(grad);
+  const auto& residual = quantization_->residuals[slot.index];
+  float* lost = is_used && residual ? residual->mutable_data_ptr<float>() : nullptr;
+  const Rounding how = rounding((launches_ << 32) + (uint64_t(slot.index) << 8) + uint64_t(options_.rank));
+  quantize(grad.defined() ? grad.const_data_ptr() : nullptr, grad_dtype_, scale, lost, slot.parameter.numel(), how,
+      blocks_at(buffer_, slot));
+}
+
+// The sums of a bucket that was given up, or of one that another bucket of the same kind has sent, are lost to the
+// feedback: they are nobody's.
+PieceSum QuantizedBucket::sum_of_pieces() {
+  ++launches_;
+  auto losses = losses_ = std::make_shared<std::vector<Loss>>();
+  const bool feeds_back = std::ranges::any_of(
+      *slots_, [&](const Slot& slot) { return quantization_->residuals[slot.index].has_value(); });
+  return {kBytes,
+      [losses, feeds_back, how = rounding(~launches_)](
+          void* destination, const void* const* sources, int count, int64_t begin, int64_t blocks) {
+        Loss loss{begin, std::vector<float>(feeds_back ? size_t(blocks * QuantizedBlock::kNumbers) : 0)};
+        add_quantized(static_cast<QuantizedBlock*>(destination), sources, count, blocks,
+            {how.stochastic, how.seed + uint64_t(begin)}, feeds_back ? loss.numbers.data() : nullptr);
+        losses->push_back(std::move(loss));
+      }};
+}
+
+void QuantizedBucket::unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
+  c10::NoGradGuard no_grad;
+  flight_ = {};
+  for (Slot& slot : *slots_) {
+    if (!used[slot.index]) continue;  // used on no rank: `.grad` stays
+    at::Tensor& grad = slot.grad();
+    if (!grad.defined() || grad.scalar_type() != grad_dtype_) grad = new_gradient(slot);
+    const bool direct = is_one_piece(slot, grad);
+    at::Tensor target = direct ? grad : at::empty_strided(slot.parameter.sizes(), slot.strides, grad.options());
+    dequantize(blocks_at(result, slot), scale, target.mutable_data_ptr(), grad_dtype_, slot.parameter.numel());
+    if (!direct) grad.copy_(target);
+  }
+  if (auto losses = std::exchange(losses_, nullptr))
+    for (const Loss& loss : *losses) feed_back(loss, used);
+}
+
+// Slots lie in the order of their blocks.
+void QuantizedBucket::feed_back(const Loss& loss, const std::vector<int32_t>& used) {
+  constexpr int64_t n = QuantizedBlock::kNumbers;
+  const int64_t end = loss.begin + int64_t(loss.numbers.size()) / n;
+  for (const Slot& slot : *slots_) {
+    const int64_t first = slot.offset / kBytes, last = first + QuantizedBlock::count(slot.parameter.numel());
+    const auto& residual = quantization_->residuals[slot.index];
+    const int64_t from = std::max(first, loss.begin), to = std::min(last, end);
+    if (from >= to || !used[slot.index] || !residual) continue;
+    float* into = residual->mutable_data_ptr<float>() + (from - first) * n;
+    const float* numbers = loss.numbers.data() + (from - loss.begin) * n;
+    const int64_t count = std::min((to - from) * n, slot.parameter.numel() - (from - first) * n);
+    for (int64_t i = 0; i < count; ++i) into[i] += numbers[i];
+  }
+}
+
+std::vector<at::Tensor> dequantized(const std::vector<Bucket::Slot>& slots, const at::Tensor& buffer) {
+  std::vector<at::Tensor> tensors;
+  for (const Bucket::Slot& slot : slots) {
+    const at::Tensor& p = slot.parameter;
+    tensors.push_back(at::empty_strided(p.sizes(), slot.strides, p.options().requires_grad(false)));
+    dequantize(blocks_at(buffer, slot), 1.0, tensors.back().mutable_data_ptr(), p.scalar_type(), p.numel());
+  }
+  return tensors;
+}
+
+}  // namespace minddp

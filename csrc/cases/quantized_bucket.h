@@ -1,0 +1,64 @@
+// Case: wire="int8". Gradients travel as blocks of 8-bit codes (support/block_quantization.h).
+//
+// Packing encodes, unpacking decodes: neither is a further pass over memory. A parameter begins a block of its own,
+// so its codes do not depend on the bucket that it is in.
+//
+// Rounding loses something twice: what each rank sends, and what the owner of a piece sends of its sum. With error
+// feedback each rank adds what it has lost to what it sends next. A sum's loss is added by its owner alone: in the
+// next sum it counts once. A gradient that nobody had in this backward feeds nothing back.
+//
+// What was packed before the last contribution came (an arrival more than expected) has taken its feedback already:
+// packed again, it takes the new one. That differs by less than one step of a code, once.
+#pragma once
+
+#include "reducer/bucket.h"
+#include "support/block_quantization.h"
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace minddp {
+
+// What these buckets share with those that come after them, when buckets are cut anew.
+struct Quantization {
+  // Error feedback, by parameter: what rounding has lost so far, float32, one for each element in the order of
+  // memory.
+  std::vector<std::optional<at::Tensor>> residuals;
+  bool stochastic = false;
+  uint64_t seed = 0;
+};
+
+class QuantizedBucket : public Bucket {
+ public:
+  // REQUIRES: options.buffer_dtype == kByte; real floating point parameters on the CPU.
+  QuantizedBucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
+      const std::vector<std::string>& names, const Options& options,
+      std::shared_ptr<const Quantization> quantization);
+  void before_launch() override;
+  void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) override;
+  PieceSum sum_of_pieces() override;
+
+ protected:
+  void fill(size_t begin, size_t end, const Packing& how) override;
+
+ private:
+  struct Loss {  // of the sums in a piece of the buffer
+    int64_t begin;
+    std::vector<float> numbers;
+  };
+  void encode(size_t slot, double scale, bool is_used);
+  void feed_back(const Loss& loss, const std::vector<int32_t>& used);
+  Rounding rounding(uint64_t of) const { return {quantization_->stochastic, quantization_->seed + of}; }
+
+  const std::shared_ptr<const Quantization> quantization_;
+  double scale_ = 1.0;                          // of gradients that are encoded when the bucket leaves
+  const std::vector<int32_t>* used_ = nullptr;  // then
+  uint64_t launches_ = 0;
+  std::shared_ptr<std::vector<Loss>> losses_;  // written by the transport's thread, read once its future is complete
+};
+
+// The numbers in `buffer`, parameter-shaped, in the order of `slots`.
+std::vector<at::Tensor> dequantized(const std::vector<Bucket::Slot>& slots, const at::Tensor& buffer);
+
+}  // namespace minddp

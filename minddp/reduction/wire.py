@@ -1,0 +1,189 @@
+"""How a wrapper's gradients travel between ranks: what ``wire=`` and ``ordered=`` come to.
+
+A gradient that travels in fewer bytes is rounded twice: when it is sent, and when its sum is sent. The rank that has
+summed a piece uses what it has sent of it, so all ranks end with the same bits. Sums are taken in float32, in the
+order of ranks (``csrc/transport/ordered_allreduce.h``). The shared-memory transport sums so by itself.
+
+Vectors (biases, norms' weights) are few bytes, and often of another magnitude than the rest: they travel as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _C
+from ..ranks import companions
+from ..wire import DTYPES, Wire
+
+BLOCK, BLOCK_BYTES = 256, 260
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass
+class WireFormat:
+    """What one wrapper's gradients travel as, and what that has lost.
+
+    Args:
+        wire: as given.
+        ordered: sums must not depend on the transport, nor on the plan of buckets.
+        group: the wrapper's.
+
+    Attributes:
+        residuals: error feedback, by parameter; empty until the first gradient. A new plan of buckets keeps them.
+    """
+
+    wire: Wire | None
+    ordered: bool
+    group: Any
+    residuals: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def is_in_force(self) -> bool:
+        """One rank sends nothing."""
+        return (self.wire is not None or self.ordered) and bool(self.group.size() > 1)
+
+    def exact_names(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> list[str]:
+        """Those that the user has named, for a comparison of ranks."""
+        asked = None if self.wire is None else self.wire.exact
+        return [] if asked is None else [name for name, p in zip(names, parameters) if asked(name, p)]
+
+    def dtypes(
+        self, names: Sequence[str], parameters: Sequence[torch.Tensor], sparse: Sequence[bool]
+    ) -> list[torch.dtype]:
+        """By parameter, that of the buffer.
+
+        Raises:
+            ValueError: a gradient cannot travel so; names the parameter.
+        """
+        wire = self.wire
+        if not self.is_in_force or wire is None:
+            return [p.dtype for p in parameters]
+        exact = set(self.exact_names(names, parameters))
+        return [
+            p.dtype if is_sparse or name in exact or not _shrinks(name, p, wire) else DTYPES[wire.dtype]
+            for name, p, is_sparse in zip(names, parameters, sparse)
+        ]
+
+    def options(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+        """For the C++ reducer. Collective at the first call for a group.
+
+        Raises:
+            ValueError: parameters or group do not go with it.
+        """
+        if not self.is_in_force:
+            return {}
+        wire, device = self.wire, parameters[0].device
+        if device.type != "cpu":
+            raise ValueError(
+                f"{self._argument} reduces gradients on the CPU only so far, and the parameters are on {device}: "
+                "leave it out, or register a communication hook (fp16_compress_hook, bf16_compress_hook)."
+            )
+        found: dict[str, Any] = {}
+        if ordered := _ordered(self.group, self._argument, wire is not None and wire.dtype == "int8"):
+            found["ordered"] = ordered
+        if wire is not None:
+            found |= {"stochastic": wire.stochastic, "seed": wire.seed, "warns_of_overflow": wire.dtype == "fp16"}
+            found["residuals"] = [
+                self._residual(p) if dtype == torch.uint8 and wire.error_feedback else None
+                for p, dtype in zip(parameters, dtypes)
+            ]
+        return found
+
+    @property
+    def _argument(self) -> str:
+        return "ordered=True" if self.wire is None else f"wire={self.wire.dtype!r}"
+
+    def _residual(self, parameter: torch.Tensor) -> torch.Tensor:
+        known = self.residuals.get(parameter)
+        if known is None or known.numel() != parameter.numel():
+            known = self.residuals[parameter] = torch.zeros(parameter.numel())
+        return known
+
+    def state(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+        """A copy of this rank's error feedback, by the parameter's name."""
+        return {names[p]: residual.clone() for p, residual in self.residuals.items() if p in names}
+
+    def load_state(self, state: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+        """In place: the reducer keeps its tensors.
+
+        Raises:
+            KeyError, ValueError: it is another model's; names the parameter.
+        """
+        for parameter, residual in self.residuals.items():
+            name = names[parameter]
+            if name not in state:
+                raise KeyError(f"wire state: nothing for parameter {name!r}")
+            if state[name].numel() != residual.numel():
+                raise ValueError(
+                    f"wire state: {state[name].numel()} numbers for {name!r}, which has {residual.numel()} elements"
+                )
+            residual.copy_(state[name].reshape(-1))
+
+
+def nbytes(parameter: torch.Tensor, dtype: torch.dtype) -> int:
+    """That a gradient takes on the wire."""
+    if dtype == torch.uint8:
+        return (parameter.numel() + BLOCK - 1) // BLOCK * BLOCK_BYTES
+    return parameter.numel() * dtype.itemsize
+
+
+def _shrinks(name: str, parameter: torch.Tensor, wire: Wire) -> bool:
+    if parameter.dim() < 2:
+        return False
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"wire={wire.dtype!r}: parameter {name!r} is {_name(parameter.dtype)}, and only real gradients travel in "
+            "fewer bytes: name it in minddp.Wire(exact=)."
+        )
+    dtype = DTYPES[wire.dtype]
+    if dtype != parameter.dtype and dtype.itemsize >= parameter.dtype.itemsize:
+        raise ValueError(
+            f"wire={wire.dtype!r} takes as many bytes as the gradient of {name!r}, which is "
+            f'{_name(parameter.dtype)}: leave wire out, use wire="int8", or name it in minddp.Wire(exact=).'
+        )
+    return True
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _ordered(group: Any, argument: str, quantized: bool) -> Any:
+    """The group's all-reduce in the order of ranks; None: its own is one. Collective where it is made."""
+    backend = _cpu_backend(group)
+    if backend not in ("gloo", "shm"):
+        raise ValueError(
+            f'{argument} needs a process group of torch\'s own with the CPU backend "gloo" or "shm"; this one has '
+            f"{backend!r}. Pass process_group=torch.distributed.new_group(backend=\"gloo\")."
+        )
+    if backend == "shm" and not quantized:
+        return None
+    made = companions.of(group)
+    if "ordered" not in made:
+        scatters, gathers = (_backend(group, backend, purpose) for purpose in ("scatters", "gathers"))
+        made["ordered"] = _C.OrderedAllreduce(scatters, gathers, _CHUNK_BYTES)
+    return made["ordered"]
+
+
+def _cpu_backend(group: Any) -> str:
+    if type(group) is not dist.ProcessGroup:
+        return type(group).__name__
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return str(dist.get_backend(group))
+    return str(getattr(backend, "wrapped_pg", backend).name()).lower()
+
+
+def _backend(group: Any, name: str, purpose: str) -> Any:
+    """A backend of the group's ranks. No process group: that would count among the program's own."""
+    store = dist.PrefixStore(f"minddp/{purpose}", dist.distributed_c10d._world.pg_map[group][1])
+    timeout = _C.cpu_timeout(group)
+    if name == "shm":
+        return _C.shm_backend(store, group.rank(), group.size(), timeout)
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)

@@ -1,0 +1,467 @@
+"""wire= and ordered=: what travels, what is summed in which order, and what rounding has lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import minddp
+from minddp import Wire
+from minddp.testing import RankError, run_ranks
+
+SHAPES = {"wide": (9, 300), "square": (32, 48), "vector": (700,), "small": (3, 2)}
+
+
+class Given(nn.Module):
+    """Its gradients are what each forward is given, by parameter."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(p * gradients[name]).sum() for name, p in self.named_parameters()]).sum()
+
+
+def gradients(rank: int, iteration: int = 0, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * iteration + rank)
+    # Of magnitudes that differ from rank to rank, so that the order of additions shows.
+    return {name: torch.randn(shape, generator=generator) * 10.0**rank for name, shape in shapes.items()}
+
+
+def averages(ddp: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): p.grad.clone() for name, p in ddp.named_parameters()}
+
+
+# --- the readable versions ---
+
+
+def in_order(everyone: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    total = everyone[0].to(torch.float32)
+    for other in everyone[1:]:
+        total = total + other.to(torch.float32)
+    return total.to(dtype)
+
+
+def quantized(x: Tensor) -> Tensor:
+    """What 8-bit codes leave of float32: blocks of 256 with one scale, rounded to nearest, ties to even."""
+    padded = torch.cat([x.flatten(), torch.zeros(-x.numel() % 256)]).view(-1, 256)
+    largest = padded.abs().amax(dim=1, keepdim=True)
+    codes = torch.round(padded * torch.where(largest < 1e-30, 0.0, torch.tensor(127.0) / largest))
+    return (codes * (largest / 127)).flatten()[: x.numel()].view(x.shape)
+
+
+def expected(wire: str | None, name: str, world_size: int) -> Tensor:
+    everyone = [gradients(rank)[name] * (1 / world_size) for rank in range(world_size)]
+    if wire is None or len(SHAPES[name]) < 2:
+        return in_order(everyone)
+    if wire == "int8":
+        return quantized(in_order([quantized(x) for x in everyone]))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[wire]
+    return in_order([x.to(dtype) for x in everyone], dtype).float()
+
+
+# --- which bits ---
+
+PLANS: dict[str, dict[str, Any]] = {
+    "one bucket a gradient": {"bucket_cap_mb": 1e-6},
+    "default": {},
+    "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 2e-3},
+    "lazy": {"lazy_bucket_allocation": True, "bucket_cap_mb_list": [1e-3, 1]},
+}
+
+
+def _bits(rank: int, world_size: int, wire: str | None) -> list[str]:
+    wrong = []
+    for plan, options in PLANS.items():
+        ddp = minddp.DistributedDataParallel(
+            Given(), wire=wire and Wire(wire, error_feedback=False), ordered=True, **options
+        )
+        for iteration in range(3):  # the buckets are cut anew after the first
+            ddp.zero_grad()
+            ddp(gradients(rank)).backward()
+            for name, found in averages(ddp).items():
+                if not torch.equal(found, expected(wire, name, world_size)):
+                    wrong.append(f"{plan}, iteration {iteration}: {name}")
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_each_rank_has_the_bits_of_the_readable_version(backend: str, world_size: int) -> None:
+    """Whatever the plan and the transport are."""
+    for wire in (None, "bf16", "fp16", "int8"):
+        assert run_ranks(_bits, world_size, wire, backend=backend) == [[]] * world_size, wire
+
+
+def _in_chunks(rank: int, world_size: int) -> list[bool]:
+    """More than one chunk of the transport's, and numbers of elements that ranks cannot share evenly."""
+    shapes = {"large": (1031, 1031), "other": (1025, 1027)}
+    same = []
+    for options in ({"ordered": True}, {"wire": Wire("int8", error_feedback=False)}):
+        ddp = minddp.DistributedDataParallel(Given(shapes), bucket_cap_mb=100, **options)
+        ddp(gradients(rank, shapes=shapes)).backward()
+        for name, found in averages(ddp).items():
+            everyone = [gradients(r, shapes=shapes)[name] * (1 / world_size) for r in range(world_size)]
+            quantizes = "wire" in options
+            total = in_order([quantized(x) if quantizes else x for x in everyone])
+            same.append(torch.equal(found, quantized(total) if quantizes else total))
+    return same
+
+
+def test_a_large_bucket_goes_in_chunks() -> None:
+    assert run_ranks(_in_chunks, 3) == [[True] * 4] * 3
+
+
+def _special(rank: int, world_size: int, wire: str) -> list[Any]:
+    """Rank 0 has what is not finite, in one block of one parameter."""
+    shapes = {"weight": (4, 256)}
+    given = torch.full((4, 256), 0.5)
+    if rank == 0:
+        given[1, :3] = torch.tensor([float("inf"), -float("inf"), float("nan")])
+    ddp = minddp.DistributedDataParallel(Given(shapes), wire=wire)
+    ddp({"weight": given}).backward()
+    grad = averages(ddp)["weight"]
+    residual = ddp.wire_state().get("weight", torch.zeros(1))
+    return [grad[1, :3].tolist(), (grad.flatten()[259:] - 0.5).abs().max().item(), bool(residual.isfinite().all())]
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+def test_what_is_not_finite_arrives_as_such_and_leaves_the_rest(wire: str) -> None:
+    for (plus, minus, nan), off, finite in run_ranks(_special, 2, wire):
+        assert (plus, minus) == (float("inf"), -float("inf"))
+        assert nan != nan
+        assert off < 0.005
+        assert finite
+
+
+def _overflows(rank: int, world_size: int) -> list[str]:
+    import warnings
+
+    ddp = minddp.DistributedDataParallel(Given({"weight": (4, 256)}), wire="fp16")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp({"weight": torch.full((4, 256), 3e5 if rank else 1e-3)}).backward()
+    return [str(w.message) for w in caught if "float16" in str(w.message)]
+
+
+def test_an_overflow_of_fp16_is_named() -> None:
+    for said in run_ranks(_overflows, 2):
+        assert said and "'weight' is infinite" in said[0]
+
+
+# --- error feedback ---
+
+
+def _drift(rank: int, world_size: int, wire: Wire, steps: int) -> float:
+    """How far the sum of what was received is from the sum of the averages, in steps of a code."""
+    ddp = minddp.DistributedDataParallel(Given(), wire=wire)
+    received, exact = torch.zeros(32, 48), torch.zeros(32, 48)
+    mine = {name: g / 10.0**rank for name, g in gradients(rank).items()}
+    for iteration in range(steps):
+        if iteration == steps // 2:  # a new plan keeps it
+            ddp.reducer.set_buckets([[i] for i in reversed(range(4))])
+        ddp.zero_grad()
+        ddp(mine).backward()
+        received += averages(ddp)["square"]
+        total = mine["square"].clone()
+        dist.all_reduce(total)
+        exact += total / world_size
+    return float((received - exact).abs().max() / (exact.abs().max() / steps / 127))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_error_feedback_loses_nothing_over_time(world_size: int) -> None:
+    for drift in run_ranks(_drift, world_size, Wire("int8"), 40):
+        assert drift < 3
+    for drift in run_ranks(_drift, world_size, Wire("int8", error_feedback=False), 40):
+        assert drift > 10
+    for drift in run_ranks(_drift, world_size, Wire("int8", error_feedback=False, stochastic=True), 40):
+        assert drift < 15
+
+
+class Again(nn.Module):
+    """A gradient that comes in two contributions: from a reentrant checkpoint, and from around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 256))
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        x = torch.ones((), requires_grad=True)
+        inside = torch.utils.checkpoint.checkpoint(lambda x: (self.weight * one * x).sum(), x, use_reentrant=True)
+        return inside + (self.weight * other).sum()
+
+
+def _grows(rank: int, world_size: int) -> list[bool]:
+    ddp = minddp.DistributedDataParallel(Again(), wire="int8")
+    shapes = {"one": (8, 256), "other": (8, 256)}
+    lost, same = [torch.zeros(8, 256) for _ in range(world_size)], []
+    given = [gradients(r, shapes=shapes) for r in range(world_size)]
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(**given[rank]).backward()
+        sent = [(g["other"] + g["one"]) * (1 / world_size) + loss for g, loss in zip(given, lost)]
+        received = [quantized(x) for x in sent]
+        total = in_order(received)
+        off = total - quantized(total)
+        lost = [x - q for x, q in zip(sent, received)]
+        for r in range(world_size):  # rank r has summed the r-th part of the blocks
+            part = slice(r * 8 // world_size, (r + 1) * 8 // world_size)
+            lost[r][part] += off[part]
+        same.append(torch.allclose(averages(ddp)["weight"], quantized(total), atol=1e-5))
+    return same
+
+
+def test_a_gradient_that_grows_is_encoded_once() -> None:
+    assert run_ranks(_grows, 2) == [[True] * 3] * 2
+
+
+def _goes_on(rank: int, world_size: int) -> bool:
+    """A wrapper that is made anew goes on with the same bits."""
+
+    def step(ddp: nn.Module, iteration: int) -> dict[str, Tensor]:
+        ddp.zero_grad()
+        ddp(gradients(rank, iteration)).backward()
+        return averages(ddp)
+
+    ddp = minddp.DistributedDataParallel(Given(), wire="int8")
+    for iteration in range(3):
+        step(ddp, iteration)
+    state = ddp.wire_state()
+    assert sorted(state) == ["small", "square", "wide"]
+    other = minddp.DistributedDataParallel(Given(), wire="int8")
+    step(other, 0)
+    other.load_wire_state(state)
+    with pytest.raises(KeyError, match="'small'"):
+        other.load_wire_state({name: state[name] for name in ("wide", "square")})
+    want, found = step(ddp, 3), step(other, 3)
+    return all(torch.equal(want[name], found[name]) for name in want)
+
+
+def test_error_feedback_can_be_saved() -> None:
+    assert run_ranks(_goes_on, 2) == [True, True]
+
+
+# --- with everything else ---
+
+
+class Net(nn.Module):
+    def __init__(self, branches: bool = False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b, self.c = nn.Linear(12, 40), nn.Linear(40, 30), nn.Linear(40, 30)
+        self.norm = minddp.SyncBatchNorm(30)
+        self.branches = branches
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        x = torch.tanh(self.a(x))
+        if self.branches:
+            return self.norm(self.b(x) if rank == 0 else self.c(x))
+        return self.norm(self.b(x) + self.c(x))
+
+
+def _plain(ddp: Any, x: Tensor, rank: int, iteration: int) -> None:
+    ddp(x, rank).square().mean().backward()
+
+
+def _accumulates(ddp: Any, x: Tensor, rank: int, iteration: int) -> None:
+    with ddp.no_sync():
+        _plain(ddp, x, rank, iteration)
+    _plain(ddp, x * 0.5, rank, iteration)
+
+
+def _twice(ddp: Any, x: Tensor, rank: int, iteration: int) -> None:
+    """Its gradients come twice in one backward of two forwards."""
+    (ddp(x, rank).square().mean() + ddp(x + 1, rank).mean()).backward()
+
+
+def _weighted(ddp: Any, x: Tensor, rank: int, iteration: int) -> None:
+    ddp.add_weight(1.0 + rank)
+    _plain(ddp, x, rank, iteration)
+
+
+def _by_hand(ddp: Any, x: Tensor, rank: int, iteration: int) -> None:
+    ddp.require_manual_backward_finalization = True
+    _plain(ddp, x, rank, iteration)
+    ddp.finalize_backward()
+
+
+def _given_up(ddp: Any, x: Tensor, rank: int, iteration: int) -> None:
+    if iteration == 1:
+        handle = ddp.module.a.weight.register_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            _plain(ddp, x, rank, iteration)
+        handle.remove()
+        ddp.abort_iteration()
+        ddp.zero_grad()
+    _plain(ddp, x, rank, iteration)
+
+
+def _raise(grad: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+Step = Callable[[Any, Tensor, int, int], None]
+USES: dict[str, tuple[dict[str, Any], Step]] = {
+    "default": ({}, _plain),
+    "no_sync": ({}, _accumulates),
+    "twice": ({}, _twice),
+    "unused": ({"find_unused_parameters": True}, _plain),
+    "static": ({"static_graph": True}, _twice),
+    "views": ({"gradient_as_bucket_view": True}, _accumulates),
+    "lazy": ({"lazy_bucket_allocation": True}, _plain),
+    "weighted": ({"reduction": "weighted"}, _weighted),
+    "sum": ({"reduction": "sum", "predivide_factor": 4.0}, _plain),
+    "finite": ({"check_finite": "skip"}, _plain),
+    "by hand": ({}, _by_hand),
+    "given up": ({}, _given_up),
+}
+
+
+def _train(rank: int, name: str, wire: dict[str, Any], joins: bool) -> list[Tensor]:
+    options, step = USES[name]
+    ddp = minddp.DistributedDataParallel(Net(name == "unused"), bucket_cap_mb=2e-3, **options, **wire)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    with ddp.join() if joins else contextlib.nullcontext():
+        for iteration in range(4 - rank * joins):
+            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * iteration + rank))
+            optimizer.zero_grad()
+            step(ddp, x, rank, iteration)
+            optimizer.step()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def _uses(rank: int, world_size: int) -> list[str]:
+    wrong = []
+    for name in USES:
+        want = _train(rank, name, {}, False)
+        for wire, most in (({"ordered": True}, 0.0), ({"wire": "bf16"}, 5e-3), ({"wire": "int8"}, 2e-2)):
+            found = _train(rank, name, wire, False)
+            off = max(float((a - b).abs().max()) for a, b in zip(found, want))
+            everyone: list[Any] = [None] * world_size
+            dist.all_gather_object(everyone, [p.tolist() for p in found])
+            if off > most or any(other != everyone[0] for other in everyone):
+                wrong.append(f"{name}, {wire}: off by {off}")
+    return wrong
+
+
+def test_with_every_mode_of_the_reducer() -> None:
+    """Two ranks' sums in order are the all-reduce's own, bit for bit; all ranks end alike."""
+    assert run_ranks(_uses, 2, timeout=100) == [[], []]
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def _joins(rank: int, world_size: int, wire: dict[str, Any]) -> list[Tensor]:
+    ddp = minddp.DistributedDataParallel(Uneven(), **wire)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    with ddp.join():
+        for iteration in range(2 + rank):
+            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * iteration + rank))
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+    return [p.detach() for p in ddp.parameters()]
+
+
+def test_under_join() -> None:
+    plain = run_ranks(_joins, 2, {})
+    for wire, most in (({"ordered": True}, 0.0), ({"wire": "int8"}, 2e-2)):
+        found = run_ranks(_joins, 2, wire)
+        for rank in range(2):
+            assert max(float((a - b).abs().max()) for a, b in zip(found[rank], plain[rank])) <= most
+        assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+# --- what is refused ---
+
+
+class Foreign(dist.ProcessGroup):
+    pass
+
+
+@contextlib.contextmanager
+def _refused(kind: type[Exception], words: str) -> Iterator[None]:
+    with pytest.raises(kind, match=words):
+        yield
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    ddp = minddp.DistributedDataParallel
+    with _refused(ValueError, "wire must be 'bf16', 'fp16', 'int8' or None, got 'int4'"):
+        ddp(Given(), wire="int4")
+    with _refused(TypeError, "wire must be a str"):
+        ddp(Given(), wire=torch.int8)
+    with _refused(TypeError, r"Wire\(exact=\)"):
+        Wire("int8", exact=["a"])  # type: ignore[arg-type]
+    with _refused(ValueError, "stochastic"):
+        Wire("bf16", stochastic=True)
+    with _refused(ValueError, "wire='int8' and reduce_dtype both say"):
+        ddp(Given(), wire="int8", reduce_dtype=torch.float64)
+    with _refused(ValueError, "'wide' is complex64|gradients travel.*|'wide'"):
+        ddp(Given(dtype=torch.complex64), wire="bf16")
+    with _refused(ValueError, "as many bytes as the gradient of 'wide', which is bfloat16"):
+        ddp(Given(dtype=torch.bfloat16), wire="fp16")
+    with _refused(ValueError, "wire's exact parameters"):
+        ddp(Given(), wire=Wire("int8", exact=lambda name, p: name == "small" and rank == 1))
+    with _refused(ValueError, "ordered"):
+        ddp(Given(), ordered=rank == 1)
+    wrapped = ddp(Given(), wire=Wire("int8", exact=lambda name, p: name == "small"))
+    with _refused(RuntimeError, "leave those out, or the hook"):
+        wrapped.register_comm_hook(None, lambda state, bucket: None)
+    wrapped(gradients(rank)).backward()
+    small = [gradients(r)["small"] / world_size for r in range(world_size)]
+    assert torch.equal(wrapped.module.small.grad, in_order(small))
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    run_ranks(_refusals, 2)
+
+
+def _alone(rank: int, world_size: int) -> bool:
+    ddp = minddp.DistributedDataParallel(Given(), wire="int8")
+    ddp(gradients(0)).backward()
+    return all(torch.equal(g, gradients(0)[name]) for name, g in averages(ddp).items())
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert run_ranks(_alone, 1) == [True]
+
+
+def _dies(rank: int, world_size: int, wire: dict[str, Any]) -> str:
+    ddp = minddp.DistributedDataParallel(Net(), bucket_cap_mb=1e-6, **wire)
+    _plain(ddp, torch.ones(6, 12), rank, 0)
+    ddp.zero_grad()
+    if rank == 1:
+        ddp.module.a.bias.register_hook(lambda grad: os._exit(3))
+    with pytest.raises(minddp.LostPeer, match=r"rank 1 .*") as raised:
+        _plain(ddp, torch.ones(6, 12), rank, 1)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("wire", [{"ordered": True}, {"wire": "int8"}])
+def test_a_rank_that_dies_is_named(wire: dict[str, Any]) -> None:
+    """And the others can end."""
+    with pytest.raises(RankError) as raised:
+        run_ranks(_dies, 2, wire, timeout=40)
+    assert set(raised.value.failures) == {1}
