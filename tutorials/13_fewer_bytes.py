@@ -3,7 +3,8 @@
     python tutorials/13_fewer_bytes.py
 
 Over a slow network a step waits for bytes. wire="bf16" sends half of float32's, wire="int8" a quarter. Below: how
-many bytes that is, what rounding does to one step, why error feedback makes up for it, and how to tell whether it pays.
+many bytes that is, what rounding does to one step, why error feedback makes up for it, and how to tell whether it
+pays.
 """
 
 import time

@@ -50,9 +50,7 @@ class Reducer(_C.Reducer):
         always_reduce: bool = False,
         delays: bool = False,
     ):
-        self.config = config
-        self.group = group
-        self.names = list(names)
+        self.config, self.group, self.names = config, group, list(names)
         self._device = parameters[0].device
         dtypes = [wire_dtype(p, config.reduce_dtype, sparse) for p, sparse in zip(parameters, expect_sparse)]
         self._nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(parameters, dtypes)]  # as caps count them
@@ -67,16 +65,14 @@ class Reducer(_C.Reducer):
         ]
         # Where ranks may use different parameters, the order of arrival of one says little about the others'. And, as
         # in torch, their forwards have no collective of the reducer's in them: one rank alone may run some.
-        find_unused = config.graph_mode == _C.GraphMode.FIND_UNUSED
-        self._agrees_on_order = not find_unused
+        self._agrees_on_order = config.graph_mode != _C.GraphMode.FIND_UNUSED
         # Smaller buckets would be skipped by ranks that send the larger one alike, as with torch's.
         # Nor are views made anew, as with torch's: a program may hold those that it has seen.
-        self.is_settled = find_unused and (config.skip_all_reduce_unused_params or config.gradient_as_bucket_view)
+        keeps_buckets = config.skip_all_reduce_unused_params or config.gradient_as_bucket_view
+        self.is_settled = keeps_buckets and not self._agrees_on_order
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
-        self._has_hook = False
-        self._divisor = group.size()
+        self._has_hook, self._divisor = False, group.size()
         self._manual_finalization = config.manual_finalization
-        first = self._assign(list(reversed(range(len(parameters)))), [])
         options = _C.ReducerOptions(
             graph_mode=config.graph_mode,
             wire_dtypes=dtypes,
@@ -89,7 +85,8 @@ class Reducer(_C.Reducer):
             not_in_contexts=_not_in_contexts(config.reduction, delays),
             **from_wire,
         )
-        super().__init__(list(parameters), self.names, list(expect_sparse), group, options, first)
+        buckets = self._assign(range(len(parameters))[::-1], [])
+        super().__init__(list(parameters), self.names, list(expect_sparse), group, options, buckets)
         self.set_skip_all_reduce_unused(config.skip_all_reduce_unused_params)
         self.set_manual_finalization(config.manual_finalization)
         outlive(self, group)
