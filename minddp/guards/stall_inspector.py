@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _C, environment
-from ..ranks import companions, waiting
+from ..ranks import waiting
 from . import device_waits, optimizer_guard, times, watchdog
 from .evidence import (
     CERTAIN,
@@ -445,8 +445,6 @@ def _abandon(group: dist.ProcessGroup) -> None:
         if id(group) in _abandoned:
             return
         _abandoned.add(id(group))
-    for companion in companions.of(group).values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(companion))
     if _waits_in_its_end(group):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     else:  # another may get its number

@@ -12,16 +12,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..ranks import companions
 from ..wire import DTYPES, Wire
 
 BLOCK, BLOCK_BYTES = 256, 260
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20  # larger ones: less of a bucket's sums and transfers overlap
+# By process group: wrappers share one, as they share the group's order of collectives. One that was given up lives as
+# long as its group, which is never destroyed then.
+_made: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 @dataclass
@@ -163,11 +166,10 @@ def _ordered(group: Any, argument: str, quantized: bool) -> Any:
         )
     if backend == "shm" and not quantized:
         return None
-    made = companions.of(group)
-    if "ordered" not in made:
+    if group not in _made:
         scatters, gathers = (_backend(group, backend, purpose) for purpose in ("scatters", "gathers"))
-        made["ordered"] = _C.OrderedAllreduce(scatters, gathers, _CHUNK_BYTES)
-    return made["ordered"]
+        _made[group] = _C.OrderedAllreduce(scatters, gathers, _CHUNK_BYTES)
+    return _made[group]
 
 
 def _cpu_backend(group: Any) -> str:
