@@ -49,12 +49,12 @@ class Bucket {
     int rank = 0;                 // for messages
     Allocate allocate = nullptr;  // makes the buffer; empty: at::empty
   };
-  // How gradients go into the buffer. All but the scale is for view buckets.
+  // How gradients go into the buffer. All but the scale is for the cases.
   struct Packing {
     double scale;
-    bool may_grow;                     // contributions may follow
-    const std::vector<int32_t>& used;  // by parameter
-    const at::Tensor& contribution;    // that has just come; or undefined
+    bool may_grow;                     // further contributions to these gradients may come in this iteration
+    const std::vector<int32_t>& used;  // by parameter, on this rank
+    const at::Tensor& contribution;    // the one that has just come, if any
   };
 
   Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,

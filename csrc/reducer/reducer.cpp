@@ -58,8 +58,9 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
 
 // --- backward begins
 
-// The first sign of a backward: it has reached an output of a forward, or one of our gradients is there. The latter
-// may be in a reentrant checkpoint's graph task, without forward's nodes.
+// The first sign of a backward: it has reached an output of a forward, or one of our gradients is there. The argument
+// says whether that forward was synchronized. It is empty for a gradient, which does not know its forward: it may
+// come in a reentrant checkpoint's graph task, without the forward's nodes.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = current_graph_task();
   const bool synchronized = through_synchronized_forward.value_or(false);
@@ -176,7 +177,8 @@ void Reducer::pack(size_t index, const at::Tensor& contribution) {
 
 // --- buckets leave
 
-// Whether nobody used a bucket's parameters, on any rank. REQUIRES: it is complete, or backward is over.
+// Whether this rank has used none of the bucket's parameters. With skip_all_reduce_unused the caller promises that
+// the other ranks have used none of them either. REQUIRES: the bucket is complete, or backward is over.
 bool Reducer::skips(size_t index) const {
   if (!skip_all_reduce_unused || used_map_.mode() == GraphMode::kAllUsed) return false;
   return std::ranges::none_of(*buckets[index]->slots(), [&](const auto& slot) { return grads.used[slot.index]; });
@@ -338,8 +340,8 @@ void Reducer::backward_is_gone(int graph_task) {
   }
 }
 
-// All that an iteration has set. What earlier ones taught stays (arrivals, unused parameters), and so does what is
-// known of `.grad`.
+// Forgets all that the iteration has set. Keeps what earlier iterations taught (arrivals, unused parameters), and
+// what is known of `.grad`.
 void Reducer::abort_iteration() {
   iteration.forget();
   backward = {};

@@ -1,9 +1,9 @@
 // The reducer: averages gradients over ranks while backward still makes them.
 //
-// Overview. Gradients are grouped into buckets. A hook on every parameter's autograd node reports each gradient. A
-// bucket is packed when its last gradient is whole, and handed to the process group once all buckets before it have
-// left. At the end of backward the reducer waits for the collectives, bucket by bucket, and writes the results to
-// `.grad`.
+// Overview. Gradients are grouped into buckets. A hook on every parameter's autograd node reports each gradient. On
+// the CPU a gradient is packed when it is whole; on a device, when its bucket's last gradient is. A packed bucket is
+// handed to the process group once all buckets before it have left. At the end of backward the reducer waits for the
+// collectives, bucket by bucket, and writes the results to `.grad`.
 //
 // Life of an iteration (enum Phase):
 //
@@ -37,7 +37,7 @@
 //
 // A worked example: two ranks, parameters 0, 1 and 2, bucket A = {2}, bucket B = {1, 0}, second iteration.
 //
-//   rank 0's gradients    rank 1's gradients    what happens (on each rank)
+//   rank 0's gradients    rank 1's gradients    what happens (on each rank; on the CPU)
 //   2: [4]                2: [8]                A is complete: packed as 4/2 and 8/2, and launched, since it is first
 //   1: [1, 1]             1: [3, 5]             copied to B's buffer as [.5, .5] and [1.5, 2.5]; one is missing
 //   0: [6]                0: [0]                B is complete: its buffer is [.5, .5, 3] here, [1.5, 2.5, 0] there
@@ -62,10 +62,10 @@
 // Threads. Hooks and the end-of-backward callback run on autograd's threads: the caller's for the CPU, one for each
 // device otherwise. They are several where parameters live on several devices, and where a program calls backward()
 // in threads of its own; so each takes mutex_. Lock order: mutex_, then the GIL (Python callbacks are called with
-// mutex_ held, and may come back: it is recursive), so nobody may hold the GIL while asking for mutex_. Everything
-// else but finalize_backward_manual() is called by the thread that trains between backwards, and takes no lock. The
-// transport's threads write time stamps alone, which are atomic. Only the report of where a rank is (bindings.cpp:
-// position) reads numbers while they may change.
+// mutex_ held, and may come back: it is recursive), so nobody may hold the GIL while asking for mutex_.
+// finalize_backward_manual() takes it, too. All other functions take no lock: the thread that trains calls them, or a
+// hook that runs with mutex_ held. The transport's threads write time stamps alone, which are atomic. Only the report
+// of where a rank is (bindings.cpp: position) reads numbers while they may change.
 //
 // reducer.cpp has what runs in an iteration; between_iterations.cpp has the rest.
 #pragma once
@@ -107,7 +107,7 @@ struct ReducerOptions {
 // on_interrupted() raises is logged.
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // at the end of backward; may issue collectives of its own
-  std::function<double()> post_scale;       // in place of the option's, called once before unpacking
+  std::function<double()> post_scale;       // in place of the reducer's post_scale; called once before unpacking
   std::function<void()> on_taken;           // at the end of a backward that was taken, before it launches
   std::function<void(const std::string& why)> on_interrupted;  // an exception has ended an iteration's backward
   std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // support/watched_wait.h
@@ -122,15 +122,15 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
 
   // --- in an iteration (reducer.cpp) ---
 
-  // Around a forward with gradients. A backward that reaches one of `outputs`, or another node that was made in
-  // between, is this forward's.
+  // To be called around a forward with gradients. A backward that reaches one of `outputs`, or another node that was
+  // made between the two calls, is this forward's.
   void begin_forward();
   void end_forward(const std::vector<at::Tensor>& outputs, bool synchronized);
   // For callers that decide when to synchronize: the next backward does, wherever forward ran.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void on_ready(size_t index, const at::Tensor& contribution);  // the hook of parameter `index`
-  // With manual_finalization: waits and unpacks, once for each synchronized backward, from a hook in it or
-  // after it; on the caller's current streams. REQUIRES: ready_to_finalize().
+  // With manual_finalization: waits and unpacks, on the caller's current streams. To be called once for each
+  // synchronized backward, after it or from a hook in it. REQUIRES: ready_to_finalize().
   void finalize_backward_manual();
   bool ready_to_finalize() const {
     const bool all_launched = iteration.phase == Phase::kBackward && iteration.next_bucket == buckets.size();
@@ -146,24 +146,24 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   Flight all_reduce(size_t index, const at::Tensor& buffer);
   // Waited for at the end of the next synchronized backward.
   void wait_after_backward(c10::intrusive_ptr<Future> future) { extra_futures_.push_back(std::move(future)); }
-  // A rank that has no backward of its own (join) sends an empty used map, and counts the iteration. Returns
-  // the map's collective, to be waited for; null where there is none.
-  c10::intrusive_ptr<Future> shadow_used_map();
 
   // --- between iterations (between_iterations.cpp) ---
 
+  // A rank that has no backward of its own (join) sends an empty used map, and counts the iteration. Returns
+  // the map's collective, to be waited for; null where there is none.
+  c10::intrusive_ptr<Future> shadow_used_map();
   // (Re)places the hooks; needed after construction, and when parameters change their dtype.
   void install_hooks();
-  // Once parameters may have other nodes. Hooks that were removed stay away.
+  // Needed when parameters may have got other nodes. Does not bring back hooks that remove_hooks() has removed.
   void renew_hooks() {
     if (hooks_) hooks_->renew(parameters);
   }
   void remove_hooks() { hooks_.reset(); }
-  // Copies from `before`, this module's older reducer, what it knows of gradients that both reduce.
+  // `before` is the older reducer of this module. Copies what it knows of the gradients that both reduce.
   void take_over(const Reducer& before);
   void set_buckets(const Buckets& buckets);  // REQUIRES: each parameter once, one dtype and device a bucket
   void release_buckets();
-  void adopt_gradients();  // with gradient_as_bucket_view: those that are there
+  void adopt_gradients();  // with gradient_as_bucket_view: makes gradients that exist already views of the buffers
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   void share(const std::shared_ptr<Reducer>& other, bool views);  // cases/shared_parameters.h
   // Raises when the backward before left gradients un-averaged.
@@ -219,8 +219,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   Bucket::Packing packing(const at::Tensor& contribution) const {
     return {pre_scale, may_grow(), grads.used, contribution};
   }
-  // Nobody knows yet how often a gradient arrives in this iteration: all are taken as they come, nothing is sent
-  // before its end.
+  // Nobody knows yet how often a gradient arrives in this iteration. Each is packed as it comes, and packed again
+  // where it grows; nothing is sent before the end.
   bool may_grow() const { return !has_recorded() || iteration.sends_at_the_end; }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   // One rank, and nothing to scale, cast or show: its gradients are the result, where they lie.

@@ -1,7 +1,7 @@
 // What the reducer and its cases both see, and the points of an iteration at which cases take part.
 //
-// The core averages dense gradients. Everything that only some programs meet is a case, a unit of its own in
-// csrc/cases, which the core calls at the points below. A reader of the core may skip all of them.
+// The core averages dense gradients. What only some programs meet is a case, where it can be separated: a unit of its
+// own in csrc/cases, which the core calls at the points below. A reader of the core may skip all of them.
 #pragma once
 
 #include "bucket.h"
@@ -61,7 +61,7 @@ class Case {
   virtual ~Case() = default;
   // A backward has reached us; `answer` says whose it counts as.
   virtual void on_backward(Forwards::Answer& answer) {}
-  // Autograd is about to add to `.grad`; on_growth() is called where wants_growth().
+  // Autograd is about to add to `.grad`. on_growth() is called on all cases, if one of them wants_growth().
   virtual bool wants_growth() const { return false; }
   virtual void on_growth(size_t index) {}
   // A gradient has come, of any backward; nothing has been done about it.
