@@ -266,10 +266,23 @@ ReducerOptions options_of(const py::kwargs& given) {
 }
 
 void bind_options(py::module_& module) {
-  using Backend = OrderedAllreduce::Backend;
-  py::class_<OrderedAllreduce, std::shared_ptr<OrderedAllreduce>>(
+  using Backend = HostOrderedAllreduce::Backend;
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+  using Ordered = std::shared_ptr<OrderedAllreduce>;
+  py::class_<OrderedAllreduce, Ordered>(
       module, "OrderedAllreduce", "Sums in the order of ranks; see csrc/transport/ordered_allreduce.h.")
-      .def(py::init<Backend, Backend, int64_t>(), py::arg("scatters"), py::arg("gathers"), py::arg("chunk_bytes"));
+      .def_static(
+          "on_host",
+          [](Backend scatters, Backend gathers, int64_t chunk_bytes) -> Ordered {
+            return std::make_shared<HostOrderedAllreduce>(std::move(scatters), std::move(gathers), chunk_bytes);
+          },
+          py::arg("scatters"), py::arg("gathers"), py::arg("chunk_bytes"))
+      .def_static(
+          "on_device",
+          [](Group group, int64_t chunk_bytes) -> Ordered {
+            return std::make_shared<DeviceOrderedAllreduce>(std::move(group), chunk_bytes);
+          },
+          py::arg("group"), py::arg("chunk_bytes"));
   py::class_<ReducerOptions>(module, "ReducerOptions", "What a reducer is, as long as it lives; see csrc/reducer.")
       .def(py::init(&options_of));
 }

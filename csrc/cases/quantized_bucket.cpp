@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t kBytes = sizeof(QuantizedBlock);
 
-QuantizedBlock* blocks_at(const at::Tensor& buffer, const Bucket::Slot& slot) {
-  return reinterpret_cast<QuantizedBlock*>(static_cast<std::byte*>(buffer.mutable_data_ptr()) + slot.offset);
+at::Tensor blocks_at(const at::Tensor& buffer, const Bucket::Slot& slot) {
+  return buffer.narrow(0, slot.offset, QuantizedBlock::count(slot.parameter.numel()) * kBytes);
 }
 
 }  // namespace
@@ -49,10 +49,9 @@ void QuantizedBucket::encode(size_t i, double scale, bool is_used) {
   if (grad.defined() && !is_one_piece(slot, grad))
     grad = at::empty_strided(slot.parameter.sizes(), slot.strides, grad.options()).copy_(grad);
   const auto& residual = quantization_->residuals[slot.index];
-  float* lost = is_used && residual ? residual->mutable_data_ptr<float>() : nullptr;
+  const at::Tensor lost = is_used && residual ? *residual : at::Tensor();
   const Rounding how = rounding((launches_ << 32) + (uint64_t(slot.index) << 8) + uint64_t(options_.rank));
-  quantize(grad.defined() ? grad.const_data_ptr() : nullptr, grad_dtype_, scale, lost, slot.parameter.numel(), how,
-      blocks_at(buffer_, slot));
+  quantize(grad, scale, lost, how, blocks_at(buffer_, slot));
 }
 
 // The sums of a bucket that was given up, or of one that another bucket of the same kind has sent, are lost to the
@@ -62,13 +61,14 @@ PieceSum QuantizedBucket::sum_of_pieces() {
   auto losses = losses_ = std::make_shared<std::vector<Loss>>();
   const bool feeds_back = std::ranges::any_of(
       *slots_, [&](const Slot& slot) { return quantization_->residuals[slot.index].has_value(); });
+  const at::TensorOptions floats = buffer_options().dtype(at::kFloat);
   return {kBytes,
-      [losses, feeds_back, how = rounding(~launches_)](
-          void* destination, const void* const* sources, int count, int64_t begin, int64_t blocks) {
-        Loss loss{begin, std::vector<float>(feeds_back ? size_t(blocks * QuantizedBlock::kNumbers) : 0)};
-        add_quantized(static_cast<QuantizedBlock*>(destination), sources, count, blocks,
-            {how.stochastic, how.seed + uint64_t(begin)}, feeds_back ? loss.numbers.data() : nullptr);
-        losses->push_back(std::move(loss));
+      [losses, feeds_back, floats, how = rounding(~launches_)](const std::vector<at::Tensor>& pieces, int64_t begin) {
+        Loss loss{begin, {}};
+        const int64_t blocks = pieces[0].numel() / kBytes;
+        if (feeds_back) loss.numbers = at::empty({blocks * QuantizedBlock::kNumbers}, floats);
+        add_quantized(pieces, {how.stochastic, how.seed + uint64_t(begin)}, loss.numbers);
+        if (feeds_back) losses->push_back(std::move(loss));
       }};
 }
 
@@ -81,7 +81,7 @@ void QuantizedBucket::unpack(const at::Tensor& result, double scale, const std::
     if (!grad.defined() || grad.scalar_type() != grad_dtype_) grad = new_gradient(slot);
     const bool direct = is_one_piece(slot, grad);
     at::Tensor target = direct ? grad : at::empty_strided(slot.parameter.sizes(), slot.strides, grad.options());
-    dequantize(blocks_at(result, slot), scale, target.mutable_data_ptr(), grad_dtype_, slot.parameter.numel());
+    dequantize(blocks_at(result, slot), scale, target);
     if (!direct) grad.copy_(target);
   }
   if (auto losses = std::exchange(losses_, nullptr))
@@ -91,16 +91,14 @@ void QuantizedBucket::unpack(const at::Tensor& result, double scale, const std::
 // Slots lie in the order of their blocks.
 void QuantizedBucket::feed_back(const Loss& loss, const std::vector<int32_t>& used) {
   constexpr int64_t n = QuantizedBlock::kNumbers;
-  const int64_t end = loss.begin + int64_t(loss.numbers.size()) / n;
+  const int64_t end = loss.begin + loss.numbers.numel() / n;
   for (const Slot& slot : *slots_) {
     const int64_t first = slot.offset / kBytes, last = first + QuantizedBlock::count(slot.parameter.numel());
     const auto& residual = quantization_->residuals[slot.index];
     const int64_t from = std::max(first, loss.begin), to = std::min(last, end);
     if (from >= to || !used[slot.index] || !residual) continue;
-    float* into = residual->mutable_data_ptr<float>() + (from - first) * n;
-    const float* numbers = loss.numbers.data() + (from - loss.begin) * n;
-    const int64_t count = std::min((to - from) * n, slot.parameter.numel() - (from - first) * n);
-    for (int64_t i = 0; i < count; ++i) into[i] += numbers[i];
+    const int64_t begin = (from - first) * n, count = std::min((to - from) * n, slot.parameter.numel() - begin);
+    residual->narrow(0, begin, count).add_(loss.numbers.narrow(0, (from - loss.begin) * n, count));
   }
 }
 
@@ -109,7 +107,7 @@ std::vector<at::Tensor> dequantized(const std::vector<Bucket::Slot>& slots, cons
   for (const Bucket::Slot& slot : slots) {
     const at::Tensor& p = slot.parameter;
     tensors.push_back(at::empty_strided(p.sizes(), slot.strides, p.options().requires_grad(false)));
-    dequantize(blocks_at(buffer, slot), 1.0, tensors.back().mutable_data_ptr(), p.scalar_type(), p.numel());
+    dequantize(blocks_at(buffer, slot), 1.0, tensors.back());
   }
   return tensors;
 }

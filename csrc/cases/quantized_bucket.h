@@ -31,7 +31,7 @@ struct Quantization {
 
 class QuantizedBucket : public Bucket {
  public:
-  // REQUIRES: options.buffer_dtype == kByte; real floating point parameters on the CPU.
+  // REQUIRES: options.buffer_dtype == kByte; real floating point parameters.
   QuantizedBucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
       const std::vector<std::string>& names, const Options& options,
       std::shared_ptr<const Quantization> quantization);
@@ -44,8 +44,8 @@ class QuantizedBucket : public Bucket {
 
  private:
   struct Loss {  // of the sums in a piece of the buffer
-    int64_t begin;
-    std::vector<float> numbers;
+    int64_t begin;  // its first block
+    at::Tensor numbers;
   };
   void encode(size_t slot, double scale, bool is_used);
   void feed_back(const Loss& loss, const std::vector<int32_t>& used);

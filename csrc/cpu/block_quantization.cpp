@@ -1,5 +1,6 @@
 #include "support/block_quantization.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 
 #include <algorithm>
@@ -173,37 +174,93 @@ void dequantize_as(const QuantizedBlock* blocks, float scale, T* dst, int64_t nu
   }
 }
 
-}  // namespace
+QuantizedBlock* blocks_of(const at::Tensor& bytes) { return static_cast<QuantizedBlock*>(bytes.mutable_data_ptr()); }
 
-void quantize(const void* src, at::ScalarType dtype, double scale, float* lost, int64_t numel, Rounding rounding,
-    QuantizedBlock* blocks) {
-  if (src == nullptr) return void(std::memset(blocks, 0, size_t(QuantizedBlock::count(numel)) * sizeof(*blocks)));
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "minddp: quantize",
-      [&] { quantize_as(static_cast<const scalar_t*>(src), float(scale), lost, numel, rounding, blocks); });
-}
-
-void dequantize(const QuantizedBlock* blocks, double scale, void* dst, at::ScalarType dtype, int64_t numel) {
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "minddp: dequantize",
-      [&] { dequantize_as(blocks, float(scale), static_cast<scalar_t*>(dst), numel); });
-}
-
-void add_quantized(QuantizedBlock* destination, const void* const* sources, int count, int64_t blocks,
-    Rounding rounding, float* lost) {
+void add_on_host(const std::vector<at::Tensor>& pieces, Rounding rounding, float* lost) {
   alignas(64) float sum[kN], next[kN];
+  const int64_t blocks = pieces[0].numel() / int64_t(sizeof(QuantizedBlock));
   for (int64_t b = 0; b < blocks; ++b) {
-    for (int k = 0; k < count; ++k) {
-      const QuantizedBlock* block = static_cast<const QuantizedBlock*>(sources[k]) + b;
-      if (k == 0) {
-        decode_any(block, sum);
-      } else if (!std::signbit(block->scale)) {
+    decode_any(blocks_of(pieces[0]) + b, sum);
+    for (size_t k = 1; k < pieces.size(); ++k) {
+      const QuantizedBlock* block = blocks_of(pieces[k]) + b;
+      if (!std::signbit(block->scale)) {
         decode_and_add(block, sum);
       } else {
         decode_any(block, next);
         add(next, kN, sum);
       }
     }
-    encode(sum, rounding, uint64_t(b), &destination[b], lost ? lost + b * kN : nullptr);
+    encode(sum, rounding, uint64_t(b), blocks_of(pieces[0]) + b, lost ? lost + b * kN : nullptr);
   }
+}
+
+// --- by tensor operators
+
+at::Tensor rows_of(const at::Tensor& bytes) { return bytes.view({-1, int64_t(sizeof(QuantizedBlock))}); }
+
+// In the order of memory.
+at::Tensor flat(const at::Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}); }
+
+at::Tensor decoded(const at::Tensor& bytes) {
+  const at::Tensor rows = rows_of(bytes);
+  const at::Tensor codes = rows.narrow(1, 0, kN).contiguous().view(at::kChar);
+  const at::Tensor scale = rows.narrow(1, kN, sizeof(float)).contiguous().view(at::kFloat);
+  const at::Tensor special = at::signbit(scale);
+  at::Tensor values = codes.to(at::kFloat) * scale.abs();
+  const double infinity = std::numeric_limits<double>::infinity();
+  values = values.masked_fill(special & (codes == kPlus), infinity);
+  values = values.masked_fill(special & (codes == kMinus), -infinity);
+  return values.masked_fill(special & (codes == kNaN), std::numeric_limits<double>::quiet_NaN());
+}
+
+// `values`: 256 a row. Returns what was lost.
+at::Tensor encode_rows(const at::Tensor& values, const at::Tensor& bytes) {
+  const at::Tensor finite = at::isfinite(values), numbers = values.masked_fill(~finite, 0);
+  const at::Tensor special = ~finite.all(1, /*keepdim=*/true);
+  const at::Tensor steps = at::full_like(special, 127, at::kFloat).masked_fill(special, 126);
+  const at::Tensor largest = numbers.abs().amax(1, /*keepdim=*/true), small = largest < kSmallest;
+  const at::Tensor scale = (largest / steps).masked_fill(small, 0);
+  const at::Tensor rounded = at::round(numbers * (steps / largest).masked_fill(small, 0));
+  at::Tensor codes = rounded.masked_fill(values == std::numeric_limits<double>::infinity(), kPlus);
+  codes = codes.masked_fill(values == -std::numeric_limits<double>::infinity(), kMinus);
+  codes = codes.masked_fill(at::isnan(values), kNaN);
+  const at::Tensor rows = rows_of(bytes);
+  rows.narrow(1, 0, kN).copy_(codes.to(at::kChar).view(at::kByte));
+  rows.narrow(1, kN, sizeof(float)).copy_(at::where(special, scale.neg(), scale).view(at::kByte));
+  return (numbers - rounded * scale).masked_fill(~finite, 0);
+}
+
+}  // namespace
+
+void quantize(const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks) {
+  if (!src.defined()) return void(blocks.zero_());
+  if (src.is_cpu()) {
+    float* feedback = lost.defined() ? lost.mutable_data_ptr<float>() : nullptr;
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, src.scalar_type(), "minddp: quantize", [&] {
+      quantize_as(src.const_data_ptr<scalar_t>(), float(scale), feedback, src.numel(), rounding, blocks_of(blocks));
+    });
+    return;
+  }
+  at::Tensor values = flat(src).to(at::kFloat) * scale;
+  if (lost.defined()) values = values + flat(lost);
+  const int64_t rest = QuantizedBlock::count(values.numel()) * kN - values.numel();
+  const at::Tensor left = encode_rows(at::constant_pad_nd(values, {0, rest}).view({-1, kN}), blocks);
+  if (lost.defined()) flat(lost).copy_(left.view({-1}).narrow(0, 0, values.numel()));
+}
+
+void dequantize(const at::Tensor& blocks, double scale, const at::Tensor& dst) {
+  if (!dst.is_cpu()) return void(flat(dst).copy_(decoded(blocks).view({-1}).narrow(0, 0, dst.numel()).mul_(scale)));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dst.scalar_type(), "minddp: dequantize",
+      [&] { dequantize_as(blocks_of(blocks), float(scale), dst.mutable_data_ptr<scalar_t>(), dst.numel()); });
+}
+
+void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, const at::Tensor& lost) {
+  if (pieces[0].is_cpu())
+    return add_on_host(pieces, rounding, lost.defined() ? lost.mutable_data_ptr<float>() : nullptr);
+  at::Tensor sum = decoded(pieces[0]);
+  for (size_t k = 1; k < pieces.size(); ++k) sum.add_(decoded(pieces[k]));
+  const at::Tensor left = encode_rows(sum, pieces[0]);
+  if (lost.defined()) lost.copy_(left.view({-1}));
 }
 
 }  // namespace minddp

@@ -4,13 +4,14 @@
 //
 // The scale is the largest magnitude of the block / 127. A scale with a sign (-0, too) marks a block that holds what
 // is not finite: there the codes 127, -127 and -128 mean infinity, -infinity and NaN, and the finite values of the
-// block keep theirs, of 126 steps. What is done with a number depends on its block alone, not on the processor. Pure.
+// block keep theirs, of 126 steps. What is done with a number depends on its block alone, not on the processor. On the
+// CPU by loops, elsewhere by tensor operators, which know no stochastic rounding. Pure.
 #pragma once
 
-#include <c10/core/ScalarType.h>
+#include <ATen/core/Tensor.h>
 
-#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace minddp {
 
@@ -30,19 +31,16 @@ struct Rounding {
   uint64_t seed = 0;  // the same seed gives the same codes
 };
 
-// Encodes `numel` numbers times `scale` as count(numel) blocks; the rest of the last one is zero. `lost`, where it is
-// not null, has numel floats: they are added first, and become what rounding has lost (0 for what is not finite).
-// src == nullptr: zeros, and `lost` stays. REQUIRES: a real floating point dtype.
-void quantize(const void* src, at::ScalarType dtype, double scale, float* lost, int64_t numel, Rounding rounding,
-    QuantizedBlock* blocks);
+// Encodes src * scale as blocks; the rest of the last one is zero. `lost`, where it is defined, is added first, and
+// becomes what rounding has lost (0 for what is not finite). An undefined `src` is zeros, and `lost` stays.
+// All are of one piece of memory: `src` real floating point, `lost` float32 with as many elements, `blocks` bytes.
+void quantize(const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks);
 
-// The numbers that `blocks` hold, times `scale`.
-void dequantize(const QuantizedBlock* blocks, double scale, void* dst, at::ScalarType dtype, int64_t numel);
+// The numbers that `blocks` hold, times `scale`, to `dst`, in the order of its memory.
+void dequantize(const at::Tensor& blocks, double scale, const at::Tensor& dst);
 
-// destination = sources[0] + ... + sources[count - 1], each of `blocks` blocks: added in float, in this order, and
-// quantized anew. The destination is one of the sources, or overlaps none. `lost`, where it is not null, gets the 256
-// floats by block that this has lost.
-void add_quantized(QuantizedBlock* destination, const void* const* sources, int count, int64_t blocks,
-    Rounding rounding, float* lost);
+// pieces[0] = pieces[0] + pieces[1] + ..., each of as many blocks: added in float, in this order, and quantized anew.
+// `lost`, where it is defined, gets the 256 floats by block that this has lost.
+void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, const at::Tensor& lost);
 
 }  // namespace minddp

@@ -1,6 +1,11 @@
 #include "ordered_allreduce.h"
 
+#include "reducer/wait.h"
+
 #include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -14,7 +19,7 @@ namespace minddp {
 namespace ordered {
 
 using Future = c10::ivalue::Future;
-using Backend = OrderedAllreduce::Backend;
+using Backend = HostOrderedAllreduce::Backend;
 
 // A part of the buffer: one piece for each rank.
 struct Chunk {
@@ -24,6 +29,19 @@ struct Chunk {
   at::Tensor received;  // every rank's copy of this rank's piece; then the sum, once for each rank
   c10::intrusive_ptr<c10d::Work> scattered;
 };
+
+// On the CPU without copy_(), which may start further threads.
+void copy_bytes(const at::Tensor& from, const at::Tensor& to) {
+  if (to.is_cpu())
+    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), size_t(to.numel()));
+  else
+    to.copy_(from.narrow(0, 0, to.numel()));
+}
+
+// What was copied to be cut evenly goes back to its place.
+void put_back(const Chunk& chunk) {
+  if (!chunk.bytes.is_same(chunk.place)) copy_bytes(chunk.bytes, chunk.place);
+}
 
 // One buffer's way. Alive until every collective of it is over, since they know nothing but addresses. Refers to no
 // backend: the last reference to a job may go on a thread of one, which would wait for itself.
@@ -42,8 +60,7 @@ struct Job : std::enable_shared_from_this<Job> {
   }
   // The future holds the buffer then, and nobody else.
   void gathered(const Chunk& chunk) {
-    if (!chunk.bytes.is_same(chunk.place))
-      std::memcpy(chunk.place.mutable_data_ptr(), chunk.bytes.const_data_ptr(), size_t(chunk.place.numel()));
+    put_back(chunk);
     if (--left == 0) future->markCompleted(std::move(buffer));
   }
   void keep_until_over(c10d::Work& work) {
@@ -51,8 +68,7 @@ struct Job : std::enable_shared_from_this<Job> {
   }
 };
 
-std::vector<Chunk> cut(const at::Tensor& buffer, int64_t unit, int64_t ranks, int64_t chunk_bytes) {
-  const at::Tensor bytes = at::from_blob(buffer.mutable_data_ptr(), {int64_t(buffer.nbytes())}, at::kByte);
+std::vector<Chunk> cut(const at::Tensor& bytes, int64_t unit, int64_t ranks, int64_t chunk_bytes) {
   const int64_t units = bytes.numel() / unit;
   const int64_t most = std::max<int64_t>(chunk_bytes / unit / ranks, 1) * ranks;
   std::vector<Chunk> chunks;
@@ -61,13 +77,21 @@ std::vector<Chunk> cut(const at::Tensor& buffer, int64_t unit, int64_t ranks, in
     Chunk chunk{begin, bytes.narrow(0, begin * unit, size * unit), {}, {}, {}};
     chunk.bytes = chunk.place;
     if (padded != size) {
-      chunk.bytes = at::zeros({padded * unit}, at::kByte);
-      std::memcpy(chunk.bytes.mutable_data_ptr(), chunk.place.const_data_ptr(), size_t(size * unit));
+      chunk.bytes = at::zeros({padded * unit}, bytes.options());
+      copy_bytes(chunk.place, chunk.bytes.narrow(0, 0, size * unit));
     }
     chunk.received = at::empty_like(chunk.bytes);
     chunks.push_back(std::move(chunk));
   }
   return chunks;
+}
+
+// Adds the ranks' copies of a piece up, and makes one copy of the sum for each rank. The second all-to-all sends them:
+// backends' all-gathers go round a ring, and copy more.
+void add(const PieceSum& sum, const Chunk& chunk, int64_t ranks, int64_t rank) {
+  const std::vector<at::Tensor> pieces = chunk.received.chunk(ranks);
+  sum.add(pieces, chunk.begin + rank * (pieces[0].numel() / sum.unit));
+  for (int64_t r = 1; r < ranks; ++r) copy_bytes(pieces[0], pieces[size_t(r)]);
 }
 
 c10::intrusive_ptr<c10d::Work> all_to_all(c10d::Backend& backend, at::Tensor output, at::Tensor input) {
@@ -80,7 +104,7 @@ c10::intrusive_ptr<c10d::Work> all_to_all(c10d::Backend& backend, at::Tensor out
 using namespace ordered;
 
 // Sums what has been scattered, and gathers the sums, one chunk after the other.
-struct OrderedAllreduce::Worker {
+struct HostOrderedAllreduce::Worker {
   Worker(Backend s, Backend g, int64_t bytes)
       : scatters(std::move(s)), gathers(std::move(g)), ranks(scatters->getSize()), rank(scatters->getRank()),
         chunk_bytes(bytes) {}
@@ -117,15 +141,9 @@ struct OrderedAllreduce::Worker {
     return job;
   }
 
-  // The gathering is an all-to-all, too, of as many copies: backends' all-gathers go round a ring, and copy more.
   void reduce(Job& job, Chunk& chunk) {
     chunk.scattered->wait();
-    const int64_t piece = chunk.received.numel() / ranks, units = piece / job.sum.unit;
-    auto* base = static_cast<std::byte*>(chunk.received.mutable_data_ptr());
-    std::vector<const void*> sources;
-    for (int r = 0; r < ranks; ++r) sources.push_back(base + r * piece);
-    job.sum.add(base, sources.data(), ranks, chunk.begin + rank * units, units);
-    for (int r = 1; r < ranks; ++r) std::memcpy(base + r * piece, base, size_t(piece));
+    add(job.sum, chunk, ranks, rank);
     auto done = [job = job.shared_from_this(), &chunk](Future& future) {
       if (future.hasError())
         job->fail(future.exception_ptr());
@@ -136,12 +154,12 @@ struct OrderedAllreduce::Worker {
   }
 };
 
-OrderedAllreduce::OrderedAllreduce(Backend scatters, Backend gathers, int64_t chunk_bytes)
+HostOrderedAllreduce::HostOrderedAllreduce(Backend scatters, Backend gathers, int64_t chunk_bytes)
     : worker_(std::make_shared<Worker>(std::move(scatters), std::move(gathers), chunk_bytes)) {
   worker_->thread = std::thread([worker = worker_] { worker->run(); });
 }
 
-OrderedAllreduce::~OrderedAllreduce() {
+HostOrderedAllreduce::~HostOrderedAllreduce() {
   bool busy;
   {
     std::lock_guard lock(worker_->mutex);
@@ -152,9 +170,10 @@ OrderedAllreduce::~OrderedAllreduce() {
   busy ? worker_->thread.detach() : worker_->thread.join();
 }
 
-c10::intrusive_ptr<Future> OrderedAllreduce::start(const at::Tensor& buffer, PieceSum sum) {
+c10::intrusive_ptr<Future> HostOrderedAllreduce::start(const at::Tensor& buffer, PieceSum sum) {
   auto job = std::make_shared<Job>(buffer, std::move(sum));
-  job->chunks = cut(buffer, job->sum.unit, worker_->ranks, worker_->chunk_bytes);
+  const at::Tensor bytes = at::from_blob(buffer.mutable_data_ptr(), {int64_t(buffer.nbytes())}, at::kByte);
+  job->chunks = cut(bytes, job->sum.unit, worker_->ranks, worker_->chunk_bytes);
   job->left = job->chunks.size();
   if (job->chunks.empty()) job->future->markCompleted(buffer);
   if (job->chunks.empty()) return job->future;
@@ -169,6 +188,42 @@ c10::intrusive_ptr<Future> OrderedAllreduce::start(const at::Tensor& buffer, Pie
   }
   worker_->changed.notify_one();
   return job->future;
+}
+
+// While a chunk is summed, the next one is scattered, and those before it are gathered.
+c10::intrusive_ptr<Future> DeviceOrderedAllreduce::start(const at::Tensor& buffer, PieceSum sum) {
+  std::lock_guard lock(mutex_);
+  const c10::Device device = buffer.device();
+  const c10::impl::VirtualGuardImpl streams(device.type());
+  if (!streams_.contains(device)) streams_.emplace(device, streams.getStreamFromGlobalPool(device));
+  const c10::Stream stream = streams_.at(device);
+  c10::Event packed(device.type());
+  packed.record(streams.getStream(device));
+  const c10::StreamGuard on_stream(stream);
+  packed.block(stream);
+  buffer.record_stream(stream);
+
+  const auto backend = group_->getBackend(device.type());
+  const int64_t ranks = group_->getSize();
+  std::vector<Chunk> chunks = cut(buffer.view(at::kByte), sum.unit, ranks, chunk_bytes_);
+  std::vector<c10::intrusive_ptr<c10d::Work>> gathered;
+  auto scatter = [&](size_t i) {
+    if (i < chunks.size()) chunks[i].scattered = all_to_all(*backend, chunks[i].received, chunks[i].bytes);
+  };
+  scatter(0);
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    scatter(i + 1);
+    order_streams(*chunks[i].scattered);
+    add(sum, chunks[i], ranks, group_->getRank());
+    gathered.push_back(all_to_all(*backend, chunks[i].bytes, chunks[i].received));
+  }
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    order_streams(*gathered[i]);
+    put_back(chunks[i]);
+  }
+  auto future = c10::make_intrusive<Future>(c10::TensorType::get(), std::vector<c10::Device>{device});
+  future->markCompleted(buffer);
+  return future;
 }
 
 }  // namespace minddp

@@ -103,9 +103,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         predivide_factor: divide by this before the sum, by the rest after it (range of float16).
         wire: what gradients travel as: ``"bf16"``, ``"fp16"``, ``"int8"`` (a quarter of float32's bytes, with error
             feedback), or a :class:`minddp.Wire`, which has the details. They are summed in float32, in the order of
-            ranks; vectors travel as they are. On the CPU, over Gloo or shared memory.
+            ranks; vectors travel as they are.
         ordered: each gradient is summed in the order of ranks: the same bits whatever the buckets are, and over Gloo
-            as over shared memory. On the CPU.
+            as over shared memory.
         bucket_plan: a :class:`minddp.planner.BucketPlan` to pin, or the path of a saved one.
         check_finite: ``"raise"`` (or ``True``): before ``optimizer.step()`` (and at the next forward), raise on every
             rank when a rank's own gradient, before the average, held NaN or infinity; names parameters and ranks.

@@ -21,10 +21,11 @@ from .. import _C
 from ..wire import DTYPES, Wire
 
 BLOCK, BLOCK_BYTES = 256, 260
+_DEVICE_CHUNK_BYTES = 8 << 20
 _CHUNK_BYTES = 1 << 20  # larger ones: less of a bucket's sums and transfers overlap
-# By process group: wrappers share one, as they share the group's order of collectives. One that was given up lives as
-# long as its group, which is never destroyed then.
-_made: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+# By process group and type of device: wrappers share one, as they share the group's order of collectives. One that was
+# given up lives as long as its group, which is never destroyed then.
+_made: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -81,16 +82,15 @@ class WireFormat:
         if not self.is_in_force:
             return {}
         wire, device = self.wire, parameters[0].device
-        if device.type != "cpu":
-            raise ValueError(
-                f"{self._argument} reduces gradients on the CPU only so far, and the parameters are on {device}: "
-                "leave it out, or register a communication hook (fp16_compress_hook, bf16_compress_hook)."
-            )
+        on_host = device.type == "cpu"
+        if wire is not None and wire.stochastic and not on_host:
+            raise ValueError(f"minddp.Wire(stochastic=True) works on the CPU, and the parameters are on {device}")
         found: dict[str, Any] = {}
-        if ordered := _ordered(self.group, self._argument, wire is not None and wire.dtype == "int8"):
+        if ordered := _ordered(self.group, self._argument, device, wire is not None and wire.dtype == "int8"):
             found["ordered"] = ordered
         if wire is not None:
-            found |= {"stochastic": wire.stochastic, "seed": wire.seed, "warns_of_overflow": wire.dtype == "fp16"}
+            found |= {"stochastic": wire.stochastic, "seed": wire.seed}
+            found["warns_of_overflow"] = wire.dtype == "fp16" and on_host  # looking at the values waits for a device
             found["residuals"] = [
                 self._residual(p) if dtype == torch.uint8 and wire.error_feedback else None
                 for p, dtype in zip(parameters, dtypes)
@@ -104,7 +104,7 @@ class WireFormat:
     def _residual(self, parameter: torch.Tensor) -> torch.Tensor:
         known = self.residuals.get(parameter)
         if known is None or known.numel() != parameter.numel():
-            known = self.residuals[parameter] = torch.zeros(parameter.numel())
+            known = self.residuals[parameter] = torch.zeros(parameter.numel(), device=parameter.device)
         return known
 
     def state(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
@@ -156,33 +156,40 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _ordered(group: Any, argument: str, quantized: bool) -> Any:
+def _ordered(group: Any, argument: str, device: torch.device, quantized: bool) -> Any:
     """The group's all-reduce in the order of ranks; None: its own is one. Collective where it is made."""
-    backend = _cpu_backend(group)
-    if backend not in ("gloo", "shm"):
+    on_host = device.type == "cpu"
+    backend = _backend_name(group, device)
+    if backend is None or (on_host and backend not in ("gloo", "shm")):
+        wanted = 'the CPU backend "gloo" or "shm"' if on_host else f"a backend for {device.type}"
         raise ValueError(
-            f'{argument} needs a process group of torch\'s own with the CPU backend "gloo" or "shm"; this one has '
-            f"{backend!r}. Pass process_group=torch.distributed.new_group(backend=\"gloo\")."
+            f"{argument} needs a process group of torch's own with {wanted}; this one is "
+            f"{backend or type(group).__name__}. Pass another process_group=."
         )
     if backend == "shm" and not quantized:
         return None
-    if group not in _made:
-        scatters, gathers = (_backend(group, backend, purpose) for purpose in ("scatters", "gathers"))
-        _made[group] = _C.OrderedAllreduce(scatters, gathers, _CHUNK_BYTES)
-    return _made[group]
+    made = _made.setdefault(group, {})
+    if device.type not in made:
+        if on_host:
+            scatters, gathers = (_companion(group, backend, purpose) for purpose in ("scatters", "gathers"))
+            made[device.type] = _C.OrderedAllreduce.on_host(scatters, gathers, _CHUNK_BYTES)
+        else:
+            made[device.type] = _C.OrderedAllreduce.on_device(group, _DEVICE_CHUNK_BYTES)
+    return made[device.type]
 
 
-def _cpu_backend(group: Any) -> str:
+def _backend_name(group: Any, device: torch.device) -> str | None:
+    """None: there is none for such a device."""
     if type(group) is not dist.ProcessGroup:
-        return type(group).__name__
+        return None
     try:
-        backend = group._get_backend(torch.device("cpu"))
+        backend = group._get_backend(device)
     except RuntimeError:
-        return str(dist.get_backend(group))
+        return None
     return str(getattr(backend, "wrapped_pg", backend).name()).lower()
 
 
-def _backend(group: Any, name: str, purpose: str) -> Any:
+def _companion(group: Any, name: str, purpose: str) -> Any:
     """A backend of the group's ranks. No process group: that would count among the program's own."""
     store = dist.PrefixStore(f"minddp/{purpose}", dist.distributed_c10d._world.pg_map[group][1])
     timeout = _C.cpu_timeout(group)

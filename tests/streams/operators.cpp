@@ -210,26 +210,35 @@ at::Tensor on_meta(const at::Tensor& t) {
   return at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta).requires_grad(false));
 }
 
+// An empty tensor that an operator writes to gets its result's shape.
+void make_room(at::Tensor out, const at::Tensor& meta) {
+  if (out.numel() > 0 || meta.numel() == 0) return;
+  at::Tensor room = at::empty_strided(meta.sizes(), meta.strides(), out.options().requires_grad(false));
+  out.set_(room.storage(), 0, room.sizes(), room.strides());
+}
+
 void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::vector<c10::IValue> given = torch::jit::pop(*stack, schema.arguments().size());
   std::map<const c10::TensorImpl*, at::Tensor> metas;
   std::vector<c10::IValue> meta_stack, cpu_stack;
   std::vector<Range> ranges;
-  for (size_t i = 0; i < given.size(); ++i) {
-    const auto* alias = schema.arguments()[i].alias_info();
-    const bool write = alias && alias->isWrite();
-    meta_stack.push_back(each_tensor(given[i], c10::kMeta, [&](const at::Tensor& t) {
+  for (const c10::IValue& value : given)
+    meta_stack.push_back(each_tensor(value, c10::kMeta, [&](const at::Tensor& t) {
       at::Tensor& meta = metas[t.unsafeGetTensorImpl()];
       if (!meta.defined()) meta = on_meta(t);
       return meta;
     }));
+  op.callBoxed(&meta_stack);
+  for (size_t i = 0; i < given.size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    const bool write = alias && alias->isWrite();
+    if (write && given[i].isTensor()) make_room(given[i].toTensor(), metas.at(given[i].toTensor().unsafeGetTensorImpl()));
     cpu_stack.push_back(each_tensor(given[i], c10::kCPU, [&](const at::Tensor& t) {
       ranges.push_back(range_of(t, write));
       return on_cpu(t);
     }));
   }
-  op.callBoxed(&meta_stack);
   std::vector<at::Tensor> made;  // by result; undefined where it is an argument
   for (size_t i = 0; i < schema.returns().size(); ++i) {
     const auto* alias = schema.returns()[i].alias_info();
