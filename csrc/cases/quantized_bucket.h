@@ -43,7 +43,7 @@ class QuantizedBucket : public Bucket {
   void fill(size_t begin, size_t end, const Packing& how) override;
 
  private:
-  struct Loss {  // of the sums in a piece of the buffer
+  struct Loss {     // of the sums in a piece of the buffer
     int64_t begin;  // its first block
     at::Tensor numbers;
   };

@@ -232,7 +232,8 @@ at::Tensor encode_rows(const at::Tensor& values, const at::Tensor& bytes) {
 
 }  // namespace
 
-void quantize(const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks) {
+void quantize(
+    const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks) {
   if (!src.defined()) return void(blocks.zero_());
   if (src.is_cpu()) {
     float* feedback = lost.defined() ? lost.mutable_data_ptr<float>() : nullptr;

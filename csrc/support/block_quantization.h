@@ -4,8 +4,8 @@
 //
 // The scale is the largest magnitude of the block / 127. A scale with a sign (-0, too) marks a block that holds what
 // is not finite: there the codes 127, -127 and -128 mean infinity, -infinity and NaN, and the finite values of the
-// block keep theirs, of 126 steps. What is done with a number depends on its block alone, not on the processor. On the
-// CPU by loops, elsewhere by tensor operators, which know no stochastic rounding. Pure.
+// block keep theirs, of 126 steps. What is done with a number depends on its block alone, not on the processor. On
+// the CPU by loops, elsewhere by tensor operators, which know no stochastic rounding. Pure.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,7 +34,8 @@ struct Rounding {
 // Encodes src * scale as blocks; the rest of the last one is zero. `lost`, where it is defined, is added first, and
 // becomes what rounding has lost (0 for what is not finite). An undefined `src` is zeros, and `lost` stays.
 // All are of one piece of memory: `src` real floating point, `lost` float32 with as many elements, `blocks` bytes.
-void quantize(const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks);
+void quantize(
+    const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks);
 
 // The numbers that `blocks` hold, times `scale`, to `dst`, in the order of its memory.
 void dequantize(const at::Tensor& blocks, double scale, const at::Tensor& dst);

@@ -86,8 +86,8 @@ std::vector<Chunk> cut(const at::Tensor& bytes, int64_t unit, int64_t ranks, int
   return chunks;
 }
 
-// Adds the ranks' copies of a piece up, and makes one copy of the sum for each rank. The second all-to-all sends them:
-// backends' all-gathers go round a ring, and copy more.
+// Adds the ranks' copies of a piece up, and makes one copy of the sum for each rank. The second all-to-all sends
+// them: backends' all-gathers go round a ring, and copy more.
 void add(const PieceSum& sum, const Chunk& chunk, int64_t ranks, int64_t rank) {
   const std::vector<at::Tensor> pieces = chunk.received.chunk(ranks);
   sum.add(pieces, chunk.begin + rank * (pieces[0].numel() / sum.unit));

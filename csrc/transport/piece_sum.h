@@ -10,9 +10,9 @@
 
 namespace minddp {
 
-// pieces[0] becomes pieces[0] + pieces[1] + ..., in this order. The pieces are bytes, as long as each other, one after
-// the other in memory; the first of them is unit `begin` of the buffer. On the CPU it runs on a thread of its own, for
-// one piece of a buffer at a time; on a device it is enqueued.
+// pieces[0] becomes pieces[0] + pieces[1] + ..., in this order. The pieces are bytes, as long as each other, one
+// after the other in memory; the first of them is unit `begin` of the buffer. On the CPU it runs on a thread of its
+// own, for one piece of a buffer at a time; on a device it is enqueued.
 using AddPieces = std::function<void(const std::vector<at::Tensor>& pieces, int64_t begin)>;
 
 struct PieceSum {

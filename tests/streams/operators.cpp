@@ -233,7 +233,8 @@ void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < given.size(); ++i) {
     const auto* alias = schema.arguments()[i].alias_info();
     const bool write = alias && alias->isWrite();
-    if (write && given[i].isTensor()) make_room(given[i].toTensor(), metas.at(given[i].toTensor().unsafeGetTensorImpl()));
+    if (write && given[i].isTensor())
+      make_room(given[i].toTensor(), metas.at(given[i].toTensor().unsafeGetTensorImpl()));
     cpu_stack.push_back(each_tensor(given[i], c10::kCPU, [&](const at::Tensor& t) {
       ranges.push_back(range_of(t, write));
       return on_cpu(t);
