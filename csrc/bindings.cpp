@@ -2,6 +2,7 @@
 #include "bindings_comm_hook.h"
 #include "bindings_find_tensors.h"
 #include "reducer/reducer.h"
+#include "support/gil_release.h"
 #include "support/watched_wait.h"
 #include "transport/ordered_allreduce.h"
 
@@ -274,7 +275,11 @@ void bind_options(py::module_& module) {
       .def_static(
           "on_host",
           [](Backend scatters, Backend gathers, int64_t chunk_bytes) -> Ordered {
-            return std::make_shared<HostOrderedAllreduce>(std::move(scatters), std::move(gathers), chunk_bytes);
+            auto* made = new HostOrderedAllreduce(std::move(scatters), std::move(gathers), chunk_bytes);
+            return Ordered(made, [](OrderedAllreduce* ended) {
+              const GilRelease release;  // it joins its backends' threads
+              delete ended;
+            });
           },
           py::arg("scatters"), py::arg("gathers"), py::arg("chunk_bytes"))
       .def_static(

@@ -90,7 +90,12 @@ class Config:
 
     def check_delayed(self, delayed: bool) -> None:
         """Raises ValueError where parameters are delayed whose gradients would go past what was asked for."""
-        asked = {"reduction": (self.reduction, "mean"), "check_finite": (self.check_finite, None)}
+        asked: dict[str, tuple[Any, Any]] = {
+            "reduction": (self.reduction, "mean"),
+            "check_finite": (self.check_finite, None),
+            "wire": (self.wire and self.wire.dtype, None),
+            "ordered": (self.ordered, False),
+        }
         for name, (value, default) in asked.items():
             if delayed and value != default:
                 raise ValueError(

@@ -18,7 +18,8 @@ class Wire:
     Args:
         dtype: ``"bf16"``, ``"fp16"``: a cast. ``"int8"``: blocks of 256 codes with one float32 scale, 260 bytes.
         exact: ``exact(name, parameter)`` is true for further parameters whose gradients travel as they are, beside
-            those with fewer than two dimensions. Must answer the same on all ranks.
+            those with fewer than two dimensions. Must answer the same on all ranks, and each time. A wrapper that is
+            pickled needs one that can be: a function of a module.
         error_feedback: with ``"int8"``, each rank adds what rounding has lost to what it sends next. Takes a float32
             for each element that is quantized.
         stochastic: with ``"int8"``, round up or down at random, so that the expected value is exact.
@@ -34,11 +35,21 @@ class Wire:
     stochastic: bool = False
     seed: int = 0
 
+    @property
+    def range_hint(self) -> str:
+        """For messages about what is not finite."""
+        return ' Or they are too large for wire="fp16", which ends at 65504.' if self.dtype == "fp16" else ""
+
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"wire must be {', '.join(map(repr, DTYPES))} or None, got {self.dtype!r}")
         if self.exact is not None and not callable(self.exact):
             raise TypeError(f"Wire(exact=) must be a function of a name and a parameter, got {self.exact!r}")
+        for name in ("error_feedback", "stochastic"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"Wire({name}=) must be True or False, got {getattr(self, name)!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"Wire(seed=) must be an integer from 0 to 2**64 - 1, got {self.seed!r}")
         if self.stochastic and self.dtype != "int8":
             raise ValueError(f"Wire(stochastic=True) goes with int8; {self.dtype} is rounded to nearest")
 

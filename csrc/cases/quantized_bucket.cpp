@@ -14,6 +14,8 @@ at::Tensor blocks_at(const at::Tensor& buffer, const Bucket::Slot& slot) {
   return buffer.narrow(0, slot.offset, QuantizedBlock::count(slot.parameter.numel()) * kBytes);
 }
 
+at::Tensor flat(const at::Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}); }
+
 }  // namespace
 
 QuantizedBucket::QuantizedBucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
@@ -24,6 +26,17 @@ QuantizedBucket::QuantizedBucket(const std::vector<size_t>& indices, const std::
     slot.offset = numel_;
     numel_ += QuantizedBlock::count(slot.parameter.numel()) * kBytes;
   }
+}
+
+void QuantizedBucket::begin_backward() {
+  if (pending_losses_) forget_losses();
+  Bucket::begin_backward();
+}
+
+void QuantizedBucket::forget_losses() {
+  pending_losses_ = false;
+  for (const Slot& slot : *slots_)
+    if (const auto& residual = quantization_->residuals[slot.index]) residual->zero_();
 }
 
 // While contributions may follow, nothing is encoded: what was lost could not be taken back.
@@ -50,6 +63,7 @@ void QuantizedBucket::encode(size_t i, double scale, bool is_used) {
     grad = at::empty_strided(slot.parameter.sizes(), slot.strides, grad.options()).copy_(grad);
   const auto& residual = quantization_->residuals[slot.index];
   const at::Tensor lost = is_used && residual ? *residual : at::Tensor();
+  pending_losses_ = true;
   const Rounding how = rounding((launches_ << 32) + (uint64_t(slot.index) << 8) + uint64_t(options_.rank));
   quantize(grad, scale, lost, how, blocks_at(buffer_, slot));
 }
@@ -86,6 +100,12 @@ void QuantizedBucket::unpack(const at::Tensor& result, double scale, const std::
   }
   if (auto losses = std::exchange(losses_, nullptr))
     for (const Loss& loss : *losses) feed_back(loss, used);
+  pending_losses_ = false;
+  const at::Tensor special = any_special(result);
+  if (device_.is_cpu() && special.item<bool>()) forget_losses();
+  if (device_.is_cpu()) return;
+  for (const Slot& slot : *slots_)  // nobody waits for the answer
+    if (const auto& residual = quantization_->residuals[slot.index]) residual->masked_fill_(special, 0);
 }
 
 // Slots lie in the order of their blocks.
@@ -98,7 +118,7 @@ void QuantizedBucket::feed_back(const Loss& loss, const std::vector<int32_t>& us
     const int64_t from = std::max(first, loss.begin), to = std::min(last, end);
     if (from >= to || !used[slot.index] || !residual) continue;
     const int64_t begin = (from - first) * n, count = std::min((to - from) * n, slot.parameter.numel() - begin);
-    residual->narrow(0, begin, count).add_(loss.numbers.narrow(0, (from - loss.begin) * n, count));
+    flat(*residual).narrow(0, begin, count).add_(loss.numbers.narrow(0, (from - loss.begin) * n, count));
   }
 }
 

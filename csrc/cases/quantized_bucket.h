@@ -7,6 +7,10 @@
 // feedback each rank adds what it has lost to what it sends next. A sum's loss is added by its owner alone: in the
 // next sum it counts once. A gradient that nobody had in this backward feeds nothing back.
 //
+// What is lost of a gradient that nobody uses (an iteration that is given up; infinities, whose step a GradScaler
+// skips) could be of any size, and would come back in the next sum. So where a bucket is not unpacked, or holds what
+// is not finite, its feedback begins anew.
+//
 // What was packed before the last contribution came (an arrival more than expected) has taken its feedback already:
 // packed again, it takes the new one. That differs by less than one step of a code, once.
 #pragma once
@@ -35,6 +39,7 @@ class QuantizedBucket : public Bucket {
   QuantizedBucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
       const std::vector<std::string>& names, const Options& options,
       std::shared_ptr<const Quantization> quantization);
+  void begin_backward() override;
   void before_launch() override;
   void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) override;
   PieceSum sum_of_pieces() override;
@@ -48,6 +53,7 @@ class QuantizedBucket : public Bucket {
     at::Tensor numbers;
   };
   void encode(size_t slot, double scale, bool is_used);
+  void forget_losses();
   void feed_back(const Loss& loss, const std::vector<int32_t>& used);
   Rounding rounding(uint64_t of) const { return {quantization_->stochastic, quantization_->seed + of}; }
 
@@ -55,6 +61,7 @@ class QuantizedBucket : public Bucket {
   double scale_ = 1.0;                          // of gradients that are encoded when the bucket leaves
   const std::vector<int32_t>* used_ = nullptr;  // then
   uint64_t launches_ = 0;
+  bool pending_losses_ = false;                // of gradients that are encoded, and not unpacked
   std::shared_ptr<std::vector<Loss>> losses_;  // written by the transport's thread, read once its future is complete
 };
 

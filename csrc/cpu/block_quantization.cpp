@@ -113,7 +113,9 @@ void encode(const float* x, Rounding rounding, uint64_t position, QuantizedBlock
   if (largest >= kInfinity) return encode_special(x, block, lost);
   const float magnitude = std::bit_cast<float>(largest);
   const bool small = magnitude < kSmallest;
-  const float scale = small ? 0.0f : magnitude / 127, inverse = small ? 0.0f : 127 / magnitude;
+  float scale = small ? 0.0f : magnitude / 127;
+  if (std::isinf(scale * 127)) scale = std::nextafter(scale, 0.0f);  // of the largest float
+  const float inverse = small ? 0.0f : 127 / magnitude;
   if (rounding.stochastic && !small) {
     const uint64_t mixed = (rounding.seed * 0xbf58476d1ce4e5b9u + position) * 0x9e3779b97f4a7c15u;
     encode_stochastic(x, scale, inverse, uint32_t(mixed >> 32), block);
@@ -253,6 +255,10 @@ void dequantize(const at::Tensor& blocks, double scale, const at::Tensor& dst) {
   if (!dst.is_cpu()) return void(flat(dst).copy_(decoded(blocks).view({-1}).narrow(0, 0, dst.numel()).mul_(scale)));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dst.scalar_type(), "minddp: dequantize",
       [&] { dequantize_as(blocks_of(blocks), float(scale), dst.mutable_data_ptr<scalar_t>(), dst.numel()); });
+}
+
+at::Tensor any_special(const at::Tensor& blocks) {
+  return at::signbit(rows_of(blocks).narrow(1, kN, sizeof(float)).contiguous().view(at::kFloat)).any();
 }
 
 void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, const at::Tensor& lost) {

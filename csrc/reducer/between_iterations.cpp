@@ -84,7 +84,7 @@ void Reducer::set_buckets(const Buckets& indices_by_bucket) {
     else if (wire == at::kByte)
       buckets.push_back(
           std::make_unique<QuantizedBucket>(indices, parameters, names, options, options_.quantization));
-    else if (wire == at::kHalf && options_.warns_of_overflow)
+    else if (wire == at::kHalf && first.scalar_type() != wire && options_.warns_of_overflow)
       buckets.push_back(std::make_unique<HalfBucket>(indices, parameters, names, options));
     else if (options_.gradient_as_bucket_view && wire == first.scalar_type())
       buckets.push_back(std::make_unique<ViewBucket>(indices, parameters, names, options));

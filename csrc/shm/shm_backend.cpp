@@ -2,6 +2,8 @@
 
 #include "shm_backend.h"
 
+#include "support/gil_release.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
@@ -124,20 +126,6 @@ Reduction reduction(const char* what, const c10d::ReduceOp& op, const at::Tensor
       ": PREMUL_SUM is not supported; scale the tensor and use SUM");
   return {op.op_, reduce_function(op.op_, tensor.scalar_type()), static_cast<size_t>(tensor.element_size())};
 }
-
-// Destructors may be called with Python's global lock held, while a worker needs it for a callback.
-class GilRelease {
- public:
-  GilRelease() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
-  ~GilRelease() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-  GilRelease(const GilRelease&) = delete;
-  GilRelease& operator=(const GilRelease&) = delete;
-
- private:
-  PyThreadState* state_;
-};
 
 }  // namespace
 

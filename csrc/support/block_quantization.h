@@ -40,6 +40,9 @@ void quantize(
 // The numbers that `blocks` hold, times `scale`, to `dst`, in the order of its memory.
 void dequantize(const at::Tensor& blocks, double scale, const at::Tensor& dst);
 
+// Whether a block holds what is not finite: a tensor of one bool.
+at::Tensor any_special(const at::Tensor& blocks);
+
 // pieces[0] = pieces[0] + pieces[1] + ..., each of as many blocks: added in float, in this order, and quantized anew.
 // `lost`, where it is defined, gets the 256 floats by block that this has lost.
 void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, const at::Tensor& lost);

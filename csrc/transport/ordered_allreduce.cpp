@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -99,11 +100,65 @@ c10::intrusive_ptr<c10d::Work> all_to_all(c10d::Backend& backend, at::Tensor out
   return backend.alltoall_base(output, input, even, even, c10d::AllToAllOptions());
 }
 
+// Works on jobs one after the other, on a thread of its own.
+class Stage {
+ public:
+  explicit Stage(std::function<void(const std::shared_ptr<Job>&)> work) : work_(std::move(work)) {}
+
+  void push(std::shared_ptr<Job> job) {
+    {
+      std::lock_guard lock(mutex_);
+      jobs_.push_back(std::move(job));
+    }
+    changed_.notify_one();
+  }
+  // Whether the thread has nothing to do, and ends. It ends after what it has to do otherwise.
+  bool end() {
+    bool idle;
+    {
+      std::lock_guard lock(mutex_);
+      ends_ = true;
+      idle = !busy_ && jobs_.empty();
+    }
+    changed_.notify_one();
+    return idle;
+  }
+  void run() {
+    while (auto job = next()) {
+      try {
+        work_(job);
+      } catch (...) {
+        job->fail(std::current_exception());
+      }
+    }
+  }
+
+ private:
+  std::shared_ptr<Job> next() {
+    std::unique_lock lock(mutex_);
+    busy_ = false;
+    changed_.wait(lock, [&] { return ends_ || !jobs_.empty(); });
+    if (jobs_.empty()) return nullptr;
+    busy_ = true;
+    auto job = std::move(jobs_.front());
+    jobs_.pop_front();
+    return job;
+  }
+
+  const std::function<void(const std::shared_ptr<Job>&)> work_;
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Job>> jobs_;
+  bool busy_ = false, ends_ = false;
+};
+
 }  // namespace ordered
 
 using namespace ordered;
 
-// Sums what has been scattered, and gathers the sums, one chunk after the other.
+// Two threads: one sends the ranks their pieces, the other sums what has come, and sends the sums. No thread of
+// Python issues a collective: its Work would hold something of Python's, and the backend's thread that drops it would
+// need the GIL.
 struct HostOrderedAllreduce::Worker {
   Worker(Backend s, Backend g, int64_t bytes)
       : scatters(std::move(s)), gathers(std::move(g)), ranks(scatters->getSize()), rank(scatters->getRank()),
@@ -112,34 +167,17 @@ struct HostOrderedAllreduce::Worker {
   const Backend scatters, gathers;
   const int ranks, rank;
   const int64_t chunk_bytes;
-
-  std::mutex starting;  // held while a buffer's all-to-alls are issued and its job is queued
-  std::mutex mutex;     // guards what follows
-  std::condition_variable changed;
-  std::deque<std::shared_ptr<Job>> jobs;
-  bool busy = false, ends = false;
-  std::thread thread;
-
-  void run() {
-    while (auto job = next()) {
-      try {
-        for (Chunk& chunk : job->chunks) reduce(*job, chunk);
-      } catch (...) {
-        job->fail(std::current_exception());
-      }
+  Stage sums{[this](const std::shared_ptr<Job>& job) {
+    for (Chunk& chunk : job->chunks) reduce(*job, chunk);
+  }};
+  Stage sends{[this](const std::shared_ptr<Job>& job) {
+    for (Chunk& chunk : job->chunks) {
+      chunk.scattered = all_to_all(*scatters, chunk.received, chunk.bytes);
+      job->keep_until_over(*chunk.scattered);
     }
-  }
-
-  std::shared_ptr<Job> next() {
-    std::unique_lock lock(mutex);
-    busy = false;
-    changed.wait(lock, [&] { return ends || !jobs.empty(); });
-    if (jobs.empty()) return nullptr;
-    busy = true;
-    auto job = std::move(jobs.front());
-    jobs.pop_front();
-    return job;
-  }
+    sums.push(job);
+  }};
+  std::thread sending, summing;
 
   void reduce(Job& job, Chunk& chunk) {
     chunk.scattered->wait();
@@ -156,18 +194,13 @@ struct HostOrderedAllreduce::Worker {
 
 HostOrderedAllreduce::HostOrderedAllreduce(Backend scatters, Backend gathers, int64_t chunk_bytes)
     : worker_(std::make_shared<Worker>(std::move(scatters), std::move(gathers), chunk_bytes)) {
-  worker_->thread = std::thread([worker = worker_] { worker->run(); });
+  worker_->sending = std::thread([worker = worker_] { worker->sends.run(); });
+  worker_->summing = std::thread([worker = worker_] { worker->sums.run(); });
 }
 
 HostOrderedAllreduce::~HostOrderedAllreduce() {
-  bool busy;
-  {
-    std::lock_guard lock(worker_->mutex);
-    worker_->ends = true;
-    busy = worker_->busy || !worker_->jobs.empty();
-  }
-  worker_->changed.notify_one();
-  busy ? worker_->thread.detach() : worker_->thread.join();
+  const bool idle = worker_->sends.end() & worker_->sums.end();
+  for (std::thread* thread : {&worker_->sending, &worker_->summing}) idle ? thread->join() : thread->detach();
 }
 
 c10::intrusive_ptr<Future> HostOrderedAllreduce::start(const at::Tensor& buffer, PieceSum sum) {
@@ -175,18 +208,10 @@ c10::intrusive_ptr<Future> HostOrderedAllreduce::start(const at::Tensor& buffer,
   const at::Tensor bytes = at::from_blob(buffer.mutable_data_ptr(), {int64_t(buffer.nbytes())}, at::kByte);
   job->chunks = cut(bytes, job->sum.unit, worker_->ranks, worker_->chunk_bytes);
   job->left = job->chunks.size();
-  if (job->chunks.empty()) job->future->markCompleted(buffer);
-  if (job->chunks.empty()) return job->future;
-  std::lock_guard starting(worker_->starting);
-  for (Chunk& chunk : job->chunks) {
-    chunk.scattered = all_to_all(*worker_->scatters, chunk.received, chunk.bytes);
-    job->keep_until_over(*chunk.scattered);
-  }
-  {
-    std::lock_guard lock(worker_->mutex);
-    worker_->jobs.push_back(job);
-  }
-  worker_->changed.notify_one();
+  if (job->chunks.empty())
+    job->future->markCompleted(buffer);
+  else
+    worker_->sends.push(job);
   return job->future;
 }
 

@@ -9,9 +9,9 @@
 // goes in chunks: one is summed while the next is on its way. A buffer under way takes its memory once more. Threads:
 // any may call start(). None takes the GIL.
 //
-// On the CPU (HostOrderedAllreduce) the thread that calls start() issues the first all-to-alls, a thread of the
-// object the second, each in the order of the buffers and their chunks. So each of the two has a backend of its own,
-// whose collectives have the same order on all ranks.
+// On the CPU (HostOrderedAllreduce) one thread of the object issues the first all-to-alls, another one the second,
+// each in the order of the buffers and their chunks. So each of the two has a backend of its own, whose collectives
+// have the same order on all ranks.
 //
 // On a device (DeviceOrderedAllreduce) start() enqueues all of it, on a stream of the object's own. All collectives
 // have one order then, and are the process group's. NCCL's all-to-all is grouped sends and receives.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,24 @@ class FiniteCheck:
         names: parameter names by ``id`` of the parameter.
         device: where the group's collectives work.
         mode: what follows where somebody has found something: ``"raise"``, ``"warn"``, or ``"skip"`` the step.
+        on_skip: called where a step is to be skipped.
+        hint: what else may be the cause, for messages.
 
     Attributes:
         skipped: iterations whose steps were to be skipped so far, the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, names: dict[int, str], device: torch.device, mode: str = "raise"):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        names: dict[int, str],
+        device: torch.device,
+        mode: str = "raise",
+        on_skip: Callable[[], None] = lambda: None,
+        hint: str = "",
+    ):
         self.mode = mode
+        self._on_skip, self._hint = on_skip, hint
         self.skipped = 0
         self._skips = False
         self._group = group
@@ -91,9 +102,10 @@ class FiniteCheck:
         if self.mode == "skip":
             self.skipped += 1
             self._skips = True
+            self._on_skip()
             return True
         mine = [name for names, flags in found for name, bad in zip(names, flags.tolist()) if bad]
-        message = _message(self.mode, gather_objects(mine, self._group))
+        message = _message(self.mode, gather_objects(mine, self._group), self._hint)
         if self.mode == "raise":
             raise RuntimeError(message)
         warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -105,7 +117,7 @@ def _numbers(gradient: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def _message(mode: str, everyone: Sequence[Sequence[str]]) -> str:
+def _message(mode: str, everyone: Sequence[Sequence[str]], hint: str) -> str:
     names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
     lines = [
         f"'{name}' on " + ranks_text([rank for rank, theirs in enumerate(everyone) if name in theirs])
@@ -116,6 +128,7 @@ def _message(mode: str, everyone: Sequence[Sequence[str]]) -> str:
         "parameters held NaN or infinity:\n"
         + indented(lines)
         + ("\nNo optimizer has used them." if mode == "raise" else "\nThe optimizer uses them.")
+        + hint
         + " Look at these ranks' batches and losses; torch.autograd.set_detect_anomaly(True) finds the operation. "
         'Under a GradScaler, which expects infinities and skips their steps, use check_finite="skip" or none.'
     )

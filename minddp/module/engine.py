@@ -26,6 +26,7 @@ from ..guards.stall_inspector import StallInspector
 from ..planner import BucketPlan
 from ..planner.autotune import AutoTuner
 from ..ranks import ordering
+from ..reduction.bucket_assignment import split_by_kind
 from ..reduction.reducer import Reducer, weakly
 from ..reduction.wire import WireFormat
 from ..timeline import recording
@@ -127,7 +128,8 @@ class Engine(StepCheck):
                 weakly(self._move_hooks),
             )
         if planned is not None:
-            self.reducer.set_buckets(planned)
+            kinds = self.reducer.kinds
+            self.reducer.set_buckets(split_by_kind(planned, kinds) if self.wire.is_in_force else planned)
         self.tuner = self._make_tuner()
 
     def _note_sharers(self) -> None:
@@ -177,7 +179,9 @@ class Engine(StepCheck):
         self.finite = None
         if self.config.check_finite:
             names = {id(p): name for name, p in zip(self.parameters.names, self.parameters.reduced)}
-            self.finite = FiniteCheck(self.group, names, self.parameters.device, self.config.check_finite)
+            mode, forget = self.config.check_finite, self.wire.forget_losses
+            hint = "" if self.config.wire is None else self.config.wire.range_hint
+            self.finite = FiniteCheck(self.group, names, self.parameters.device, mode, forget, hint)
             self.finite.skipped = skipped
             self.reducer.after_last_launch.append(self.finite.send)
 

@@ -102,6 +102,17 @@ def agree_on_order(
     return (indices[:count], indices[count:]), token
 
 
+def split_by_kind(buckets: Buckets, kinds: Sequence[Hashable]) -> Buckets:
+    """A bucket of several kinds becomes one for each: a plan that was made where all of it travelled alike."""
+    found: Buckets = []
+    for bucket in buckets:
+        parts: dict[Hashable, list[int]] = {}
+        for index in bucket:
+            parts.setdefault(kinds[index], []).append(index)
+        found += parts.values()
+    return found
+
+
 def check_buckets(buckets: Buckets, names: Sequence[str], kinds: Sequence[Hashable]) -> None:
     """Raises ValueError unless every parameter is in one bucket and every bucket of one kind."""
     seen = sorted(index for bucket in buckets for index in bucket)

@@ -56,7 +56,7 @@ class Reducer(_C.Reducer):
         self._nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(parameters, dtypes)]  # as caps count them
         from_wire: dict[str, Any] = {}
         if wire is not None and wire.is_in_force:  # as many buckets as without
-            dtypes = wire.dtypes(names, parameters, expect_sparse)
+            dtypes = wire.dtypes(names, parameters, expect_sparse, dtypes)
             from_wire = wire.options(parameters, dtypes)
         self.wire_nbytes = [nbytes(p, dtype) for p, dtype in zip(parameters, dtypes)]
         self.kinds: list[Hashable] = [
@@ -107,12 +107,9 @@ class Reducer(_C.Reducer):
         kinds: list[Hashable] = [
             (kind, i) if nbytes >= alone else kind for i, (kind, nbytes) in enumerate(zip(self.kinds, self._nbytes))
         ]
-        # PowerSGD's collectives follow each other in callbacks: in as many buckets as torch's class has they meet the
-        # other ranks' as there. With a static graph what is absent holds up nothing.
-        together = self._has_hook and config.graph_mode == _C.GraphMode.STATIC
         return [
             bucket
-            for order in ([[*arrived, *absent]] if together else [arrived, absent])
+            for order in (arrived, absent)
             for bucket in assign_buckets(self._nbytes, kinds, order, config.caps, config.last_cap)
         ]
 

@@ -57,16 +57,20 @@ class WireFormat:
         return [] if asked is None else [name for name, p in zip(names, parameters) if asked(name, p)]
 
     def dtypes(
-        self, names: Sequence[str], parameters: Sequence[torch.Tensor], sparse: Sequence[bool]
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        sparse: Sequence[bool],
+        plain: Sequence[torch.dtype],
     ) -> list[torch.dtype]:
-        """By parameter, that of the buffer.
+        """By parameter, that of the buffer; ``plain`` without ``wire=``.
 
         Raises:
             ValueError: a gradient cannot travel so; names the parameter.
         """
         wire = self.wire
-        if not self.is_in_force or wire is None:
-            return [p.dtype for p in parameters]
+        if wire is None:
+            return list(plain)
         exact = set(self.exact_names(names, parameters))
         return [
             p.dtype if is_sparse or name in exact or not _shrinks(name, p, wire) else DTYPES[wire.dtype]
@@ -91,28 +95,40 @@ class WireFormat:
         if wire is not None:
             found |= {"stochastic": wire.stochastic, "seed": wire.seed}
             found["warns_of_overflow"] = wire.dtype == "fp16" and on_host  # looking at the values waits for a device
-            found["residuals"] = [
-                self._residual(p) if dtype == torch.uint8 and wire.error_feedback else None
-                for p, dtype in zip(parameters, dtypes)
-            ]
+            feeds_back = [dtype == torch.uint8 and wire.error_feedback for dtype in dtypes]
+            self.residuals = {p: self._residual(p) for p, feeds in zip(parameters, feeds_back) if feeds}
+            found["residuals"] = [self.residuals.get(p) for p in parameters]
         return found
+
+    def forget_losses(self) -> None:
+        """The gradients of an iteration are used by nobody; what was lost of them could be of any size."""
+        for residual in self.residuals.values():
+            residual.zero_()
 
     @property
     def _argument(self) -> str:
         return "ordered=True" if self.wire is None else f"wire={self.wire.dtype!r}"
 
     def _residual(self, parameter: torch.Tensor) -> torch.Tensor:
-        known = self.residuals.get(parameter)
-        if known is None or known.numel() != parameter.numel():
-            known = self.residuals[parameter] = torch.zeros(parameter.numel(), device=parameter.device)
-        return known
+        """In the memory order of the parameter's gradient."""
+        strides = torch.empty_like(parameter, device="meta").stride()
+        if strides != parameter.stride():  # it has gaps
+            strides = torch.empty(parameter.shape, device="meta").stride()
+        device = parameter.device
+        known, made = self.residuals.get(parameter), torch.empty(0)
+        if known is not None and known.shape == parameter.shape and known.device == device:
+            if known.stride() == strides:
+                return known
+            made = known
+        fresh = torch.empty_strided(parameter.shape, strides, dtype=torch.float32, device=device)
+        return fresh.copy_(made) if made.numel() else fresh.zero_()
 
     def state(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
         """A copy of this rank's error feedback, by the parameter's name."""
-        return {names[p]: residual.clone() for p, residual in self.residuals.items() if p in names}
+        return {names[p]: residual.clone() for p, residual in self.residuals.items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
-        """In place: the reducer keeps its tensors.
+        """In place: the reducer keeps its tensors. All or nothing.
 
         Raises:
             KeyError, ValueError: it is another model's; names the parameter.
@@ -121,11 +137,12 @@ class WireFormat:
             name = names[parameter]
             if name not in state:
                 raise KeyError(f"wire state: nothing for parameter {name!r}")
-            if state[name].numel() != residual.numel():
+            if state[name].shape != residual.shape:
                 raise ValueError(
-                    f"wire state: {state[name].numel()} numbers for {name!r}, which has {residual.numel()} elements"
+                    f"wire state: {tuple(state[name].shape)} for {name!r}, whose shape is {tuple(residual.shape)}"
                 )
-            residual.copy_(state[name].reshape(-1))
+        for parameter, residual in self.residuals.items():
+            residual.copy_(state[names[parameter]])
 
 
 def nbytes(parameter: torch.Tensor, dtype: torch.dtype) -> int:

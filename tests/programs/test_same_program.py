@@ -510,7 +510,7 @@ def _static_power_sgd(rank, world_size, wrap):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_power_sgd_with_a_static_graph_and_unused_parameters(world_size):
-    """Its collectives follow each other in callbacks; a bucket more than torch has, and ranks mix them up."""
+    """Its collectives follow each other in callbacks; the buckets are not torch's."""
     theirs = run_ranks(_static_power_sgd, world_size, TorchDDP, timeout=60)
     for _ in range(3):
         ours = run_ranks(_static_power_sgd, world_size, minddp.DistributedDataParallel, timeout=60)

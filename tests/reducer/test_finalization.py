@@ -1,6 +1,7 @@
 """Manual finalization of a backward, beside torch's class where the installed torch has it (2.15)."""
 
 import copy
+import logging
 import pickle
 import time
 
@@ -804,6 +805,10 @@ def test_a_second_wrapper_leaves_a_pending_finalization(finalizes):
 
 @times.faster(0.006)
 def _slow_between(rank, world_size):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("minddp").addHandler(handler)
     ddp = OURS(_net())
     ddp.require_manual_backward_finalization = True
     for i in range(4):
@@ -813,11 +818,15 @@ def _slow_between(rank, world_size):
         ddp.finalize_backward()
     ddp(_x(rank)).sum().backward()
     ddp.finalize_backward()
-    return True
+    logging.getLogger("minddp").removeHandler(handler)
+    return said
 
 
 def test_work_before_finalization_is_the_programs_own_time():
-    assert run_ranks(_slow_between, 2) == [True, True]
+    said, nothing = run_ranks(_slow_between, 2)
+    assert any("is between iterations 4 and 5" in text for text in said), said
+    assert not any("backward" in text.partition("(")[2] for text in said), said
+    assert nothing == []
 
 
 def _joined_with_batch_norm(rank, world_size, manual):

@@ -191,6 +191,63 @@ def test_error_feedback_loses_nothing_over_time(world_size: int) -> None:
         assert drift < 15
 
 
+def _discards(rank: int, world_size: int, how: str) -> list[float]:
+    """Huge gradients that nobody uses; then the parameters' largest after each step with gradients of 1."""
+    model = Given({"bias": (3,), "weight": (2, 256)})  # the weight's gradient comes first
+    ddp = minddp.DistributedDataParallel(model, wire="int8", check_finite="skip" if "check" in how else False)
+    optimizer, seen = torch.optim.SGD(ddp.parameters(), 1.0), []
+    for iteration in range(4):
+        given = {"weight": torch.ones(2, 256), "bias": torch.ones(3)}
+        if iteration == 1:
+            given["weight"] = torch.linspace(1e9, 2e9, 512).view(2, 256).clone()
+            (given["bias"] if "bias" in how else given["weight"])[..., 0] = float("inf")
+        optimizer.zero_grad()
+        handle = model.bias.register_hook(_raise) if (how, iteration) == ("given up", 1) else None
+        with pytest.raises(ZeroDivisionError) if handle else contextlib.nullcontext():
+            ddp(given).backward()
+        if handle:
+            handle.remove()
+            ddp.abort_iteration()
+        elif iteration != 1 or "check" in how:
+            optimizer.step()
+        seen.append(float(model.weight.abs().max()))
+    return seen
+
+
+@pytest.mark.parametrize("how", ["check skips", "check skips, bias", "given up", "a scaler skips"])
+def test_what_is_lost_of_a_discarded_gradient_does_not_come_back(how: str) -> None:
+    for seen in run_ranks(_discards, 2, how):
+        assert seen == pytest.approx([1, 1, 2, 3], abs=0.02)
+
+
+def _keeps_dtype(rank: int, world_size: int) -> list[Any]:
+    """Beside what also says what travels; under other default dtypes and devices; with a plan made without."""
+    low = minddp.DistributedDataParallel(Given(dtype=torch.bfloat16), ordered=True, reduce_dtype=torch.float32)
+    mixed = torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    cast = minddp.DistributedDataParallel(Given(), ordered=True, mixed_precision=mixed)
+    net = Given()
+    plain = minddp.DistributedDataParallel(Given(), bucket_plan=None)
+    plan = plain.bucket_plan
+    torch.set_default_dtype(torch.float64)
+    try:
+        pinned = minddp.DistributedDataParallel(net, wire="int8", bucket_plan=plan)
+        pinned(gradients(rank)).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    sizes = [p.numel() for p in net.parameters()]
+    assert low.reducer.wire_nbytes == [4 * n for n in sizes]
+    assert cast.reducer.wire_nbytes == [2 * n for n in sizes]
+    state = pinned.wire_state()
+    net.requires_grad_(False).wide.requires_grad_()
+    pinned.refresh()
+    pinned.load_wire_state(state)
+    return [state[name].shape == SHAPES[name] for name in state]
+
+
+def test_beside_other_arguments() -> None:
+    assert run_ranks(_keeps_dtype, 2) == [[True] * 3] * 2
+
+
 class Again(nn.Module):
     """A gradient that comes in two contributions: from a reentrant checkpoint, and from around it."""
 
@@ -426,6 +483,14 @@ def _refusals(rank: int, world_size: int) -> None:
         ddp(Given(), wire=Wire("int8", exact=lambda name, p: name == "small" and rank == 1))
     with _refused(ValueError, "ordered"):
         ddp(Given(), ordered=rank == 1)
+    with _refused(ValueError, r"Wire\(seed=\)"):
+        Wire("int8", seed=-1)
+    with _refused(TypeError, r"Wire\(error_feedback=\)"):
+        Wire("int8", error_feedback="no")  # type: ignore[arg-type]
+    delayed = Given()
+    with _refused(ValueError, "wire='int8' does not go with delay_all_reduce_named_params"):
+        named = [("small", delayed.small)]
+        ddp(delayed, wire="int8", delay_all_reduce_named_params=named, param_to_hook_all_reduce=delayed.wide)
     wrapped = ddp(Given(), wire=Wire("int8", exact=lambda name, p: name == "small"))
     with _refused(RuntimeError, "leave those out, or the hook"):
         wrapped.register_comm_hook(None, lambda state, bucket: None)
