@@ -54,10 +54,11 @@ def table(sweep: Sweep) -> Table:
         if "pack_seconds" in visit:
             packing.setdefault(visit["point"], []).append(visit["pack_seconds"])
     numbers = sorted({number for number, _ in seconds})
-    medians = {point: harness.spread(seconds[number, point.key] for number in numbers) for point in POINTS}
-    best = min((TORCH, *CAPS), key=lambda point: medians[point].median)
+    points = [point for point in POINTS if point.key in sweep.points]
+    medians = {point: harness.spread(seconds[number, point.key] for number in numbers) for point in points}
+    best = min({TORCH, *CAPS} & set(points), key=lambda point: medians[point].median)
     found: Table = {}
-    for point in POINTS:
+    for point in points:
         ratios = [
             harness.spread(seconds[number, point.key] / seconds[number, other.key] for number in numbers)
             for other in (TORCH, best)
@@ -121,7 +122,7 @@ def measure(arguments: argparse.Namespace, model: str) -> None:
     link = arguments.link or ("shared memory" if arguments.engine == "shm" else "loopback")
     stem = f"wire-{model}-{arguments.engine}-{arguments.ranks}ranks-{link.replace(' ', '-')}"
     sweep = Sweep(arguments.output / f"{stem}.json", settings, arguments.fresh)
-    sweep.run(POINTS, arguments.rounds)
+    sweep.run([p for p in POINTS if p in (Point(LOCAL), TORCH) or p.variant in arguments.variants], arguments.rounds)
     found = table(sweep)
     title = f"{model}, {arguments.ranks} ranks, {link}"
     print_table(found, title)
@@ -182,6 +183,8 @@ def learning(arguments: argparse.Namespace) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.parser(__doc__)
     parser.add_argument("--models", type=harness.names, default=["mlp38"], help="see benchmarks/models.py")
+    known = sorted({point.variant for point in POINTS})
+    parser.add_argument("--variants", type=harness.names, default=known, help=f"beside torch's: {','.join(known)}")
     parser.add_argument("--engine", default="gloo", choices=("gloo", "shm"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--link", help="bandwidth between ranks, such as 1gbit; needs root")

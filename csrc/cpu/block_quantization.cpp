@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 // One binary for every x86-64: the loader picks the AVX2 version where the machine has it. Without fused
 // multiply-add, so that the bits are the same.
@@ -45,11 +46,43 @@ uint32_t largest_magnitude(const float* x) {
   return largest;
 }
 
+// bfloat16 is the upper half of a float.
+inline float widened(uint16_t half) { return std::bit_cast<float>(uint32_t(half) << 16); }
+inline uint16_t narrowed(float finite) {
+  const uint32_t bits = std::bit_cast<uint32_t>(finite);
+  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// x = src * scale + lost, of a whole block; returns the largest magnitude's bits.
+MINDDP_BLOCK_LOOP
+uint32_t load_block(const float* src, float scale, const uint16_t* lost, float* x) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < kN; ++i) {
+    const float value = src[i] * scale + widened(lost[i]);
+    x[i] = value;
+    largest = std::max(largest, std::bit_cast<uint32_t>(value) & kMagnitude);
+  }
+  return largest;
+}
+
 MINDDP_BLOCK_LOOP
 void encode_nearest(const float* x, float scale, float inverse, QuantizedBlock* block) {
   for (int64_t i = 0; i < kN; ++i) {
     const float moved = x[i] * inverse + kRounds;
     block->codes[i] = static_cast<int8_t>(std::bit_cast<int32_t>(moved) - std::bit_cast<int32_t>(kRounds));
+  }
+  block->scale = scale;
+}
+
+// And what that loses.
+MINDDP_BLOCK_LOOP
+void encode_nearest(const float* x, float scale, float inverse, QuantizedBlock* block, float* lost) {
+  int8_t* codes = block->codes;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < kN; ++i) {
+    const float moved = x[i] * inverse + kRounds;
+    codes[i] = static_cast<int8_t>(std::bit_cast<int32_t>(moved) - std::bit_cast<int32_t>(kRounds));
+    lost[i] = x[i] - (moved - kRounds) * scale;
   }
   block->scale = scale;
 }
@@ -108,8 +141,9 @@ void encode_special(const float* x, QuantizedBlock* block, float* lost) {
   }
 }
 
-void encode(const float* x, Rounding rounding, uint64_t position, QuantizedBlock* block, float* lost) {
-  const uint32_t largest = largest_magnitude(x);
+// `largest`: the bits of the largest magnitude.
+void encode(
+    const float* x, uint32_t largest, Rounding rounding, uint64_t position, QuantizedBlock* block, float* lost) {
   if (largest >= kInfinity) return encode_special(x, block, lost);
   const float magnitude = std::bit_cast<float>(largest);
   const bool small = magnitude < kSmallest;
@@ -119,9 +153,11 @@ void encode(const float* x, Rounding rounding, uint64_t position, QuantizedBlock
   if (rounding.stochastic && !small) {
     const uint64_t mixed = (rounding.seed * 0xbf58476d1ce4e5b9u + position) * 0x9e3779b97f4a7c15u;
     encode_stochastic(x, scale, inverse, uint32_t(mixed >> 32), block);
-  } else
+    if (lost) subtract(block, x, lost);
+  } else if (lost)
+    encode_nearest(x, scale, inverse, block, lost);
+  else
     encode_nearest(x, scale, inverse, block);
-  if (lost) subtract(block, x, lost);
 }
 
 void decode_any(const QuantizedBlock* block, float* x) {
@@ -154,16 +190,28 @@ void add(const float* other, int64_t n, float* x) {
   for (int64_t i = 0; i < n; ++i) x[i] = x[i] + other[i];
 }
 
+MINDDP_BLOCK_LOOP
+void keep(const float* left, int64_t n, uint16_t* lost) {
+  for (int64_t i = 0; i < n; ++i) lost[i] = narrowed(left[i]);
+}
+
 template <class T>
-void quantize_as(const T* src, float scale, float* lost, int64_t numel, Rounding rounding, QuantizedBlock* blocks) {
+void quantize_as(
+    const T* src, float scale, uint16_t* lost, int64_t numel, Rounding rounding, QuantizedBlock* blocks) {
   alignas(64) float x[kN], left[kN];
   for (int64_t begin = 0; begin < numel; begin += kN) {
     const int64_t n = std::min(kN, numel - begin);
-    if (n < kN) std::fill(x + n, x + kN, 0.0f);
-    load(src + begin, scale, n, x);
-    if (lost) add(lost + begin, n, x);
-    encode(x, rounding, uint64_t(begin / kN), &blocks[begin / kN], lost ? left : nullptr);
-    if (lost) std::copy(left, left + n, lost + begin);
+    uint32_t largest = 0;
+    if constexpr (std::is_same_v<T, float>)  // the usual case, in one pass
+      if (lost && n == kN) largest = load_block(src + begin, scale, lost + begin, x);
+    if (largest == 0) {
+      if (n < kN) std::fill(x + n, x + kN, 0.0f);
+      load(src + begin, scale, n, x);
+      for (int64_t i = 0; lost && i < n; ++i) x[i] += widened(lost[begin + i]);
+      largest = largest_magnitude(x);
+    }
+    encode(x, largest, rounding, uint64_t(begin / kN), &blocks[begin / kN], lost ? left : nullptr);
+    if (lost) keep(left, n, lost + begin);
   }
 }
 
@@ -192,7 +240,8 @@ void add_on_host(const std::vector<at::Tensor>& pieces, Rounding rounding, float
         add(next, kN, sum);
       }
     }
-    encode(sum, rounding, uint64_t(b), blocks_of(pieces[0]) + b, lost ? lost + b * kN : nullptr);
+    encode(
+        sum, largest_magnitude(sum), rounding, uint64_t(b), blocks_of(pieces[0]) + b, lost ? lost + b * kN : nullptr);
   }
 }
 
@@ -238,7 +287,7 @@ void quantize(
     const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks) {
   if (!src.defined()) return void(blocks.zero_());
   if (src.is_cpu()) {
-    float* feedback = lost.defined() ? lost.mutable_data_ptr<float>() : nullptr;
+    auto* feedback = lost.defined() ? static_cast<uint16_t*>(lost.mutable_data_ptr()) : nullptr;
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, src.scalar_type(), "minddp: quantize", [&] {
       quantize_as(src.const_data_ptr<scalar_t>(), float(scale), feedback, src.numel(), rounding, blocks_of(blocks));
     });

@@ -33,7 +33,7 @@ struct Rounding {
 
 // Encodes src * scale as blocks; the rest of the last one is zero. `lost`, where it is defined, is added first, and
 // becomes what rounding has lost (0 for what is not finite). An undefined `src` is zeros, and `lost` stays.
-// All are of one piece of memory: `src` real floating point, `lost` float32 with as many elements, `blocks` bytes.
+// All are of one piece of memory: `src` real floating point, `lost` bfloat16 with as many elements, `blocks` bytes.
 void quantize(
     const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks);
 

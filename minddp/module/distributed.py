@@ -435,7 +435,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         return step_times(self.reducer.last_step())
 
     def wire_state(self) -> dict[str, torch.Tensor]:
-        """This rank's error feedback of ``wire="int8"``, by parameter name: float32, one number for each element.
+        """This rank's error feedback of ``wire="int8"``, by parameter name: bfloat16, of the parameter's shape.
 
         ``state_dict()`` has none of it, as with torch's class. Save it on every rank to go on with the same bits.
         """

@@ -120,7 +120,7 @@ class WireFormat:
             if known.stride() == strides:
                 return known
             made = known
-        fresh = torch.empty_strided(parameter.shape, strides, dtype=torch.float32, device=device)
+        fresh = torch.empty_strided(parameter.shape, strides, dtype=torch.bfloat16, device=device)
         return fresh.copy_(made) if made.numel() else fresh.zero_()
 
     def state(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:

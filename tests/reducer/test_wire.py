@@ -264,7 +264,7 @@ class Again(nn.Module):
 def _grows(rank: int, world_size: int) -> list[bool]:
     ddp = minddp.DistributedDataParallel(Again(), wire="int8")
     shapes = {"one": (8, 256), "other": (8, 256)}
-    lost, same = [torch.zeros(8, 256) for _ in range(world_size)], []
+    lost, same = [torch.zeros(8, 256, dtype=torch.bfloat16) for _ in range(world_size)], []
     given = [gradients(r, shapes=shapes) for r in range(world_size)]
     for _ in range(3):
         ddp.zero_grad()
@@ -273,7 +273,7 @@ def _grows(rank: int, world_size: int) -> list[bool]:
         received = [quantized(x) for x in sent]
         total = in_order(received)
         off = total - quantized(total)
-        lost = [x - q for x, q in zip(sent, received)]
+        lost = [(x - q).bfloat16() for x, q in zip(sent, received)]
         for r in range(world_size):  # rank r has summed the r-th part of the blocks
             part = slice(r * 8 // world_size, (r + 1) * 8 // world_size)
             lost[r][part] += off[part]
