@@ -13,6 +13,7 @@ import bucket_report
 import harness
 import overhead
 import simulate
+import wire
 from sweep import Point, Sweep
 
 PAGE = harness.RESULTS.parents[1] / "docs" / "performance.md"
@@ -61,6 +62,14 @@ _BUCKETS = """
 
 Two ranks, joined by a 1 Gbit/s link. Each sweep has seven uniform caps. The first table compares the medians of the
 sweeps below it. Beside each plot in `benchmarks/results` lies a report (`.html`) with all of it.
+"""
+
+_WIRES = """
+## Fewer bytes
+
+What a step takes by what gradients travel as ([arguments](arguments.md#fewer-bytes)). "MB sent" is what a rank's network
+interface has sent in a step. PowerSGD runs under minddp's class, since with torch's class over Gloo its buckets wait
+for each other. The last table is the training loss of a classifier of handwritten digits.
 """
 
 _SIMULATOR = """
@@ -203,9 +212,32 @@ def shared_memory() -> str:
     return "".join(parts)
 
 
+def wires() -> str:
+    parts = [_WIRES]
+    for path in sorted(harness.RESULTS.glob("wire-*-2ranks-*.json")):
+        result = read(path.stem)
+        settings = result["settings"]
+        found = wire.table(Sweep(path, settings))
+        rows = [
+            [wire.name(point), step.show(1e3, 0), to_default.show(), f"{sent / 1e6:.1f}"]
+            for point, (step, to_default, _, sent, _) in found.items()
+        ]
+        title = f"{settings['model']}, {settings['ranks']} ranks, {settings['link'] or 'loopback'}"
+        parts.append(f"\n{ran(result)}\n{table([title, 'ms', 'of torch', 'MB sent'], rows)}")
+    parts.append("\n![Step time by what travels](../benchmarks/results/wire-mlp38-gloo-2ranks-1gbit.png)\n")
+    learned = read("wire-learning")
+    rows = [
+        [name, f"{statistics.mean(losses):.5f}", f"{min(losses):.5f}", f"{max(losses):.5f}"]
+        for name, losses in learned["losses"].items()
+    ]
+    heads = [f"digits, {learned['steps']:,} steps, 5 seeds", "mean loss", "least", "largest"]
+    parts.append(f"\n{ran(learned)}\n{table(heads, rows)}")
+    return "".join(parts)
+
+
 def page() -> str:
     """The page's text."""
-    return _HEAD + steps() + memory() + bucket_sizes() + simulation() + _PAPER + shared_memory()
+    return _HEAD + steps() + memory() + bucket_sizes() + wires() + simulation() + _PAPER + shared_memory()
 
 
 def main() -> None:

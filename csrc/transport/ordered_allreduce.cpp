@@ -69,17 +69,21 @@ struct Job : std::enable_shared_from_this<Job> {
   }
 };
 
+// At least four, so that transfers and sums overlap also where a bucket is small; but none so small that starting it
+// takes longer than sending it.
 std::vector<Chunk> cut(const at::Tensor& bytes, int64_t unit, int64_t ranks, int64_t chunk_bytes) {
+  constexpr int64_t kParts = 4, kSmallest = 1 << 16;
   const int64_t units = bytes.numel() / unit;
-  const int64_t most = std::max<int64_t>(chunk_bytes / unit / ranks, 1) * ranks;
+  const int64_t size = std::min(chunk_bytes, std::max(bytes.numel() / kParts, kSmallest));
+  const int64_t most = std::max<int64_t>(size / unit / ranks, 1) * ranks;
   std::vector<Chunk> chunks;
   for (int64_t begin = 0; begin < units; begin += most) {
-    const int64_t size = std::min(most, units - begin), padded = (size + ranks - 1) / ranks * ranks;
-    Chunk chunk{begin, bytes.narrow(0, begin * unit, size * unit), {}, {}, {}};
+    const int64_t part = std::min(most, units - begin), padded = (part + ranks - 1) / ranks * ranks;
+    Chunk chunk{begin, bytes.narrow(0, begin * unit, part * unit), {}, {}, {}};
     chunk.bytes = chunk.place;
-    if (padded != size) {
+    if (padded != part) {
       chunk.bytes = at::zeros({padded * unit}, bytes.options());
-      copy_bytes(chunk.place, chunk.bytes.narrow(0, 0, size * unit));
+      copy_bytes(chunk.place, chunk.bytes.narrow(0, 0, part * unit));
     }
     chunk.received = at::empty_like(chunk.bytes);
     chunks.push_back(std::move(chunk));

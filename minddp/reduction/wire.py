@@ -22,7 +22,7 @@ from ..wire import DTYPES, Wire
 
 BLOCK, BLOCK_BYTES = 256, 260
 _DEVICE_CHUNK_BYTES = 8 << 20
-_CHUNK_BYTES = 1 << 20  # larger ones: less of a bucket's sums and transfers overlap
+_CHUNK_BYTES = 1 << 20  # at most; larger ones: less of a bucket's sums and transfers overlap
 # By process group and type of device: wrappers share one, as they share the group's order of collectives. One that
 # was given up lives as long as its group, which is never destroyed then.
 _made: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()

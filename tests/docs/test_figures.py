@@ -132,6 +132,23 @@ def test_the_readmes_bucket_sizes() -> None:
         assert_made_by(command, result)
 
 
+def test_the_readmes_wire() -> None:
+    import wire
+    from sweep import Sweep
+
+    path = RESULTS / "wire-mlp38-gloo-2ranks-1gbit.json"
+    result = json.loads(path.read_text())
+    found = {point.key: row for point, row in wire.table(Sweep(path, result["settings"])).items()}
+    ((command, theirs, ours, ratio),) = in_the_readme("the 38 MB MLP over that link").values()
+    for cell, key in ((theirs, "torch default"), (ours, "minddp-int8 default")):
+        step = found[key][0]
+        assert_shown(cell, [1e3 * value for value in (step.median, step.low, step.high)])
+    to_torchs = found["minddp-int8 default"][1]
+    assert_shown(ratio, [to_torchs.median, to_torchs.low, to_torchs.high])
+    assert "--models mlp38" in result["command"] and "--link 1gbit" in result["command"]
+    assert command == "`python benchmarks/wire.py --link 1gbit`"
+
+
 RESULT_FILES = ["overhead.json", "overhead-large.json", "overhead-torch-2.15.json", "memory.json", "shm.json"]
 
 
