@@ -67,9 +67,9 @@ sweeps below it. Beside each plot in `benchmarks/results` lies a report (`.html`
 _WIRES = """
 ## Fewer bytes
 
-What a step takes by what gradients travel as ([arguments](arguments.md#fewer-bytes)). "MB sent" is what a rank's network
-interface has sent in a step. PowerSGD runs under minddp's class, since with torch's class over Gloo its buckets wait
-for each other. The last table is the training loss of a classifier of handwritten digits.
+What a step takes by what gradients travel as ([arguments](arguments.md#fewer-bytes)). "MB sent" is what a rank's
+network interface has sent in a step. PowerSGD runs under minddp's class, since with torch's class over Gloo its
+buckets wait for each other. The last table is the training loss of a classifier of handwritten digits.
 """
 
 _SIMULATOR = """
