@@ -107,7 +107,8 @@ def draw(found: Table, title: str, path: Path) -> None:
     axes.bar_label(bars, labels, fontsize=8, padding=4)
     local = found[Point(LOCAL)][0].median * 1e3
     axes.axvline(local, color="#555b66", linewidth=1, linestyle=":")
-    axes.text(local, len(points) - 0.4, " no communication", fontsize=8, color="#555b66")
+    axes.set_ylim(bottom=-1.0)
+    axes.text(local, -0.85, " no communication", fontsize=8, color="#555b66")
     axes.set_yticks(range(len(points)), [name(point) for point in points], fontsize=9)
     axes.set_xlim(right=max(s.high for s in steps) * 1e3 * 1.25)
     axes.set_xlabel("ms per step; MB that a rank's interface has sent")
