@@ -1,5 +1,7 @@
 #include "support/block_quantization.h"
 
+#include "half_precision.h"
+
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 
@@ -46,19 +48,12 @@ uint32_t largest_magnitude(const float* x) {
   return largest;
 }
 
-// bfloat16 is the upper half of a float.
-inline float widened(uint16_t half) { return std::bit_cast<float>(uint32_t(half) << 16); }
-inline uint16_t narrowed(float finite) {
-  const uint32_t bits = std::bit_cast<uint32_t>(finite);
-  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
 // x = src * scale + lost, of a whole block; returns the largest magnitude's bits.
 MINDDP_BLOCK_LOOP
 uint32_t load_block(const float* src, float scale, const uint16_t* lost, float* x) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < kN; ++i) {
-    const float value = src[i] * scale + widened(lost[i]);
+    const float value = src[i] * scale + from_bfloat16(lost[i]);
     x[i] = value;
     largest = std::max(largest, std::bit_cast<uint32_t>(value) & kMagnitude);
   }
@@ -192,7 +187,7 @@ void add(const float* other, int64_t n, float* x) {
 
 MINDDP_BLOCK_LOOP
 void keep(const float* left, int64_t n, uint16_t* lost) {
-  for (int64_t i = 0; i < n; ++i) lost[i] = narrowed(left[i]);
+  for (int64_t i = 0; i < n; ++i) lost[i] = to_bfloat16(left[i]);
 }
 
 template <class T>
@@ -207,7 +202,7 @@ void quantize_as(
     if (largest == 0) {
       if (n < kN) std::fill(x + n, x + kN, 0.0f);
       load(src + begin, scale, n, x);
-      for (int64_t i = 0; lost && i < n; ++i) x[i] += widened(lost[begin + i]);
+      for (int64_t i = 0; lost && i < n; ++i) x[i] += from_bfloat16(lost[begin + i]);
       largest = largest_magnitude(x);
     }
     encode(x, largest, rounding, uint64_t(begin / kN), &blocks[begin / kN], lost ? left : nullptr);

@@ -21,24 +21,30 @@ namespace minddp {
 namespace {
 
 // bfloat16 is the upper half of a float, rounded to nearest even; a NaN stays a NaN.
+MINDDP_INLINE float from_bfloat16(uint16_t bits) {
+  uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof(value));
+  return value;
+}
+
+MINDDP_INLINE uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
 template <bool>
 MINDDP_INLINE void widen(const c10::BFloat16* source, float* wide, int64_t size) {
   const auto* bits = reinterpret_cast<const uint16_t*>(source);
-  for (int64_t i = 0; i < size; ++i) {
-    const uint32_t value = static_cast<uint32_t>(bits[i]) << 16;
-    std::memcpy(&wide[i], &value, sizeof(value));
-  }
+  for (int64_t i = 0; i < size; ++i) wide[i] = from_bfloat16(bits[i]);
 }
 
 template <bool>
 MINDDP_INLINE void narrow(const float* wide, c10::BFloat16* destination, int64_t size) {
   auto* bits = reinterpret_cast<uint16_t*>(destination);
-  for (int64_t i = 0; i < size; ++i) {
-    uint32_t value;
-    std::memcpy(&value, &wide[i], sizeof(value));
-    const uint32_t rounded = (value + 0x7fffu + ((value >> 16) & 1u)) >> 16;
-    bits[i] = static_cast<uint16_t>((value & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-  }
+  for (int64_t i = 0; i < size; ++i) bits[i] = to_bfloat16(wide[i]);
 }
 
 // The hardware's conversions, eight at a time; both return how many elements they did.

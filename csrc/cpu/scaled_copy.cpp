@@ -37,21 +37,6 @@ void scale_double(const double* src, double* dst, int64_t n, double scale) {
   for (int64_t i = 0; i < n; ++i) dst[i] = src[i] * scale;
 }
 
-// bfloat16 is the upper half of a float, rounded to nearest even; a NaN stays a NaN.
-inline float from_bfloat16(uint16_t bits) {
-  uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof(value));
-  return value;
-}
-
-inline uint16_t to_bfloat16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-
 MINDDP_VECTORIZED
 void scale_bfloat16(const uint16_t* src, uint16_t* dst, int64_t n, float scale) {
 #pragma GCC ivdep

@@ -23,8 +23,7 @@ from ..wire import DTYPES, Wire
 BLOCK, BLOCK_BYTES = 256, 260
 _DEVICE_CHUNK_BYTES = 8 << 20
 _CHUNK_BYTES = 1 << 20  # at most; larger ones: less of a bucket's sums and transfers overlap
-# By process group and type of device: wrappers share one, as they share the group's order of collectives. One that
-# was given up lives as long as its group, which is never destroyed then.
+# By process group and type of device: wrappers share one, as they share the group's order of collectives.
 _made: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
@@ -38,7 +37,7 @@ class WireFormat:
         group: the wrapper's.
 
     Attributes:
-        residuals: error feedback, by parameter; empty until the first gradient. A new plan of buckets keeps them.
+        residuals: error feedback, by parameter. A new plan of buckets keeps them.
     """
 
     wire: Wire | None
@@ -78,13 +77,11 @@ class WireFormat:
         ]
 
     def options(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-        """For the C++ reducer. Collective at the first call for a group.
+        """For the C++ reducer. Collective at the first call for a group. REQUIRES: :attr:`is_in_force`.
 
         Raises:
             ValueError: parameters or group do not go with it.
         """
-        if not self.is_in_force:
-            return {}
         wire, device = self.wire, parameters[0].device
         on_host = device.type == "cpu"
         if wire is not None and wire.stochastic and not on_host:
