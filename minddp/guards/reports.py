@@ -91,18 +91,22 @@ class Reports:
         """Whether there is still what the store lies in: a request would make a file that was removed anew."""
         return self._file is None or os.path.exists(self._file)
 
-    def turn(self, report: Callable[[], Report], waits: bool) -> list[Report]:
-        """Answers who asks, asks where nobody does for the ranks that wait, and returns new failures."""
+    def turn(self, report: Callable[[], Report], waits: bool, hear: Callable[[list[Report]], None]) -> None:
+        """Answers who asks, asks where nobody does for the ranks that wait, and gives ``hear`` new failures.
+
+        A rank that gives up tells why, and waits no more: ``hear`` has its failure before :meth:`of` says that it
+        does not wait.
+        """
         asked, failures, summary = self._get("asked", "failures", "summary")
         if int(asked) != self._question:
             self._question = int(asked)
             self.publish(report())
+        hear(self._news(int(failures)))
         if waits:
-            self._follow_or_ask(summary.decode())
+            self._follow_or_ask(summary.decode(), hear)
         else:
             self._waits_since = None
             self._asks.clear()
-        return self._news(int(failures))
 
     def publish(self, report: Report) -> None:
         mine = {"question": self._question, "process": self._process, "at": processes.now(), **report}
@@ -129,7 +133,7 @@ class Reports:
 
     # --- who asks ---
 
-    def _follow_or_ask(self, summary: str) -> None:
+    def _follow_or_ask(self, summary: str, hear: Callable[[list[Report]], None]) -> None:
         now = self._clock()
         if self._waits_since is None:
             self._waits_since, self._summary_text = now, summary
@@ -140,7 +144,7 @@ class Reports:
         # The lowest begins at once, the others one after the other, where nobody has begun.
         patience = 3 * self.interval * (1.0 if follows else self._rank / self._size)
         if now - max(self._summary_since, self._waits_since) >= patience or (self._asks and not follows):
-            self._ask(now)
+            self._ask(now, hear)
         else:
             self._asks.clear()
 
@@ -149,7 +153,7 @@ class Reports:
         for rank, process in self._summary["strangers"].items():
             self.known.setdefault(int(rank), Process(*process))
 
-    def _ask(self, now: float) -> None:
+    def _ask(self, now: float, hear: Callable[[list[Report]], None]) -> None:
         if not self._asks or now - self._asks[-1][0] >= 2 * self.interval:
             number = self._store.add("asked", 1)
             self._first = self._first if self._asks else number
@@ -175,6 +179,7 @@ class Reports:
                 absent[rank] = report if answered >= self._first else None
         facts = {"by": self._rank, "turn": now, "waiting": waiting, "absent": absent, "silent": silent}
         facts["strangers"] = strangers
+        hear(self._news(int(*self._get("failures"))))
         self._take(json.dumps(facts | {"settled": due >= 0}))
         self._store.set("summary", self._summary_text)
 

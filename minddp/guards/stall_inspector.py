@@ -423,10 +423,10 @@ class LostPeer(RuntimeError):
 def _give_up(
     dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float | None, causes: Judged, error: str
 ) -> None:
-    dog.waits_no_more()
     raised = LostPeer(lost(wait, seconds, causes, error))
     raised.lost_ranks = lost_ranks(causes, wait.here)
     dog.tell(str(raised), because=raised.lost_ranks, ends=True, wait=0.5)
+    dog.waits_no_more()  # Once it has told why: a rank that does not wait, and has said nothing, would be suspected.
     _abandon(group)
     raise raised
 

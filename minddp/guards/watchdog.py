@@ -228,11 +228,7 @@ class Watchdog:
         if (later := self._later) is not None and self._turn_began >= later[0]:
             self.tell(later[1])
         self._send(reports)
-        for entry in reports.turn(self._report, self._is_waiting() or bool(self.failed)):
-            with self._lock:
-                self.failures[entry["rank"]] = entry
-                if entry["over"]:
-                    del self.failures[entry["rank"]]
+        reports.turn(self._report, self._is_waiting() or bool(self.failed), self._hear)
         self._heard = self._turn_began
         if self._listens:
             with self._lock:
@@ -241,6 +237,13 @@ class Watchdog:
             self.failed = {rank: self.failed.get(rank, now) for rank in gone | self.failures.keys()}
         for heed in list(self._listeners.values()) if self.failed else ():
             heed()
+
+    def _hear(self, entries: list[Report]) -> None:
+        with self._lock:
+            for entry in entries:
+                self.failures[entry["rank"]] = entry
+                if entry["over"]:
+                    del self.failures[entry["rank"]]
 
     def _send(self, reports: Reports) -> None:
         while self._outbox:

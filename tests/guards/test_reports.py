@@ -57,7 +57,7 @@ class Ranks:
             for rank, reports in enumerate(self.ranks):
                 self.now += interval / self.size
                 if rank not in self.mute:
-                    reports.turn(lambda rank=rank: self.report(rank), rank in self.waiting)
+                    reports.turn(lambda rank=rank: self.report(rank), rank in self.waiting, lambda entries: None)
         return (self.store.requests - before) / seconds
 
 
@@ -108,7 +108,37 @@ FAILURE = {"words": "KeyError", "because": [], "over": False, "left": False}
 
 
 def _news(reports):
-    return [entry["words"] for entry in reports.turn(lambda: {"wait": None, "places": {}}, False)]
+    found = []
+    reports.turn(lambda: {"wait": None, "places": {}}, False, found.extend)
+    return [entry["words"] for entry in found]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_why_a_rank_waits_no_more_is_heard_before_it_is_seen(asks, monkeypatch):
+    """A rank that gives up tells why, and then does not wait: also while another one is within a turn."""
+    ranks = Ranks(3)
+    ranks.waiting = dict.fromkeys(range(3), "w/1|bucket 0")
+    ranks.turns(10)
+    reader, heard, seen = ranks.ranks[0 if asks else 2], [], []
+
+    def gives_up():
+        ranks.ranks[1].tell(FAILURE)
+        ranks.ranks[1].publish({"wait": None, "places": {}, "line": "past it"})
+
+    def hear(entries):
+        heard.extend(entries)
+        seen.append(reader.of(1)[0]["wait"] is None and not heard)
+
+    if asks:
+        collect = reader._all_reports
+        monkeypatch.setattr(reader, "_all_reports", lambda: (gives_up(), collect())[1])
+    else:
+        gives_up()
+        ranks.ranks[0].turn(lambda: ranks.report(0), True, lambda entries: None)
+    ranks.now += 1
+    reader.turn(lambda: ranks.report(0), True, hear)
+    assert reader.of(1)[0]["line"] == "past it", "it is seen"
+    assert [entry["words"] for entry in heard] == ["KeyError"] and not any(seen)
 
 
 def test_what_earlier_ranks_left_on_the_store_is_passed_over(monkeypatch):
