@@ -155,16 +155,18 @@ def _train(ddp, rank, dtype, set_to_none, iterations=5):
     return [p.detach().clone() for p in ddp.module.parameters()], grads
 
 
-def _gloo_of_one_thread(store, rank, size, timeout):
-    options = dist.ProcessGroupGloo._Options()
-    options._devices, options._threads, options._timeout = [dist.ProcessGroupGloo.create_default_device()], 1, timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
+class _GlooOfOneThread(dist.ProcessGroupGloo):
+    def __init__(self, store, rank, size, timeout):
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        options._threads, options._timeout = 1, timeout
+        super().__init__(store, rank, size, options)
 
 
 def _group_for_sparse():
     """For torch's class, whose sparse all-reduce corrupts the heap where the group's two threads end operations at
     once (csrc/transport/sparse_allreduce.h)."""
-    with mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", _gloo_of_one_thread):
+    with mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", _GlooOfOneThread):
         return dist.new_group()
 
 
