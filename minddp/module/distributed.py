@@ -40,6 +40,7 @@ from .engine import Engine
 from .finalization import ManualFinalization
 from .find_tensors import find_tensors
 from .forward_steps import steps_of
+from .grad_norm import GradNorm
 from .groups import choose_group
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .parameters import Parameters, localize_shards
@@ -59,7 +60,7 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 class DistributedDataParallel(  # type: ignore[override,misc]
-    BufferSync, Copies, HookRegistration, ManualFinalization, Replicas, TorchNames, TorchBase
+    BufferSync, Copies, GradNorm, HookRegistration, ManualFinalization, Replicas, TorchNames, TorchBase
 ):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
