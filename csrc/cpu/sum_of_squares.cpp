@@ -6,12 +6,6 @@
 
 #include <algorithm>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MINDDP_VECTORIZED __attribute__((target_clones("avx2", "default")))
-#else
-#define MINDDP_VECTORIZED
-#endif
-
 namespace minddp {
 namespace {
 
