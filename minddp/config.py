@@ -18,7 +18,7 @@ from .wire import Wire, make_wire
 
 MIB = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25  # at most
-_DEFAULT_BUCKETS, _DEFAULT_LEAST_BYTES = 10, 4 * MIB
+_DEFAULT_BUCKETS, _DEFAULT_LEAST_BYTES = 10, 2 * MIB
 DEFAULT_LAST_BUCKET_BYTES = MIB
 _DEFAULT_ALONE_BYTES = {"cpu": 4 * MIB}  # elsewhere the cap: collectives cost more there, copies less
 
