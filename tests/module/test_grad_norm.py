@@ -63,6 +63,10 @@ def _writes_numpy(ddp):
     ddp.module.body[0].weight.grad.numpy()[:] *= 2
 
 
+def _writes_one(ddp):
+    ddp.module.body[0].weight.grad[2, 3] += 1
+
+
 def _replaces(ddp):
     ddp.module.body[0].bias.grad = torch.randn(300)
 
@@ -88,6 +92,7 @@ BETWEEN = {
     "nothing": lambda ddp: None,
     "data": _writes_data,
     "numpy": _writes_numpy,
+    "one value": _writes_one,
     "another tensor": _replaces,
     "no_sync": _accumulates,
     "unscale": _unscales,
