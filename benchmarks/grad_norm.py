@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
+from typing import Any
 
 import harness
-from harness import Ranks, spread
+from harness import Ranks, Spread, spread
 
 MODELS = ("many-small", "mlp67")
 WAYS = ("plain", "torch", "minddp")
@@ -63,23 +65,35 @@ def main() -> None:
     arguments.add_argument("--models", default=",".join(MODELS))
     arguments.add_argument("--link", help="bandwidth between ranks, such as 1gbit; needs root")
     arguments.add_argument("--rounds", type=int, default=15)
+    arguments.add_argument("--output", type=Path, default=harness.RESULTS / "grad-norm.json")
     given: argparse.Namespace = arguments.parse_args()
+    found: dict[str, Any] = {}
     with Ranks(2, link=given.link) as ranks:
         for model in harness.names(given.models):
             parts = ranks.run(measure, model, given.rounds)
-            for index, what in enumerate(("call", "step")):
-                slowest = {
+            found[model] = {
+                what: {
                     way: spread(max(row[index] for row in rows) for rows in zip(*(part[way] for part in parts)))
                     for way in WAYS
                 }
-                plain, theirs, ours = (slowest[way] for way in WAYS)
-                line = "   ".join(f"{way} {slowest[way].show(1e3)} ms" for way in WAYS[index == 0 :])
-                print(f"{model:10} {what}   {line}")
-                if what == "call":
-                    print(f"{model:10} call   minddp / torch = {ours.median / theirs.median:.3f}")
-                else:
-                    added = [way.median - plain.median for way in (theirs, ours)]
-                    print(f"{model:10} step   added: torch {added[0] * 1e3:.2f} ms, minddp {added[1] * 1e3:.2f} ms")
+                for index, what in enumerate(("call", "step"))
+            }
+            show(model, **found[model])
+    facts = {"command": harness.command(), "machine": harness.machine()}
+    rows = {
+        model: {what: {way: s.to_json() for way, s in ways.items()} for what, ways in by_what.items()}
+        for model, by_what in found.items()
+    }
+    harness.write_json(given.output, {**facts, "seconds": rows})
+
+
+def show(model: str, call: dict[str, Spread], step: dict[str, Spread]) -> None:
+    """Prints a model's times."""
+    print(f"{model:10} call   " + "   ".join(f"{way} {call[way].show(1e3)} ms" for way in WAYS[1:]))
+    print(f"{model:10} call   minddp / torch = {call['minddp'].median / call['torch'].median:.3f}")
+    print(f"{model:10} step   " + "   ".join(f"{way} {step[way].show(1e3)} ms" for way in WAYS))
+    added = [1e3 * (step[way].median - step["plain"].median) for way in WAYS[1:]]
+    print(f"{model:10} step   added: torch {added[0]:.2f} ms, minddp {added[1]:.2f} ms", flush=True)
 
 
 if __name__ == "__main__":
