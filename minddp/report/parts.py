@@ -31,7 +31,7 @@ __all__ = ["PHASES", "LastLaunch", "Parts", "last_launches", "own_phases", "part
 
 PHASES = ("input", "optimizer", "micro-batches", "forward", "backward", "hook", "unpack")
 _NS = 1e-9
-_WAITS_IN_HOOK = 0.05  # a hook whose collective ends within this part of its own time after it has waited for it
+_AT_ONCE_NS = 10_000  # a collective that is over by then when its hook returns: the hook has waited for it
 
 LastLaunch = tuple[int, int]
 """When the last rank launched a bucket, in nanoseconds of the clock at hand, and which rank that was."""
@@ -98,12 +98,16 @@ def own_phases(step: Stamps) -> dict[str, float]:
 
 def _hook_waits(step: Stamps) -> Intervals:
     """Where a hook itself has waited for its collective, and so for other ranks: its own part is not known."""
-    found = []
-    for bucket in launched_buckets(step):
-        begin, end = bucket["launch_ns"], bucket["launch_end_ns"]
-        if 0 <= bucket["done_ns"] - end <= _WAITS_IN_HOOK * (end - begin) and not bucket.get("on_device", False):
-            found.append((begin, end))
-    return union(found)
+    launched = launched_buckets(step)
+    if any(bucket.get("on_device", False) or _started(bucket) > bucket["launch_ns"] for bucket in launched):
+        return []
+    return union((bucket["launch_ns"], bucket["launch_end_ns"]) for bucket in launched)
+
+
+def _started(bucket: Stamps) -> int:
+    """When its collective began: a hook may do much before. Of one that waits for its collective, when it began."""
+    at_once = flight(bucket)[1] <= bucket["launch_end_ns"] + _AT_ONCE_NS
+    return int(bucket["launch_ns"] if at_once else bucket["launch_end_ns"])
 
 
 def last_launches(steps: Mapping[int, tuple[Stamps, int]]) -> dict[int, LastLaunch]:
@@ -115,7 +119,7 @@ def last_launches(steps: Mapping[int, tuple[Stamps, int]]) -> dict[int, LastLaun
     last: dict[int, LastLaunch] = {}
     for rank, (step, offset) in steps.items():
         for bucket in launched_buckets(step):
-            moment = bucket["launch_ns"] - offset, rank
+            moment = _started(bucket) - offset, rank
             last[bucket["index"]] = max(last.get(bucket["index"], moment), moment)
     return last
 
@@ -158,15 +162,14 @@ _UNSEEN = ("blocked_seconds", "hidden_seconds", "exposed_seconds", "waiting_seco
 
 
 def _transfer(bucket: Stamps, last: Mapping[int, LastLaunch]) -> tuple[int, int]:
-    launch, done = flight(bucket)
-    return max(launch, min(last[bucket["index"]][0], done)), done
+    done = flight(bucket)[1]
+    return max(_started(bucket), min(last[bucket["index"]][0], done)), done
 
 
 def _waiting_for(buckets: Sequence[Stamps], last: Mapping[int, LastLaunch], waiting: Intervals) -> dict[int, float]:
     lacking: dict[int, list[tuple[int, int]]] = {}
     for bucket in buckets:
-        launch, done = flight(bucket)
         moment, rank = last[bucket["index"]]
-        lacking.setdefault(rank, []).append((launch, min(moment, done)))
+        lacking.setdefault(rank, []).append((_started(bucket), min(moment, flight(bucket)[1])))
     found = {rank: length(common(union(spans), waiting)) * _NS for rank, spans in lacking.items()}
     return {rank: seconds for rank, seconds in found.items() if seconds > 0}

@@ -56,7 +56,8 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
 
 def _time_links(group: Any) -> dict[tuple[int, int], float]:
     """Seconds by (sender, receiver) of the links on which this rank sends."""
-    rank, found = group.rank(), {}
+    rank = group.rank()
+    found: dict[tuple[int, int], float] = {}
     message, ack = torch.zeros(_NBYTES, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     for link in [link for links in rounds(group.size()) * _TURNS for link in links if rank in link]:
         for src, dst in (link, link[::-1]):
