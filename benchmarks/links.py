@@ -173,11 +173,11 @@ class ShapedNetwork:
         tokens for the rate; more would let small collectives pass unshaped. The queue holds 50 ms, so
         that TCP is slowed by waiting and not by losses.
         """
-        rate = rate or self.rate
-        burst = max(int(parse_rate(rate) / 8 * 0.002), 16 * 1024)
+        bits_per_second = self.bits_per_second if rate is None else parse_rate(rate)
+        burst = max(int(bits_per_second / 8 * 0.002), 16 * 1024)
         _command(
             "tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf",
-            "rate", rate, "burst", str(burst), "latency", "50ms",
+            "rate", rate or self.rate, "burst", str(burst), "latency", "50ms",
         )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from harness import Ranks
 WORLD_SIZE = 3
 PHASES = ("input", "forward", "backward", "hook")
 SLEEPS = {"input": 0.004, "forward": 0.012, "backward": 0.018, "hook": 0.002}  # seconds; a step has some more
-STEP = 0.04
+STEP = 0.044
 STEPS = 26
 LAYERS = 6
 

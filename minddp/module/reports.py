@@ -33,10 +33,10 @@ class Reports:
         what it returns is a table with sentences. Ranks are numbered as in the wrapper's process group.
 
         Args:
-            steps: of the last so many synchronized steps, 1 to 32. Fewer than 5 name nobody. New buckets (after the
+            steps: of the last so many synchronized steps, 1 to 32. Fewer than 8 name nobody. New buckets (after the
                 first step, while ``"auto"`` measures) begin anew.
             probe: measure the links by short messages, with three ranks or more, and lone allreduces, which the
-                predictions need; takes some tenths of a second. CPU only.
+                predictions need; takes a second or so. CPU only.
 
         Returns:
             The same report on every rank, in seconds.

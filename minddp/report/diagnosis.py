@@ -1,7 +1,8 @@
 """Who holds the others up, and whose link is slow. Pure: seconds in, a name or none out.
 
-A rank is named where its own work exceeds the median of the others' by more than 4 % of a step, by more than that
-difference varies, and in nearly every step. One slow step names nobody, nor do ranks that take turns.
+A rank is named where its own work, as three of ten steps do not exceed it, is longer than the others' by more than
+4 % of a step, and where it is behind in most steps. What a busy machine adds now and then is not in that number: one
+slow step names nobody, nor do ranks that take turns.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import TypeVar
 
 from .parts import PHASES
 
-__all__ = ["MIN_STEPS", "SlowLink", "Straggler", "find_slow_link", "find_straggler", "phase_of"]
+__all__ = ["MIN_STEPS", "SlowLink", "Straggler", "find_slow_link", "find_straggler", "phase_of", "typical"]
 
 Key = TypeVar("Key")
-MIN_STEPS = 5  # of fewer nobody is named
+MIN_STEPS = 8  # of fewer nobody is named
 _SHARE_OF_STEP = 0.04
-_SHARE_OF_STEPS = 0.8
-_STANDARD_ERRORS = 3.0
+_SHARE_OF_STEPS = 0.6
+_QUANTILE = 0.3
 _LINK_RATIO = 1.5
 _LINK_SHARE = 0.04
 
@@ -32,7 +33,7 @@ class Straggler:
     Attributes:
         rank: of the wrapper's group.
         phase: the phase in which its work exceeds the others' the most, see ``minddp.report.parts``.
-        seconds: by how much its own work exceeds the median of the others', the median over steps.
+        seconds: by how much its own work, by :func:`typical`, exceeds the median of the others'.
         fraction: the same as a part of a step.
         late_steps, steps: in how many of the steps it was behind.
     """
@@ -75,10 +76,14 @@ class SlowLink:
         return f"rank {self.ranks[0]} {what[self.direction]}: {times}"
 
 
-def _excesses(values: Sequence[Sequence[float]], rank: int) -> list[float]:
-    """By step: a rank's value less the median of the others'."""
-    others = [row for other, row in enumerate(values) if other != rank]
-    return [mine - statistics.median(theirs) for mine, *theirs in zip(values[rank], *others, strict=True)]
+def typical(values: Sequence[float]) -> float:
+    """What three of ten values do not exceed: nearly that of an undisturbed step, and of no single one."""
+    return sorted(values)[int(_QUANTILE * (len(values) - 1))]
+
+
+def _excess(values: Sequence[float], rank: int) -> float:
+    """A rank's value less the median of the others'."""
+    return values[rank] - statistics.median(value for other, value in enumerate(values) if other != rank)
 
 
 def find_straggler(
@@ -89,28 +94,24 @@ def find_straggler(
     Args:
         own: by rank and step, the seconds of the rank's own work.
         step_seconds: the length of a step.
-        phases: by rank, the typical seconds by phase; see :func:`phase_of`.
+        phases: by rank, the :func:`typical` seconds by phase.
     """
     found: list[Straggler] = []
     steps = min((len(row) for row in own), default=0)
     if len(own) < 2 or steps < MIN_STEPS or step_seconds <= 0:
         return None
+    usual = [typical(row) for row in own]
     for rank in range(len(own)):
-        excesses = _excesses(own, rank)
-        typical = statistics.median(excesses)
-        spread = 1.4826 * statistics.median(abs(excess - typical) for excess in excesses)
-        error = 1.2533 * spread / math.sqrt(steps)  # of a median
-        late = sum(excess > 0 for excess in excesses)
-        if typical > max(_SHARE_OF_STEP * step_seconds, _STANDARD_ERRORS * error) and late >= _SHARE_OF_STEPS * steps:
-            phase = phase_of(phases, rank)
-            found.append(Straggler(rank, phase, typical, typical / step_seconds, late, steps))
+        seconds = _excess(usual, rank)
+        late = sum(_excess(step, rank) > 0 for step in zip(*own, strict=True))
+        if seconds > _SHARE_OF_STEP * step_seconds and late >= _SHARE_OF_STEPS * steps:
+            found.append(Straggler(rank, phase_of(phases, rank), seconds, seconds / step_seconds, late, steps))
     return max(found, key=lambda straggler: straggler.seconds, default=None)
 
 
 def phase_of(phases: Sequence[Mapping[str, float]], rank: int) -> str:
     """The phase in which ``rank`` exceeds the median of the others by most seconds."""
-    excess = {phase: _excesses([[row[phase]] for row in phases], rank)[0] for phase in PHASES}
-    return max(PHASES, key=lambda phase: excess[phase])
+    return max(PHASES, key=lambda phase: _excess([row[phase] for row in phases], rank))
 
 
 def find_slow_link(

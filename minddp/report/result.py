@@ -13,7 +13,7 @@ from ..planner.backward_profile import Burst
 from ..timeline.step_times import Stamps, on_device
 from . import picture, text
 from .advice import Advice, Gradients, advise
-from .diagnosis import MIN_STEPS, SlowLink, find_slow_link, find_straggler
+from .diagnosis import MIN_STEPS, SlowLink, find_slow_link, find_straggler, typical
 from .findings import Findings, RankTimes
 from .parts import PHASES, Parts, last_launches, parts_of
 
@@ -129,7 +129,8 @@ def _assemble(
     straggler = None
     if not host_only:
         own = [[part.own_seconds for part in steps] for steps in parts.values()]
-        straggler = find_straggler(own, step_seconds, [row.phases for row in rows])
+        phases = [{p: typical([part.own[p] for part in steps]) for p in PHASES} for steps in parts.values()]
+        straggler = find_straggler(own, step_seconds, phases)
     hidden = sum(row.hidden_seconds or 0.0 for row in rows)
     exposed = sum(row.exposed_seconds or 0.0 for row in rows)
     known = all(row.hidden_seconds is not None for row in rows)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..ranks.messages import gather_objects
-from .diagnosis import Straggler, find_straggler
+from .diagnosis import Straggler, find_straggler, typical
 from .exchange import StampedReducer
 from .parts import PHASES, own_phases
 
@@ -53,7 +53,7 @@ class StragglerWatch:
 
 
 def _summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """In microseconds, and few of them: by iteration the rank's own work and the step, and the medians by phase."""
+    """In microseconds, and few of them: the rank's own work by step, the median step, the typical time by phase."""
     phases = [own_phases(step) for step in steps]
     own = [round(sum(row.values()) * 1e6) for row in phases]
     lengths = [(step["finalize_end_ns"] - step["previous_end_ns"]) // 1000 for step in steps]
@@ -61,7 +61,7 @@ def _summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
         "first": steps[0]["iteration"] if steps else 0,
         "own": own,
         "step": round(statistics.median(lengths)) if lengths else 0,
-        "phases": [round(statistics.median(row[p] for row in phases) * 1e6) if phases else 0 for p in PHASES],
+        "phases": [round(typical([row[p] for row in phases]) * 1e6) if phases else 0 for p in PHASES],
     }
 
 

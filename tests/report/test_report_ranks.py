@@ -214,7 +214,7 @@ def test_the_reducer_keeps_32_steps():
 
 def _trace(rank: int, world_size: int, path: str) -> None:
     with minddp.trace(path):
-        _train(10, {"input": DELAY} if rank == 1 else {})
+        _train(14, {"input": DELAY} if rank == 1 else {})
     dist.barrier()
 
 
