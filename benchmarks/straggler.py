@@ -86,12 +86,14 @@ def _train(rank: int, world_size: int, case: Case, delay: float, hooked: bool) -
 
 
 def _outcome(report: dict[str, Any]) -> dict[str, Any]:
-    late, link = report["straggler"], report["slow_link"]
+    late, link, advice = report["straggler"], report["slow_link"], report["advice"]
     return {
         "late": late and [late["rank"], late["phase"]],
         "seconds": late and round(late["seconds"], 5),
         "link": link and [*link["ranks"], link["direction"]],
         "step_seconds": round(report["step_seconds"], 5),
+        "predicted_seconds": advice and round(advice["present"]["seconds"], 5),
+        "measured_seconds": advice and round(advice["measured_seconds"], 5),
     }
 
 

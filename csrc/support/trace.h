@@ -46,7 +46,7 @@ struct StepStamps {
 struct Trace : StepStamps {
   static constexpr size_t kEarlier = 31;  // with the last step 32
 
-  std::vector<int64_t> ready;  // by parameter: its last arrival, when the gradient is whole
+  std::vector<int64_t> ready;       // by parameter: its last arrival, when the gradient is whole
   std::vector<StepStamps> earlier;  // finished steps with these buckets, a ring
   size_t oldest = 0;                // in the ring
   bool whole = false;               // the step has ended, and no other has begun its backward

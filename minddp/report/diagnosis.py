@@ -1,8 +1,8 @@
 """Who holds the others up, and whose link is slow. Pure: seconds in, a name or none out.
 
 A rank is named where its own work, as three of ten steps do not exceed it, is longer than the others' by more than
-4 % of a step, and where it is behind in most steps. What a busy machine adds now and then is not in that number: one
-slow step names nobody, nor do ranks that take turns.
+4 % of a step, where one phase has more than 2.5 % of that, and where it is behind in most steps. What a busy machine
+adds now and then is not in these numbers: one slow step names nobody, nor do ranks that take turns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["MIN_STEPS", "SlowLink", "Straggler", "find_slow_link", "find_straggl
 
 Key = TypeVar("Key")
 MIN_STEPS = 8  # of fewer nobody is named
-_SHARE_OF_STEP = 0.04
+_SHARE_OF_STEP, _SHARE_IN_PHASE = 0.04, 0.025
 _SHARE_OF_STEPS = 0.6
 _QUANTILE = 0.3
 _LINK_RATIO = 1.5
@@ -104,8 +104,11 @@ def find_straggler(
     for rank in range(len(own)):
         seconds = _excess(usual, rank)
         late = sum(_excess(step, rank) > 0 for step in zip(*own, strict=True))
-        if seconds > _SHARE_OF_STEP * step_seconds and late >= _SHARE_OF_STEPS * steps:
-            found.append(Straggler(rank, phase_of(phases, rank), seconds, seconds / step_seconds, late, steps))
+        phase = phase_of(phases, rank)
+        in_phase = _excess([row[phase] for row in phases], rank)
+        much = seconds > _SHARE_OF_STEP * step_seconds and in_phase > _SHARE_IN_PHASE * step_seconds
+        if much and late >= _SHARE_OF_STEPS * steps:
+            found.append(Straggler(rank, phase, seconds, seconds / step_seconds, late, steps))
     return max(found, key=lambda straggler: straggler.seconds, default=None)
 
 

@@ -133,7 +133,7 @@ def _assemble(
         straggler = find_straggler(own, step_seconds, phases)
     hidden = sum(row.hidden_seconds or 0.0 for row in rows)
     exposed = sum(row.exposed_seconds or 0.0 for row in rows)
-    known = all(row.hidden_seconds is not None for row in rows)
+    known = len(rows) > 1 and all(row.hidden_seconds is not None for row in rows)
     return Report(
         steps=len(stamps[0]),
         first_iteration=stamps[0][0]["iteration"],

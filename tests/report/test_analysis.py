@@ -170,7 +170,9 @@ def test_nobody_is_named_for_little(late):
     assert "no rank holds the others up" in str(report)
 
 
-PHASES_EQUAL = [dict.fromkeys(PHASES, 0.0)] * 3
+# Rank 0's excess is all in forward; that of rank 1 in backward.
+IN_PHASES = [dict.fromkeys(PHASES, 0.0) for _ in range(3)]
+IN_PHASES[0]["forward"] = IN_PHASES[1]["backward"] = 1.0
 
 
 @pytest.mark.parametrize(
@@ -184,15 +186,22 @@ PHASES_EQUAL = [dict.fromkeys(PHASES, 0.0)] * 3
 )
 def test_no_alarm_for_what_is_not_steady(excess):
     own = [[0.1 + more for more in excess], [0.1] * len(excess), [0.1] * len(excess)]
-    assert find_straggler(own, 0.1, PHASES_EQUAL) is None
+    assert find_straggler(own, 0.1, IN_PHASES) is None
 
 
 def test_noise_does_not_hide_who_is_late():
     noise = [0.001 * (i * 7 % 5 - 2) for i in range(20)]
     own = [[0.1 + n for n in noise], [0.106 - n for n in noise], [0.1 + n / 2 for n in noise]]
-    found = find_straggler(own, 0.1, PHASES_EQUAL)
+    found = find_straggler(own, 0.1, IN_PHASES)
     assert found is not None
     assert found.rank == 1
+
+
+def test_what_no_phase_has_names_nobody():
+    own = [[0.106] * 20, [0.1] * 20, [0.1] * 20]
+    spread = [dict.fromkeys(PHASES, 0.002), dict.fromkeys(PHASES, 0.001), dict.fromkeys(PHASES, 0.001)]
+    assert find_straggler(own, 0.1, spread) is None
+    assert find_straggler(own, 0.1, IN_PHASES) is not None
 
 
 def test_of_two_late_ranks_the_later_one_is_named():
