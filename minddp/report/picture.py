@@ -11,8 +11,8 @@ __all__ = ["draw"]
 
 _COLORS = {
     "input": "#edae49", "optimizer": "#b08ea2", "micro-batches": "#dfe3e8", "before forward": "#f0b6bd",
-    "forward": "#c9ced6", "backward": "#8fa3bf", "hook": "#30475e", "transfer, exposed": "#2a9d8f",
-    "waiting for a rank": "#d1495b", "unpack": "#edc98f",
+    "forward": "#c9ced6", "backward": "#8fa3bf", "hook": "#30475e", "waiting for a rank": "#d1495b",
+    "transfer, exposed": "#2a9d8f", "unpack": "#edc98f",
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def _parts(row: RankTimes) -> dict[str, float]:
     """In the order of a step."""
     parts = {phase: row.phases[phase] for phase in PHASES if phase != "unpack"}
     exposed = row.exposed_seconds if row.exposed_seconds is not None else row.blocked_seconds
-    parts |= {"transfer, exposed": exposed or 0.0, "waiting for a rank": row.waiting_seconds or 0.0}
+    parts |= {"waiting for a rank": row.waiting_seconds or 0.0, "transfer, exposed": exposed or 0.0}
     parts |= {"unpack": row.phases["unpack"], "before forward": row.meeting_seconds}
     order = ("input", "optimizer", "micro-batches", "before forward")
     return {name: parts[name] for name in [*order, *(name for name in parts if name not in order)]}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import minddp
+from minddp.guards import optimizer_guard
 from minddp.report import Report, Straggler, command, exchange
 from minddp.testing import run_ranks
 from minddp.timeline import gathering, load
@@ -92,6 +93,43 @@ def test_the_late_rank_is_named_on_every_rank():
         assert report["overlap"] is not None
     assert results[0][3][1]["straggler"]["rank"] == 0
     assert results[0][0][1]["advice"] is not None  # it was probed
+
+
+def _micro_batches(rank: int, world_size: int) -> dict[str, Any]:
+    ddp = minddp.DistributedDataParallel(_Net(0.001, 0.001))
+    for _ in range(12):
+        with ddp.no_sync():
+            ddp(torch.ones(2, 32)).sum().backward()
+            time.sleep(DELAY * rank)
+        ddp(torch.ones(2, 32)).sum().backward()
+    return ddp.report(10, probe=False).to_dict()
+
+
+def test_micro_batches_are_told_from_input():
+    report, other = run_ranks(_micro_batches, 2)
+    assert report == other
+    assert (report["straggler"]["rank"], report["straggler"]["phase"]) == (1, "micro-batches")
+
+
+class _Twice(torch.optim.SGD):
+    """Its step is its base's, and some work: both have torch's hooks."""
+
+    def step(self, closure: Any = None) -> None:
+        time.sleep(0.02)
+        super().step(closure)
+
+
+def test_a_step_within_a_step_is_counted_once():
+    run_ranks(_step_twice, 1)
+
+
+def _step_twice(rank: int, world_size: int) -> None:
+    ddp = minddp.DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = _Twice(ddp.parameters(), lr=0.1)
+    before = optimizer_guard.spent_ns()
+    begin = time.monotonic_ns()
+    optimizer.step()
+    assert 20_000_000 <= optimizer_guard.spent_ns() - before <= time.monotonic_ns() - begin
 
 
 def _misuse(rank: int, world_size: int) -> list[str]:
