@@ -43,11 +43,9 @@ Reducer::Buckets bucket_indices(const Reducer& reducer) {
 }
 
 py::dict bucket_times(const Reducer& reducer, const StepStamps& stamps, size_t index) {
-  const Bucket& bucket = *reducer.state().buckets[index];
   py::dict times;
   times["index"] = index;
-  times["nbytes"] = bucket.nbytes();
-  times["parameters"] = parameter_indices(bucket);
+  times["nbytes"] = reducer.state().buckets[index]->nbytes();
   times["ready_ns"] = stamps.at(index, BucketEvent::kReady);
   times["pack_begin_ns"] = stamps.at(index, BucketEvent::kPackBegin);
   times["launch_ns"] = stamps.at(index, BucketEvent::kLaunch);
@@ -81,20 +79,21 @@ py::dict last_step(const Reducer& reducer) {
   const Trace& trace = reducer.trace();
   py::dict step = step_stamps(reducer, trace, trace.whole ? trace.finished : trace.step);
   step["ready_ns"] = trace.ready;
+  for (py::handle bucket : step["buckets"])
+    bucket["parameters"] = parameter_indices(*reducer.state().buckets[bucket["index"].cast<size_t>()]);
   return step;
 }
 
-// Oldest first; only the last, which last_step() tells, has times by parameter.
-py::list recent_steps(const Reducer& reducer) {
+// Oldest first; only the last, which last_step() tells, knows parameters.
+py::list recent_steps(const Reducer& reducer, size_t at_most) {
   const Trace& trace = reducer.trace();
+  const size_t kept = trace.earlier.size() + trace.whole;
   py::list steps;
-  for (size_t i = 0; i < trace.earlier.size(); ++i) {
+  for (size_t i = kept > at_most ? kept - at_most : 0; i < trace.earlier.size(); ++i) {
     const StepStamps& stamps = trace.earlier[(trace.oldest + i) % trace.earlier.size()];
-    py::dict step = step_stamps(reducer, stamps, stamps.step);
-    step["ready_ns"] = py::list();
-    steps.append(step);
+    steps.append(step_stamps(reducer, stamps, stamps.step));
   }
-  if (trace.whole) steps.append(last_step(reducer));
+  if (trace.whole && at_most > 0) steps.append(last_step(reducer));
   return steps;
 }
 
@@ -392,7 +391,7 @@ void bind_reducer(py::module_& module) {
       .def("last_error", [](const Reducer& r) { return r.state().last_error; })
       .def("position", &position)
       .def("last_step", &last_step)
-      .def("recent_steps", &recent_steps);
+      .def("recent_steps", &recent_steps, py::arg("at_most"));
 }
 
 // Of the group's backend for CPU tensors: torch's Python interface tells only Gloo's.

@@ -121,7 +121,7 @@ class Config:
             "mixed_precision": self.mixed_precision,
             "check_finite": self.check_finite,
             "check_replicas_every": self.check_replicas_every,
-            "on_straggler": self.on_straggler and "given",
+            "on_straggler": None if self.on_straggler is None else "given",
         }
 
 

@@ -149,10 +149,10 @@ class Reducer(_C.Reducer):
         the host, which enqueues the step."""
         return self._marked(super().last_step())
 
-    def recent_steps(self) -> list[dict[str, Any]]:
-        """The same of the last 32 synchronized steps that have ended with these buckets, oldest first. ``ready_ns``
-        is the newest one's alone."""
-        return [self._marked(step) for step in super().recent_steps()]
+    def recent_steps(self, at_most: int = 32) -> list[dict[str, Any]]:
+        """The same of the last synchronized steps that have ended with these buckets, oldest first; 32 are kept. Only
+        the newest has ``ready_ns``, and its buckets ``parameters``."""
+        return [self._marked(step) for step in super().recent_steps(at_most)]
 
     def _marked(self, step: dict[str, Any]) -> dict[str, Any]:
         for bucket in step["buckets"] if self._device.type != "cpu" else ():

@@ -103,7 +103,7 @@ def advise(steps: Sequence[Sequence[Stamps]], gradients: Gradients, alone: Seque
     """Predictions from what was measured.
 
     Args:
-        steps: by rank, the same steps with the same buckets, oldest first; the newest has ``ready_ns``.
+        steps: by rank, the same steps with the same buckets, oldest first; the newest tells of parameters.
         gradients: what travels.
         alone: collectives that were timed with nothing beside them.
 
@@ -111,7 +111,7 @@ def advise(steps: Sequence[Sequence[Stamps]], gradients: Gradients, alone: Seque
         ``None`` where too little was seen: no collective, or only such as do not tell start from length.
     """
     newest = [rank[-1] for rank in steps]
-    if any(len(step["ready_ns"]) != len(gradients.nbytes) for step in newest):
+    if any(len(step.get("ready_ns", ())) != len(gradients.nbytes) for step in newest):
         return None
     seen = [*alone]
     for moment in zip(*steps, strict=True):

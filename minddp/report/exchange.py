@@ -26,7 +26,7 @@ _numbers = itertools.count()
 class StampedReducer(Protocol):
     """The part of the reducer that a report reads."""
 
-    def recent_steps(self) -> list[dict[str, Any]]: ...
+    def recent_steps(self, at_most: int) -> list[dict[str, Any]]: ...
 
 
 def collect(
@@ -49,7 +49,7 @@ def collect(
         TypeError, ValueError: an argument makes no sense, or differs between ranks; on every rank.
         RuntimeError: too few steps have ended on all ranks; on every rank.
     """
-    steps = _lean(reducer.recent_steps())
+    steps = reducer.recent_steps(MAX_STEPS)
     told = {name: repr(value) for name, value in arguments.items()}
     everyone = gather_objects({"arguments": told, "clock": clock_identity(), "steps": steps}, group)
     _check_equal([theirs["arguments"] for theirs in everyone])
@@ -67,14 +67,6 @@ def collect(
         return make_report(parts, arguments["steps"], gradients, links, notes)
     except ValueError as error:
         raise RuntimeError(f"report: {error}. Train some steps first; new buckets begin anew.") from None
-
-
-def _lean(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Which parameters a bucket holds is the same in all of them: only the newest says it."""
-    for step in steps[:-1]:
-        for bucket in step["buckets"]:
-            bucket["parameters"] = []
-    return list(steps)
 
 
 def _check_equal(everyone: Sequence[Mapping[str, str]]) -> None:

@@ -42,7 +42,7 @@ class StragglerWatch:
             Exception: what the callback raises.
         """
         begin, self._seen = self._seen, iteration
-        steps = [s for s in reducer.recent_steps() if s["iteration"] > begin and s["previous_end_ns"] >= 0]
+        steps = [s for s in reducer.recent_steps(EVERY) if s["iteration"] > begin and s["previous_end_ns"] >= 0]
         on_host = not any(bucket.get("on_device", False) for step in steps for bucket in step["buckets"])
         found = find_in_window(gather_objects(_summary(steps) if on_host else _summary([]), group))
         if found is None:

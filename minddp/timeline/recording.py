@@ -1,7 +1,7 @@
 """Where a step's time goes: ``ddp.last_step()``, and timelines of all ranks as Chrome/Perfetto JSON.
 
 Overview
-    The reducer stamps every synchronized backward (always; a clock read per gradient and six per
+    The reducer stamps every synchronized backward (always; a clock read per gradient and seven per
     bucket). :func:`step_times` turns one step's stamps into seconds. While a trace is open, the module
     calls :func:`after_step` at the beginning of each forward, which keeps the stamps of the step before.
     When it closes, rank 0 collects every rank's part through the process group's store and writes one

@@ -87,11 +87,10 @@ def test_the_late_rank_is_named_on_every_rank():
     assert results[0] == results[1] == results[2]
     for number, (phase, report, text) in enumerate(results[0]):
         assert report["straggler"] is not None, text
-        assert (report["straggler"]["rank"], report["straggler"]["phase"]) == (number, phase) or number == 3, text
-        assert report["straggler"]["seconds"] == pytest.approx(DELAY, rel=0.5)
+        assert (report["straggler"]["rank"], report["straggler"]["phase"]) == (number % 3, phase), text
+        assert report["straggler"]["seconds"] > DELAY / 2
         assert report["steps"] == 12
         assert report["overlap"] is not None
-    assert results[0][3][1]["straggler"]["rank"] == 0
     assert results[0][0][1]["advice"] is not None  # it was probed
 
 
@@ -161,7 +160,7 @@ def _other_clocks(rank: int, world_size: int) -> tuple[str, dict[str, Any]]:
     ddp = _train(8)
     skew = 5_000_000_000 * rank
     stamps = [_ahead(step, skew) for step in ddp.reducer.recent_steps()]
-    ddp._minddp_engine.reducer.recent_steps = lambda: stamps
+    ddp._minddp_engine.reducer.recent_steps = lambda at_most: stamps
     saved = exchange.clock_identity, gathering.time
     exchange.clock_identity = lambda: f"machine {rank}"
     gathering.time = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + skew, monotonic=time.monotonic)
@@ -227,9 +226,9 @@ def test_on_straggler_is_given_on_all_ranks_or_none():
 def _kept(rank: int, world_size: int) -> dict[str, Any]:
     ddp = _train(40)
     steps = ddp.reducer.recent_steps()
-    last = ddp.reducer.last_step()
+    last, two = ddp.reducer.last_step(), ddp.reducer.recent_steps(2)
     ddp.reducer.set_buckets([[index] for index in reversed(range(6))])
-    return {"steps": steps, "last": last, "after": ddp.reducer.recent_steps()}
+    return {"steps": steps, "last": last, "two": two, "after": ddp.reducer.recent_steps()}
 
 
 def test_the_reducer_keeps_32_steps():
@@ -237,7 +236,8 @@ def test_the_reducer_keeps_32_steps():
     steps = kept["steps"]
     assert [step["iteration"] for step in steps] == list(range(9, 41))
     assert steps[-1] == kept["last"]
-    assert [len(step["ready_ns"]) for step in steps] == [0] * 31 + [6]
+    assert ["ready_ns" in step for step in steps] == [False] * 31 + [True]
+    assert kept["two"] == steps[-2:]
     for before, step in itertools.pairwise(steps):
         assert step["previous_end_ns"] == before["finalize_end_ns"]
         moments = ("previous_end_ns", "first_arrival_ns", "arrival_ns", "forward_begin_ns", "forward_end_ns")
