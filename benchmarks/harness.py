@@ -84,6 +84,12 @@ class Ranks:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
+    def limit(self, rank: int, rate: str) -> None:
+        """From now on ``rank``'s link carries at most ``rate``; three ranks or more, joined by ``link``."""
+        if self._network is None:
+            raise BenchmarkError("without --link there is no link to limit")
+        self._network.limit(rank, rate)
+
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 900.0) -> list[Any]:
         """The ranks' results; a rank that raises, or ``timeout`` seconds, raises ``RankError``."""
         self._calls += 1

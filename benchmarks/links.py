@@ -108,6 +108,18 @@ class ShapedNetwork:
     def _namespace(self, suffix: str) -> str:
         return f"{_PREFIX}-{os.getpid()}-{self._number}{suffix}"
 
+    def limit(self, rank: int, rate: str) -> None:
+        """From now on ``rank`` sends and receives at most ``rate``. Of three ranks or more, inside the block.
+
+        Raises:
+            LinkError: a pair has one link, which :class:`ShapedNetwork` itself is given the rate of.
+        """
+        if self.ranks == 2:
+            raise LinkError("two ranks share one link: make a network of that rate")
+        end = self.endpoint(rank)
+        self._shape(end.namespace, end.interface, rate)
+        self._shape(self._namespace("switch"), f"port{rank}", rate)
+
     def __enter__(self) -> ShapedNetwork:
         _require_tools()
         _delete_left_behind()
@@ -154,17 +166,18 @@ class ShapedNetwork:
         _command("ip", "-n", end.namespace, "link", "set", end.interface, "up")
         self._shape(end.namespace, end.interface)
 
-    def _shape(self, namespace: str, interface: str) -> None:
-        """At most ``rate`` leaves ``interface``.
+    def _shape(self, namespace: str, interface: str, rate: str | None = None) -> None:
+        """At most ``rate`` (the network's) leaves ``interface``.
 
         The bucket holds 2 ms of traffic: a timer that ticks 500 times a second must find enough
         tokens for the rate; more would let small collectives pass unshaped. The queue holds 50 ms, so
         that TCP is slowed by waiting and not by losses.
         """
-        burst = max(int(self.bits_per_second / 8 * 0.002), 16 * 1024)
+        bits_per_second = self.bits_per_second if rate is None else parse_rate(rate)
+        burst = max(int(bits_per_second / 8 * 0.002), 16 * 1024)
         _command(
-            "tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf",
-            "rate", self.rate, "burst", str(burst), "latency", "50ms",
+            "tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf",
+            "rate", rate or self.rate, "burst", str(burst), "latency", "50ms",
         )  # fmt: skip
 
 

@@ -43,36 +43,59 @@ Reducer::Buckets bucket_indices(const Reducer& reducer) {
   return buckets;
 }
 
-py::dict bucket_times(const Reducer& reducer, size_t index) {
-  const Trace& trace = reducer.trace();
-  const Bucket& bucket = *reducer.state().buckets[index];
+py::dict bucket_times(const Reducer& reducer, const StepStamps& stamps, size_t index) {
   py::dict times;
   times["index"] = index;
-  times["nbytes"] = bucket.nbytes();
-  times["parameters"] = parameter_indices(bucket);
-  times["ready_ns"] = trace.at(index, BucketEvent::kReady);
-  times["pack_begin_ns"] = trace.at(index, BucketEvent::kPackBegin);
-  times["launch_ns"] = trace.at(index, BucketEvent::kLaunch);
-  times["done_ns"] = trace.done_at(index);
-  times["unpack_begin_ns"] = trace.at(index, BucketEvent::kUnpackBegin);
-  times["unpack_end_ns"] = trace.at(index, BucketEvent::kUnpackEnd);
+  times["nbytes"] = reducer.state().buckets[index]->nbytes();
+  times["ready_ns"] = stamps.at(index, BucketEvent::kReady);
+  times["pack_begin_ns"] = stamps.at(index, BucketEvent::kPackBegin);
+  times["launch_ns"] = stamps.at(index, BucketEvent::kLaunch);
+  times["launch_end_ns"] = stamps.at(index, BucketEvent::kLaunchEnd);
+  times["done_ns"] = stamps.done_at(index);
+  times["unpack_begin_ns"] = stamps.at(index, BucketEvent::kUnpackBegin);
+  times["unpack_end_ns"] = stamps.at(index, BucketEvent::kUnpackEnd);
   return times;
+}
+
+py::dict step_stamps(const Reducer& reducer, const StepStamps& stamps, const StepStamps::Moments& moments) {
+  py::list buckets;
+  for (size_t i = 0; i < stamps.buckets.size(); ++i) buckets.append(bucket_times(reducer, stamps, i));
+  auto at = [&](StepEvent event) { return moments[size_t(event)]; };
+  py::dict step;
+  step["iteration"] = stamps.iteration;
+  step["previous_end_ns"] = stamps.approach.previous_end;
+  step["first_arrival_ns"] = stamps.approach.first_arrival;
+  step["optimizer_ns"] = stamps.approach.optimizer;
+  step["arrival_ns"] = stamps.approach.arrival;
+  step["forward_begin_ns"] = at(StepEvent::kForwardBegin);
+  step["forward_end_ns"] = at(StepEvent::kForwardEnd);
+  step["backward_begin_ns"] = at(StepEvent::kBackwardBegin);
+  step["backward_end_ns"] = at(StepEvent::kBackwardEnd);
+  step["finalize_end_ns"] = at(StepEvent::kFinalizeEnd);
+  step["buckets"] = buckets;
+  return step;
 }
 
 py::dict last_step(const Reducer& reducer) {
   const Trace& trace = reducer.trace();
-  py::list buckets;
-  for (size_t i = 0; i < reducer.state().buckets.size(); ++i) buckets.append(bucket_times(reducer, i));
-  py::dict step;
-  step["iteration"] = trace.iteration;
-  step["forward_begin_ns"] = trace.at(StepEvent::kForwardBegin);
-  step["forward_end_ns"] = trace.at(StepEvent::kForwardEnd);
-  step["backward_begin_ns"] = trace.at(StepEvent::kBackwardBegin);
-  step["backward_end_ns"] = trace.at(StepEvent::kBackwardEnd);
-  step["finalize_end_ns"] = trace.at(StepEvent::kFinalizeEnd);
+  py::dict step = step_stamps(reducer, trace, trace.whole ? trace.finished : trace.step);
   step["ready_ns"] = trace.ready;
-  step["buckets"] = buckets;
+  for (py::handle bucket : step["buckets"])
+    bucket["parameters"] = parameter_indices(*reducer.state().buckets[bucket["index"].cast<size_t>()]);
   return step;
+}
+
+// Oldest first; only the last, which last_step() tells, knows parameters.
+py::list recent_steps(const Reducer& reducer, size_t at_most) {
+  const Trace& trace = reducer.trace();
+  const size_t kept = trace.earlier.size() + trace.whole;
+  py::list steps;
+  for (size_t i = kept > at_most ? kept - at_most : 0; i < trace.earlier.size(); ++i) {
+    const StepStamps& stamps = trace.earlier[(trace.oldest + i) % trace.earlier.size()];
+    steps.append(step_stamps(reducer, stamps, stamps.step));
+  }
+  if (trace.whole && at_most > 0) steps.append(last_step(reducer));
+  return steps;
 }
 
 std::vector<int64_t> bucket_nbytes(const Reducer& reducer) {
@@ -313,6 +336,7 @@ void bind_reducer(py::module_& module) {
       .def("remove_hooks", &Reducer::remove_hooks)
       .def("take_over", &Reducer::take_over, py::arg("before"))
       .def("check_finished", &Reducer::check_finished)
+      .def("arrive", &Reducer::arrive, py::arg("optimizer_ns"))
       .def("begin_forward", &Reducer::begin_forward)
       .def("end_forward", &Reducer::end_forward, py::arg("outputs"), py::arg("synchronized"))
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs") = Parameters())
@@ -371,7 +395,8 @@ void bind_reducer(py::module_& module) {
           "ask_norms", [](Reducer& r, bool local) { r.norms().ask(local); }, py::arg("local") = false)
       .def("measured_norm", [](Reducer& r) { return r.norms().averaged(); })
       .def("norms_before_and_after", [](Reducer& r) { return r.norms().before_and_after(); })
-      .def("last_step", &last_step);
+      .def("last_step", &last_step)
+      .def("recent_steps", &recent_steps, py::arg("at_most"));
 }
 
 // Of the group's backend for CPU tensors: torch's Python interface tells only Gloo's.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -57,6 +57,7 @@ class Config:
     wire: Wire | None = None
     ordered: bool = False
     lazy_bucket_allocation: bool = False
+    on_straggler: Callable[[Any], Any] | None = None
     manual_finalization: bool = False  # no argument: an attribute of the wrapper, which may change
 
     @property
@@ -131,6 +132,7 @@ class Config:
             "mixed_precision": self.mixed_precision,
             "check_finite": self.check_finite,
             "check_replicas_every": self.check_replicas_every,
+            "on_straggler": None if self.on_straggler is None else "given",
         }
 
 
@@ -179,6 +181,7 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
         mixed_precision=arguments["mixed_precision"],
         check_finite=_finite_mode(arguments["check_finite"]),
         check_replicas_every=_every("check_replicas_every", arguments["check_replicas_every"]),
+        on_straggler=_callable("on_straggler", arguments["on_straggler"]),
         desync_timeout=_seconds("desync_timeout", arguments["desync_timeout"]) or environment.desync_timeout(),
         **{name: bool(arguments[name]) for name in _FLAGS},
     )
@@ -220,6 +223,13 @@ def _every(name: str, value: Any) -> int | None:
     if value < 1:
         raise ValueError(f"{name} must be at least 1, or None, got {value!r}")
     return int(value)
+
+
+def _callable(name: str, value: Any) -> Callable[[Any], Any] | None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be a callable, or None, got {value!r}")
+    result: Callable[[Any], Any] | None = value
+    return result
 
 
 def _seconds(name: str, value: Any) -> float | None:

@@ -198,6 +198,7 @@ void Reducer::launch(size_t index) {
   bucket.before_launch();
   trace_->note(index, BucketEvent::kLaunch);
   Flight flight = passes_through() ? Flight{completed(at::empty({0})), nullptr} : reduce(index, bucket.buffer());
+  trace_->note(index, BucketEvent::kLaunchEnd);
   auto note_done = [done = trace_->done, index](Future&) { Trace::note_done(*done, index); };
   // CPU only: a device's future completes once the collective is enqueued.
   if (bucket.device().is_cpu()) flight.future->addCallback(note_done, /*uses_future=*/false);
@@ -322,7 +323,7 @@ void Reducer::end_iteration() {
   forwards.iteration_ends();
   for (auto& c : cases_) c->on_end(/*done=*/true);
   iteration.phase = Phase::kIdle;
-  trace_->note(StepEvent::kFinalizeEnd);
+  trace_->end_step();
 }
 
 // --- exceptions

@@ -126,6 +126,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // To be called around a forward with gradients. A backward that reaches one of `outputs`, or another node that was
   // made between the two calls, is this forward's.
   void begin_forward();
+  void arrive(int64_t optimizer_ns) { trace_->arrive(optimizer_ns); }  // before it, and before any wait for others
   void end_forward(const std::vector<at::Tensor>& outputs, bool synchronized);
   // For callers that decide when to synchronize: the next backward does, wherever forward ran.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);

@@ -1,5 +1,6 @@
-// When things happened in the last synchronized backward: nanoseconds of CLOCK_MONOTONIC, the clock of Python's
-// time.monotonic_ns(). Always on: a clock read (some 25 ns) per gradient and six per bucket; nothing here locks.
+// When things happened in the last synchronized backward, and in some before it: nanoseconds of CLOCK_MONOTONIC, the
+// clock of Python's time.monotonic_ns(). Always on: a clock read (some 25 ns) per gradient and seven per bucket;
+// nothing here locks.
 // `ready` also tells the order of arrival: roughly, not exactly, the reverse of the order of definition; buckets cut
 // along the true order are complete sooner.
 #pragma once
@@ -9,25 +10,49 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace minddp {
 
 enum class StepEvent { kForwardBegin, kForwardEnd, kBackwardBegin, kBackwardEnd, kFinalizeEnd, kCount };
-enum class BucketEvent { kReady, kPackBegin, kLaunch, kUnpackBegin, kUnpackEnd, kCount };
+enum class BucketEvent { kReady, kPackBegin, kLaunch, kLaunchEnd, kUnpackBegin, kUnpackEnd, kCount };
 
-struct Trace {
+// One synchronized step.
+struct StepStamps {
   static constexpr int64_t kNever = -1;
+  using Moments = std::array<int64_t, size_t(StepEvent::kCount)>;
   using BucketTimes = std::array<int64_t, size_t(BucketEvent::kCount)>;
-
-  int64_t iteration = 0;  // synchronized backwards so far
-  std::array<int64_t, size_t(StepEvent::kCount)> step{kNever, kNever, kNever, kNever, kNever};
-  std::vector<int64_t> ready;  // by parameter: its last arrival, when the gradient is whole
-  std::vector<BucketTimes> buckets;
   // By bucket, when its collective had ended: written by the transport's threads, perhaps a moment after backward has
   // returned, so each iteration has its own.
   using Done = std::vector<std::atomic<int64_t>>;
+  // What lies between the step before and this one's last forward. A forward arrives before it meets other ranks.
+  struct Approach {
+    int64_t previous_end = kNever, first_arrival = kNever, arrival = kNever;
+    int64_t optimizer = 0;  // a duration: in optimizers' steps, before the first arrival
+  };
+
+  int64_t iteration = 0;  // synchronized backwards so far
+  Moments step{kNever, kNever, kNever, kNever, kNever};
+  Approach approach;
+  std::vector<BucketTimes> buckets;
   std::shared_ptr<Done> done;
+
+  int64_t done_at(size_t bucket) const { return (*done)[bucket].load(std::memory_order_relaxed); }
+  int64_t at(StepEvent event) const { return step[size_t(event)]; }
+  int64_t at(size_t bucket, BucketEvent event) const { return buckets[bucket][size_t(event)]; }
+};
+
+struct Trace : StepStamps {
+  static constexpr size_t kEarlier = 31;  // with the last step 32
+
+  std::vector<int64_t> ready;       // by parameter: its last arrival, when the gradient is whole
+  std::vector<StepStamps> earlier;  // finished steps with these buckets, a ring
+  size_t oldest = 0;                // in the ring
+  bool whole = false;               // the step has ended, and no other has begun its backward
+  Moments finished{};               // of a whole step: the next forward writes into `step`
+  Approach coming;                  // of the next step
+  int64_t optimizer_total = 0;
 
   static int64_t now() {
     return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -35,22 +60,61 @@ struct Trace {
   void note(StepEvent event) { step[size_t(event)] = now(); }
   void note(size_t bucket, BucketEvent event) { buckets[bucket][size_t(event)] = now(); }
   static void note_done(Done& done, size_t bucket) { done[bucket].store(now(), std::memory_order_relaxed); }
-  int64_t done_at(size_t bucket) const { return (*done)[bucket].load(std::memory_order_relaxed); }
-  int64_t at(StepEvent event) const { return step[size_t(event)]; }
-  int64_t at(size_t bucket, BucketEvent event) const { return buckets[bucket][size_t(event)]; }
 
+  // A forward arrives. `optimizer_ns`: spent in optimizers' steps so far.
+  void arrive(int64_t optimizer_ns) {
+    coming.arrival = now();
+    if (coming.first_arrival > at(StepEvent::kFinalizeEnd)) return;
+    coming.first_arrival = coming.arrival;
+    coming.optimizer = optimizer_ns - std::exchange(optimizer_total, optimizer_ns);
+  }
+  // Other buckets: what earlier ones have shown is forgotten.
   void resize(size_t parameter_count, size_t bucket_count) {
-    BucketTimes never;
-    never.fill(kNever);
-    ready.assign(parameter_count, kNever);
-    buckets.assign(bucket_count, never);
-    done = std::make_shared<Done>(bucket_count);
-    for (auto& time : *done) time.store(kNever, std::memory_order_relaxed);
+    earlier.clear();
+    oldest = 0;
+    whole = false;
+    ready.resize(parameter_count);
+    buckets.resize(bucket_count);
+    clear();
   }
   void begin_backward() {
-    resize(ready.size(), buckets.size());
+    const size_t bucket_count = buckets.size();
+    if (whole) keep();
+    whole = false;
+    buckets.resize(bucket_count);
+    clear();
     ++iteration;
+    coming.previous_end = at(StepEvent::kFinalizeEnd);
+    approach = coming;
     note(StepEvent::kBackwardBegin);
+  }
+  void end_step() {
+    note(StepEvent::kFinalizeEnd);
+    finished = step;
+    whole = true;
+  }
+
+ private:
+  void keep() {
+    size_t place = earlier.size();
+    if (place < kEarlier)
+      earlier.emplace_back();
+    else
+      place = std::exchange(oldest, (oldest + 1) % kEarlier);
+    StepStamps& slot = earlier[place];
+    slot.iteration = iteration;
+    slot.step = finished;
+    slot.approach = approach;
+    slot.buckets.swap(buckets);  // memory goes round
+    slot.done = std::move(done);
+  }
+  void clear() {
+    BucketTimes never;
+    never.fill(kNever);
+    ready.assign(ready.size(), kNever);
+    buckets.assign(buckets.size(), never);
+    done = std::make_shared<Done>(buckets.size());
+    for (auto& time : *done) time.store(kNever, std::memory_order_relaxed);
   }
 };
 

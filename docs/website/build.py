@@ -88,6 +88,19 @@ Timeline
    :members:
 .. autoclass:: minddp.timeline.BucketTimes
    :members:
+.. autoclass:: minddp.report.Report
+   :members:
+   :inherited-members:
+.. autoclass:: minddp.report.RankTimes
+   :members:
+.. autoclass:: minddp.report.Straggler
+   :members:
+.. autoclass:: minddp.report.SlowLink
+   :members:
+.. autoclass:: minddp.report.Advice
+   :members:
+.. autoclass:: minddp.report.Prediction
+   :members:
 
 Buckets
 -------

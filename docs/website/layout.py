@@ -23,6 +23,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "configuration": "",
         "troubleshooting": "docs/troubleshooting.md",
         "timeline": "docs/timeline.md",
+        "report": "docs/report.md",
         "errors": "",
     },
     "Learn": {

@@ -78,18 +78,30 @@ class _Steps:
     def __init__(self, optimizer: torch.optim.Optimizer):
         key = id(optimizer)
         self.optimizer = weakref.ref(optimizer, lambda _: _steps.pop(key, None))
-        self.begun, self.ended_ns = 0, -1
+        self.begun, self.begun_ns, self.ended_ns = 0, -1, -1
         self.checked: _Checked | None = None
         self._hook: Any = None
 
     def begin_after_hooks(self, optimizer: torch.optim.Optimizer) -> None:
         own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
         if not own:
-            self.begun += 1
+            self.begin()
             return
         if self._hook is None or self._hook.id not in own:
             self._hook = optimizer.register_step_pre_hook(_begin)
         own.move_to_end(self._hook.id)
+
+    def begin(self) -> None:
+        self.begun += 1
+        if self.begun == 1:
+            self.begun_ns = time.monotonic_ns()
+
+    def end(self) -> None:
+        global _spent_ns
+        self.ended_ns = time.monotonic_ns()
+        if self.begun == 1:
+            _spent_ns += self.ended_ns - self.begun_ns
+        self.begun = max(0, self.begun - 1)
 
     def is_of(self, ids: set[int]) -> bool:
         optimizer = self.optimizer()
@@ -97,10 +109,16 @@ class _Steps:
 
 
 _steps: dict[int, _Steps] = {}  # by id: an optimizer of the program's may not be hashable
+_spent_ns = 0
+
+
+def spent_ns() -> int:
+    """Nanoseconds that all optimizers' steps have taken in this process so far, since the first wrapper was made."""
+    return _spent_ns
 
 
 def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _steps_of(optimizer).begun += 1
+    _steps_of(optimizer).begin()
 
 
 def _steps_of(optimizer: torch.optim.Optimizer) -> _Steps:
@@ -132,9 +150,7 @@ def _look_at_steps() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    steps = _steps_of(optimizer)
-    steps.begun = max(0, steps.begun - 1)
-    steps.ended_ns = time.monotonic_ns()
+    _steps_of(optimizer).end()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

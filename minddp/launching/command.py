@@ -3,6 +3,7 @@
     minddp run script.py [arguments]      an unmodified program, with minddp in the place of torch's class
     minddp tune --model mine:make ...     finds a model's buckets and writes them as a plan
     minddp timeline trace.json            exposed communication per bucket; one step of all ranks as a picture
+    minddp report trace.json              which rank is slow, what communication costs, what would help
     minddp bench buckets ...              the benchmarks (from a clone of the sources)
     minddp simulate --model mlp38 ...     other networks and numbers of ranks (from a clone of the sources)
     minddp doctor                         what is installed and built, and whether a step on two ranks works here
@@ -23,6 +24,7 @@ COMMANDS = {
     "run": ".launching.run",
     "tune": ".launching.tune",
     "timeline": ".timeline.report",
+    "report": ".report.command",
     "bench": ".launching.bench",
     "simulate": ".launching.simulate",
     "doctor": ".launching.doctor",

@@ -8,7 +8,7 @@ for one, but runs none of its code: every method is defined here (a test makes t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..ranks.waiting import wait_for
 from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states, verify_same_start
 from ..reduction.wire import WireFormat
-from ..timeline import StepTimes, step_times
+from ..report.diagnosis import Straggler
 from ..wire import Wire
 from . import delayed_params
 from .buffers import BufferSync
@@ -45,6 +45,7 @@ from .groups import choose_group
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .parameters import Parameters, localize_shards
 from .replicas import Replicas
+from .reports import Reports
 from .shown import shown
 from .torch_base import TorchBase
 from .torch_names import TorchNames
@@ -60,7 +61,7 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 class DistributedDataParallel(  # type: ignore[override,misc]
-    BufferSync, Copies, GradNorm, HookRegistration, ManualFinalization, Replicas, TorchNames, TorchBase
+    BufferSync, Copies, GradNorm, HookRegistration, ManualFinalization, Replicas, Reports, TorchNames, TorchBase
 ):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
@@ -119,6 +120,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             has reported an exception, or is gone, is not waited for, whatever this is. In a wait of no wrapper's
             the largest of a group's wrappers counts; of all wrappers, where the group has none.
             ``MINDDP_DESYNC_TIMEOUT`` sets it where it is not given.
+        on_straggler: called on every rank with a :class:`minddp.report.Straggler` after each 20 synchronized steps in
+            which the same rank held the others up; rank 0 logs it. The ranks meet for it. CPU only.
 
     Raises:
         RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models
@@ -160,6 +163,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         check_finite: bool | str = False,
         check_replicas_every: int | None = None,
         desync_timeout: float | None = None,
+        on_straggler: Callable[[Straggler], Any] | None = None,
     ):
         arguments = locals().copy()
         TorchBase.__init__(self)
@@ -249,7 +253,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             self._lazy_init_ran = True
         grad = torch.is_grad_enabled()
         if grad:
-            engine.check_finished()
+            engine.arrive()
             if engine.reducer.sync_enabled:
                 engine.begin_iteration(self._join_config.enable)
                 if self._minddp_config.check_replicas_every is not None and not self._join_config.enable:
@@ -427,13 +431,6 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         self._minddp_synchronize_model()
         self._minddp_config = engine.replaced(bucket_plan=None)
         engine.rebuild(self._minddp_config)
-
-    def last_step(self) -> StepTimes:
-        """Where the last synchronized backward's time went, in seconds, bucket by bucket.
-
-        Cheap enough to call in every step; the raw stamps are ``ddp.reducer.last_step()``.
-        """
-        return step_times(self.reducer.last_step())
 
     def wire_state(self) -> dict[str, torch.Tensor]:
         """This rank's error feedback of ``wire="int8"``, by parameter name: bfloat16, of the parameter's shape.

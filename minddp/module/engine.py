@@ -29,6 +29,8 @@ from ..ranks import ordering
 from ..reduction.bucket_assignment import split_by_kind
 from ..reduction.reducer import Reducer, weakly
 from ..reduction.wire import WireFormat
+from ..report.advice import Gradients
+from ..report.watch import StragglerWatch
 from ..timeline import recording
 from .comm_hooks import BUILTIN_HOOK_DTYPES, waits_in_callbacks
 from .logging_data import LoggingData
@@ -78,6 +80,7 @@ class Engine(StepCheck):
         self.finite: FiniteCheck | None = None
         self.has_rebuilt_buckets = False
         self._checks_order = ordering.enabled()
+        self._stragglers = None if config.on_straggler is None else StragglerWatch(config.on_straggler)
         self._made = False
         self._token: str | None = None  # what all ranks call this wrapper
         self._changed = False
@@ -254,6 +257,11 @@ class Engine(StepCheck):
 
     # --- iterations ---
 
+    def arrive(self) -> None:
+        """First of all in a forward with gradients: what comes before is this rank's own time."""
+        self.reducer.arrive(optimizer_guard.spent_ns())
+        self.check_finished()
+
     def begin_iteration(self, joining: bool) -> None:
         """Before each forward whose backward will be synchronized, after :meth:`check_finished`.
 
@@ -277,6 +285,10 @@ class Engine(StepCheck):
         if not joining:  # a joined rank would not take part in these collectives
             if self.tuner is not None:
                 self.tuner.before_forward()
+            iteration = self.reducer.iteration()
+            if self._stragglers is not None and self._stragglers.is_due(iteration):
+                with self.collective():
+                    self._stragglers.look(iteration, self.reducer, self.group)
             if self._checks_order:
                 ordering.check(self.group)
                 ordering.record(self.group, f"DDP backward of {len(self.reducer.buckets())} buckets")
@@ -382,6 +394,12 @@ class Engine(StepCheck):
     def names_of_parameters(self) -> dict[torch.Tensor, str]:
         """Of those that are reduced."""
         return dict(zip(self.parameters.reduced, self.parameters.names))
+
+    def gradients(self) -> Gradients:
+        """What travels, for a report."""
+        plain = all(parameter.dtype == torch.float32 for parameter in self.parameters.reduced)
+        asked = self.wire.is_in_force or self.hook is not None or self._reduce_dtype() is not None
+        return Gradients(self.reducer.wire_nbytes, self.reducer.kinds, plain and not asked)
 
     @property
     def bucket_plan(self) -> BucketPlan:

@@ -149,7 +149,14 @@ class Reducer(_C.Reducer):
     def last_step(self) -> dict[str, Any]:
         """Stamps of the last synchronized step, in nanoseconds; on a device a bucket says so, since there they are of
         the host, which enqueues the step."""
-        step = super().last_step()
+        return self._marked(super().last_step())
+
+    def recent_steps(self, at_most: int = 32) -> list[dict[str, Any]]:
+        """The same of the last synchronized steps that have ended with these buckets, oldest first; 32 are kept. Only
+        the newest has ``ready_ns``, and its buckets ``parameters``."""
+        return [self._marked(step) for step in super().recent_steps(at_most)]
+
+    def _marked(self, step: dict[str, Any]) -> dict[str, Any]:
         for bucket in step["buckets"] if self._device.type != "cpu" else ():
             bucket["on_device"] = True
         return step

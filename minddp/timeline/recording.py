@@ -1,7 +1,7 @@
 """Where a step's time goes: ``ddp.last_step()``, and timelines of all ranks as Chrome/Perfetto JSON.
 
 Overview
-    The reducer stamps every synchronized backward (always; a clock read per gradient and six per
+    The reducer stamps every synchronized backward (always; a clock read per gradient and seven per
     bucket). :func:`step_times` turns one step's stamps into seconds. While a trace is open, the module
     calls :func:`after_step` at the beginning of each forward, which keeps the stamps of the step before.
     When it closes, rank 0 collects every rank's part through the process group's store and writes one
@@ -58,6 +58,7 @@ class _ModuleRecord:
     steps: list[dict[str, Any]] = field(default_factory=list)
     last_iteration: int = 0
     dropped: int = 0
+    gradients: dict[str, Any] = field(default_factory=dict)  # what a report is told of what travels
 
     def add(self, step: dict[str, Any], begin_ns: int, limit: int) -> None:
         """Keeps ``step`` unless it was seen before, began before the trace, or the limit is reached."""
@@ -76,7 +77,7 @@ class _ModuleRecord:
 
     def to_json(self) -> dict[str, Any]:
         facts = {"name": self.name, "parameter_names": self.parameter_names, "dropped": self.dropped}
-        return {**facts, "steps": self.steps}
+        return {**facts, **self.gradients, "steps": self.steps}
 
 
 class Trace:
@@ -158,6 +159,8 @@ class Trace:
             before.reducer = None
             record.earlier = before.earlier + len(before.steps)
             record.name += f" (remade after {record.earlier} steps)"
+        if hasattr(ddp, "gradients"):
+            record.gradients = ddp.gradients().to_json()
         self._by_module[ddp] = record
         self._records.append(record)
         return record

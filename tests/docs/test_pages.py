@@ -64,6 +64,7 @@ WORDED_ELSEWHERE = [
     "minddp/functional/calls.py: CollectiveError(call.error)",
     "minddp/guards/optimizer_guard.py: RuntimeError(_refused[key][1])",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
+    "minddp/report/command.py: TraceFileError(f'module {module}: {error}')",
     "minddp/testing.py: RankError(text, failures, results)",
 ]
 

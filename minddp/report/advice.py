@@ -1,0 +1,176 @@
+"""What other buckets, or fewer bytes, would make of a step, as the planner predicts it. Pure: stamps in, seconds out.
+
+The newest step tells when gradients come, all steps tell how long the rest takes and what collectives cost. What is
+left out: collectives slow the backward beside them, casting takes time, and vectors travel as they are also with
+``wire=``. So the prediction for the present buckets stands beside what was measured: that is how far to trust it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..planner.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
+from ..planner.collective_cost import Cost
+from ..planner.optimal import capped_buckets, optimal_plan
+from ..planner.simulator import simulate_step
+from ..timeline.step_times import Stamps
+
+__all__ = ["Advice", "Gradients", "Prediction", "advise"]
+
+_MIB = 1 << 20
+_CAPS_MB = (0.5, 1, 2, 5, 10, 25, 50)
+_WIRES = {"bf16": 0.5, "int8": 0.254}  # bytes for one of float32's
+_GAIN = 0.03
+_SLACK = 0.005  # of a step, for fewer buckets, as the tuner's
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients that travel, by parameter index.
+
+    Attributes:
+        nbytes: bytes of each on the wire.
+        kinds: what may not share a bucket.
+        can_shrink: they travel as float32, and nobody has asked for another ``wire``.
+    """
+
+    nbytes: Sequence[int]
+    kinds: Sequence[Hashable]
+    can_shrink: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """For a trace's file; kinds become numbers."""
+        numbers: dict[Hashable, int] = {}
+        kinds = [numbers.setdefault(kind, len(numbers)) for kind in self.kinds]
+        return {"nbytes": list(self.nbytes), "kinds": kinds, "can_shrink": self.can_shrink}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step as predicted, from forward's begin to the averaged gradients.
+
+    Attributes:
+        name: what would be changed, as the constructor's argument.
+        buckets: how many.
+        seconds: the predicted step.
+        exact: gradients stay as they are, but for the order of sums.
+    """
+
+    name: str
+    buckets: int
+    seconds: float
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What the planner predicts.
+
+    Attributes:
+        measured_seconds: the step as it is: the median, without waits for a late rank.
+        present: the prediction for the present buckets.
+        others: predictions for other buckets and fewer bytes.
+    """
+
+    measured_seconds: float
+    present: Prediction
+    others: tuple[Prediction, ...]
+
+    @property
+    def error(self) -> float:
+        """The prediction for the present buckets, less what was measured, as a part of that."""
+        return self.present.seconds / self.measured_seconds - 1
+
+    def best(self, exact: bool = False) -> Prediction | None:
+        """The shortest predicted step, if it saves 3 % or more.
+
+        Args:
+            exact: only those that leave gradients as they are.
+        """
+        allowed = [other for other in self.others if other.exact or not exact]
+        best = min(allowed, key=lambda other: other.seconds, default=self.present)
+        return best if best.seconds <= (1 - _GAIN) * self.present.seconds else None
+
+    def gain(self, prediction: Prediction) -> float:
+        """What ``prediction`` saves of the present step, as a part of it."""
+        return 1 - prediction.seconds / self.present.seconds
+
+
+def advise(steps: Sequence[Sequence[Stamps]], gradients: Gradients, alone: Sequence[Burst] = ()) -> Advice | None:
+    """Predictions from what was measured.
+
+    Args:
+        steps: by rank, the same steps with the same buckets, oldest first; the newest tells of parameters.
+        gradients: what travels.
+        alone: collectives that were timed with nothing beside them.
+
+    Returns:
+        ``None`` where too little was seen: no collective, or only such as do not tell start from length.
+    """
+    newest = [rank[-1] for rank in steps]
+    if any(len(step.get("ready_ns", ())) != len(gradients.nbytes) for step in newest):
+        return None
+    seen = [*alone]
+    for moment in zip(*steps, strict=True):
+        lean = [StepTimes.from_last_step({**step, "ready_ns": []}) for step in moment]
+        seen += bursts(StepTimes.slowest(lean).collectives)
+    if len({burst.nbytes / burst.count for burst in seen}) < 2:
+        return None
+    profile, order = _profile(steps, gradients)
+    measured = statistics.median(
+        min(step["finalize_end_ns"] - _forward_begin(step) for step in moment) * 1e-9
+        for moment in zip(*steps, strict=True)
+    )
+    positions = {index: position for position, index in enumerate(order)}
+    launched = [bucket["parameters"] for bucket in newest[0]["buckets"]]
+    present = [[positions[index] for index in bucket] for bucket in launched]
+    cost = fit_bursts(seen)
+    others = _other_buckets(profile, [gradients.kinds[index] for index in order], cost)
+    if gradients.can_shrink:
+        others += [
+            replace(_predict(f'wire="{name}"', _shrunk(profile, factor), present, cost), exact=False)
+            for name, factor in _WIRES.items()
+        ]
+    return Advice(measured, _predict("the present buckets", profile, present, cost), tuple(others))
+
+
+def _forward_begin(step: Stamps) -> int:
+    return min(step["forward_begin_ns"], step["backward_begin_ns"])
+
+
+def _profile(steps: Sequence[Sequence[Stamps]], gradients: Gradients) -> tuple[BackwardProfile, list[int]]:
+    """The newest step's ready times, in a backward, forward and tail of typical length; the slowest rank's each."""
+    moments = [
+        [StepTimes.from_last_step({**step, "ready_ns": []}) for step in moment] for moment in zip(*steps, strict=True)
+    ]
+    slowest = [StepTimes.slowest(moment) for moment in moments]
+    newest = StepTimes.slowest([StepTimes.from_last_step(rank[-1]) for rank in steps])
+    backward = statistics.median(times.backward_seconds for times in slowest)
+    profile, order = BackwardProfile.from_times(newest, gradients.nbytes)
+    stretch = backward / profile.backward_seconds
+    ready = [seconds * stretch for seconds in profile.ready_seconds]
+    forward = max(0.0, statistics.median(times.forward_seconds for times in slowest))
+    tail = statistics.median(times.tail_seconds for times in slowest)
+    return BackwardProfile(ready, profile.nbytes, max(backward, ready[-1]), forward, tail), order
+
+
+def _shrunk(profile: BackwardProfile, factor: float) -> BackwardProfile:
+    return replace(profile, nbytes=[round(nbytes * factor) for nbytes in profile.nbytes])
+
+
+def _predict(name: str, profile: BackwardProfile, buckets: Sequence[Sequence[int]], cost: Cost) -> Prediction:
+    return Prediction(name, len(buckets), simulate_step(profile, buckets, cost).step_seconds)
+
+
+def _other_buckets(profile: BackwardProfile, kinds: Sequence[Hashable], cost: Cost) -> list[Prediction]:
+    """The best uniform cap, and the optimum."""
+    by_cap = {cap: capped_buckets(profile.nbytes, int(cap * _MIB), kinds=kinds) for cap in _CAPS_MB}
+    caps = [_predict(f"bucket_cap_mb={cap:g}", profile, buckets, cost) for cap, buckets in by_cap.items()]
+    plan = optimal_plan(
+        profile.ready_seconds, profile.nbytes, cost, kinds=kinds, slack_seconds=_SLACK * profile.local_seconds
+    )
+    best_cap = min(caps, key=lambda prediction: prediction.seconds)
+    return [best_cap, _predict('bucket_cap_mb="auto"', profile, plan.buckets, cost)]

@@ -1,0 +1,99 @@
+"""How fast each link is, by messages between neighbours on a ring. Collective.
+
+A ring's collectives end together on all ranks, so they do not tell whose link held them up; messages between two
+ranks do. A rank has one partner at a time, so that no two messages share its link. The links are gone through several
+times, more often where one seems slow, and the shortest time of each counts: a process that does not get its
+processor for a moment is no slow link.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..planner.backward_profile import Burst
+from ..planner.collective_cost import measure_allreduce
+from ..ranks.messages import gather_objects
+from .result import LinkTimes
+
+__all__ = ["probe", "rounds"]
+
+_NBYTES = 512 << 10
+_REPEATS = 2  # in a turn
+_TURNS, _MORE_TURNS = 3, 12  # the links are gone through; where one seems slow
+_SUSPICIOUS = 1.4
+_SECONDS = 1.0  # after which a link is believed to be slow
+_LEAST_RANKS = 3  # of two, the one link has none to be compared with
+_ALONE_NBYTES, _ALONE_SECONDS = 1 << 20, 0.2
+
+
+def probe(group: Any, device: torch.device, total_nbytes: int) -> LinkTimes | None:
+    """What links and lone allreduces take, the same on all ranks; ``None`` where that cannot be measured.
+
+    Args:
+        group: the process group, of two ranks or more.
+        device: where the parameters are.
+        total_nbytes: what one step sends; no allreduce is larger.
+    """
+    if device.type != "cpu" or type(group) is not dist.ProcessGroup:
+        return None
+    largest = min(total_nbytes, _ALONE_NBYTES)
+    sizes, seconds = measure_allreduce(group, max_nbytes=largest, device=device, budget_seconds=_ALONE_SECONDS)
+    alone = [Burst(1, nbytes, taken) for nbytes, taken in zip(sizes, seconds, strict=True)]
+    links: dict[tuple[int, int], float] = {}
+    if group.size() >= _LEAST_RANKS:
+        links = _probe_links(group)
+    return LinkTimes(_NBYTES, links, alone)
+
+
+def rounds(size: int) -> list[list[tuple[int, int]]]:
+    """The links of a ring of ``size`` ranks, in rounds in which each rank has one at most."""
+    links = [(rank, (rank + 1) % size) for rank in range(size)]
+    even, odd, last = links[0 : size - size % 2 : 2], links[1::2], links[size - 1 :] if size % 2 else []
+    return [links for links in (even, odd, last) if links]
+
+
+def _probe_links(group: Any) -> dict[tuple[int, int], float]:
+    """Seconds by (sender, receiver). All ranks see the same times, so they stop together."""
+    shortest: dict[tuple[int, int], float] = {}
+    spent = 0.0
+    for turn in range(_MORE_TURNS):
+        usual = statistics.median(shortest.values()) if shortest else 0.0
+        seems_slow = max(shortest.values(), default=0.0) > _SUSPICIOUS * usual
+        if turn >= _TURNS and (spent > _SECONDS or not seems_slow):
+            break
+        for src, dst, taken in itertools.chain(*gather_objects(list(_turn(group)), group)):
+            spent += taken * _REPEATS
+            shortest[src, dst] = min(taken, shortest.get((src, dst), taken))
+    return shortest
+
+
+def _turn(group: Any) -> Iterator[tuple[int, int, float]]:
+    """(sender, receiver, seconds) of the links on which this rank sends."""
+    rank = group.rank()
+    message, ack = torch.zeros(_NBYTES, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    for link in [link for links in rounds(group.size()) for link in links if rank in link]:
+        for src, dst in (link, link[::-1]):
+            if rank == src:
+                yield src, dst, min(_send(group, dst, message, ack) for _ in range(_REPEATS))
+            else:
+                _receive(group, src, message, ack)
+
+
+def _receive(group: Any, src: int, message: torch.Tensor, ack: torch.Tensor) -> None:
+    for _ in range(_REPEATS):
+        group.recv([message], src, 0).wait()
+        group.send([ack], src, 0).wait()
+
+
+def _send(group: Any, dst: int, message: torch.Tensor, ack: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    group.send([message], dst, 0).wait()
+    group.recv([ack], dst, 0).wait()
+    return time.perf_counter() - begin
