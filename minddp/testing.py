@@ -127,7 +127,7 @@ def _groups_are_gone() -> bool:
     made, too, and ranks that count differently wait for each other for ever."""
     import torch.distributed as dist
 
-    return getattr(dist.distributed_c10d._world, "group_count", 0) == 0
+    return bool(dist.distributed_c10d._world.group_count == 0)
 
 
 def _rank_main(rank: int, world_size: int, threads: int, pipe: Connection) -> None:
