@@ -15,6 +15,7 @@
 # make sanitize     the C++ under ThreadSanitizer, AddressSanitizer, UBSan; ARGS="shm --operations 4000"
 # make mutants      plants faults in a copy, each of which a test must catch; ARGS="--only reducer- --folder /tmp/m"
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
+# make results      makes every result that README and docs name anew: hours; ARGS="wire"
 # make docs         the site, in build/docs/html, and its tests: every page in a browser, every command of the docs
 # make exercises    tests what you have written in exercises/; SOLUTIONS=1: the solutions
 # make check-torch  builds and tests with each release in TORCHES, aside; ARGS="--turn 1/3": a third of the tests
@@ -36,7 +37,7 @@ CUDA_ARCHS ?= 9.0
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: build demo test test-rest test-all test-part status note test-libraries libraries engines package lint format conformance conformance-shm fuzz faults faults-part kills soak sanitize mutants tutorials docs
-.PHONY: exercises bench check-torch check-newest check-cuda gpu-check clean distclean
+.PHONY: exercises results bench check-torch check-newest check-cuda gpu-check clean distclean
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -196,6 +197,10 @@ docs: $(BUILT) $(call needs,docs) $(call needs,tutorials) $(call needs,test)
 
 exercises: $(BUILT) $(call needs,test)
 	SOLUTIONS=$(SOLUTIONS) $(PY) -m pytest exercises $(ARGS)
+
+# Every result that README and docs name, made anew: hours. ARGS="wire --list"
+results: $(BUILT) $(call needs,bench) $(call needs,tutorials)
+	$(PY) benchmarks/all_results.py $(ARGS)
 
 bench: $(BUILT) $(call needs,bench)
 	$(PY) benchmarks/overhead.py $(ARGS)

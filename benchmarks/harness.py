@@ -16,6 +16,7 @@ import platform
 import random
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -210,6 +211,17 @@ def rounds(variants: Sequence[Any], count: int, seed: int = 0) -> list[list[Any]
 # ---- result files
 
 
+def version() -> str:
+    """minddp's, and the commit, in a clone."""
+    import minddp
+
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    with contextlib.suppress(OSError):
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        return f"{minddp.__version__} {commit}".strip()
+    return str(minddp.__version__)
+
+
 def machine() -> dict[str, Any]:
     """What the measurement ran on: processor, cores, versions, load."""
     import torch
@@ -225,6 +237,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "minddp": version(),
         "load": round(os.getloadavg()[0], 2),
         "date": time.strftime("%Y-%m-%d"),
     }

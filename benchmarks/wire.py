@@ -9,8 +9,8 @@ medians of the rounds with quartiles, ratios to torch's default arguments and to
 rank's network interface has sent in a step. No optimizer runs. ``--link`` (needs root) puts each rank in a network
 namespace of its own; without it the ranks talk over loopback.
 
-``--learning`` trains a classifier of handwritten digits with five seeds for each wire, with and without error
-feedback.
+``--learning`` trains a classifier of handwritten digits and a small GPT, with five seeds for each wire, with error
+feedback and without.
 
 Results: wire-*.json and wire-*.png in --output. An interrupted run goes on with the same command.
 """
@@ -18,7 +18,10 @@ Results: wire-*.json and wire-*.png in --output. An interrupted run goes on with
 from __future__ import annotations
 
 import argparse
+import importlib
+import itertools
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ POWER = tuple(Point(f"minddp-powersgd{rank}", "default") for rank in (1, 4))
 HOOKS = (Point("torch-fp16hook", "default"), Point("torch-bf16hook", "default"), *POWER)
 WIRES = tuple(Point(f"minddp-{wire}", "default") for wire in ("ordered", "bf16", "fp16", "int8"))
 POINTS = (Point(LOCAL), TORCH, *CAPS, *HOOKS, DEFAULT, *WIRES)
+_TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 PALETTE = {"torch": "#d1495b", "minddp": "#1b6ca8", "local": "#8d99ae"}
 
 Table = dict[Point, tuple[Spread, Spread, Spread, float, Spread | None]]
@@ -136,44 +140,80 @@ SEEDS = range(5)
 LEARNED = ("float32", "bf16", "fp16", "int8", "int8 without feedback", "int8, stochastic, without feedback")
 
 
-def learn(rank: int, world_size: int, wire: str, seed: int, steps: int) -> float:
-    """The training loss of a classifier of handwritten digits after ``steps`` steps."""
+def _digits(seed: int, rank: int, world_size: int) -> tuple[Any, Any, Any, Any]:
+    """A classifier of handwritten digits: model, optimizer, ``loss(ddp)`` of a batch, ``final(model)`` of all."""
     import torch
     from sklearn.datasets import load_digits
-
-    import minddp
 
     data = load_digits()
     inputs = torch.tensor(data.data, dtype=torch.float32) / 16
     labels = torch.tensor(data.target)
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    loss_of = torch.nn.CrossEntropyLoss()
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    shard = torch.arange(len(labels))[rank::world_size]
+
+    def loss(ddp: Any) -> Any:
+        picked = shard[torch.randint(len(shard), (32,), generator=generator)]
+        return loss_of(ddp(inputs[picked]), labels[picked])
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return model, optimizer, loss, lambda model: loss_of(model(inputs), labels)
+
+
+def _gpt(seed: int, rank: int, world_size: int) -> tuple[Any, Any, Any, Any]:
+    """Tutorial 10's GPT on the standard library's sources, smaller: the same four."""
+    import torch
+
+    sys.path.insert(0, str(_TUTORIALS))
+    nanogpt: Any = importlib.import_module("10_nanogpt")
+    nanogpt.WIDTH, nanogpt.LAYERS, nanogpt.CONTEXT, nanogpt.BATCH = 32, 2, 32, 8
+    training, held_out = nanogpt.read_corpus()
+    torch.manual_seed(seed)
+    model = nanogpt.GPT()
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    fixed = torch.Generator().manual_seed(7)
+    examples = [nanogpt.draw(held_out, fixed) for _ in range(40)]
+
+    def final(model: Any) -> Any:
+        return torch.stack([model(*example) for example in examples]).mean()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    return model, optimizer, lambda ddp: ddp(*nanogpt.draw(training, generator)), final
+
+
+TASKS = {"digits": _digits, "gpt": _gpt}
+
+
+def learn(rank: int, world_size: int, task: str, wire: str, seed: int, steps: int) -> float:
+    """The loss after ``steps`` steps: of the training set (digits), or of held-out text (gpt)."""
+    import torch
+
+    import minddp
+
+    model, optimizer, loss, final = TASKS[task](seed, rank, world_size)
     options = {
         "float32": None, "int8 without feedback": minddp.Wire("int8", error_feedback=False),
         "int8, stochastic, without feedback": minddp.Wire("int8", error_feedback=False, stochastic=True, seed=seed),
     }  # fmt: skip
     ddp = minddp.DistributedDataParallel(model, wire=options.get(wire, wire))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    loss_of = torch.nn.CrossEntropyLoss()
-    generator = torch.Generator().manual_seed(100 * seed + rank)
-    shard = torch.arange(len(labels))[rank::world_size]
     for _ in range(steps):
-        picked = shard[torch.randint(len(shard), (32,), generator=generator)]
         optimizer.zero_grad()
-        loss_of(ddp(inputs[picked]), labels[picked]).backward()
+        loss(ddp).backward()
         optimizer.step()
     with torch.no_grad():
-        return float(loss_of(model(inputs), labels))
+        return float(final(model))
 
 
 def learning(arguments: argparse.Namespace) -> None:
-    losses: dict[str, list[float]] = {}
+    losses: dict[str, dict[str, list[float]]] = {task: {} for task in TASKS}
     with harness.Ranks(arguments.ranks, "gloo") as ranks:
-        for wire in LEARNED:
-            losses[wire] = [ranks.run(learn, wire, seed, arguments.learning_steps)[0] for seed in SEEDS]
-            low, high = min(losses[wire]), max(losses[wire])
-            mean = statistics.mean(losses[wire])
-            print(f"{wire:36s} loss {mean:.5f} [{low:.5f}, {high:.5f}] of {len(SEEDS)} seeds")
+        for task, wire in itertools.product(TASKS, LEARNED):
+            found = [ranks.run(learn, task, wire, seed, arguments.learning_steps)[0] for seed in SEEDS]
+            losses[task][wire] = found
+            spread = f"{statistics.mean(found):.5f} [{min(found):.5f}, {max(found):.5f}]"
+            print(f"{task:8s}{wire:36s} loss {spread} of {len(SEEDS)} seeds", flush=True)
     facts = {"command": harness.command(), "machine": harness.machine(), "steps": arguments.learning_steps}
     harness.write_json(arguments.output / "wire-learning.json", {**facts, "losses": losses})
 

@@ -1,6 +1,7 @@
 // Python's view of the reducer: pybind11 only, no logic of its own.
 #include "bindings_comm_hook.h"
 #include "bindings_find_tensors.h"
+#include "cases/grad_norms.h"
 #include "reducer/reducer.h"
 #include "support/gil_release.h"
 #include "support/watched_wait.h"
@@ -390,6 +391,10 @@ void bind_reducer(py::module_& module) {
       .def("_ddp_graph_static", &Reducer::graph_is_static)
       .def("last_error", [](const Reducer& r) { return r.state().last_error; })
       .def("position", &position)
+      .def(
+          "ask_norms", [](Reducer& r, bool local) { r.norms().ask(local); }, py::arg("local") = false)
+      .def("measured_norm", [](Reducer& r) { return r.norms().averaged(); })
+      .def("norms_before_and_after", [](Reducer& r) { return r.norms().before_and_after(); })
       .def("last_step", &last_step)
       .def("recent_steps", &recent_steps, py::arg("at_most"));
 }

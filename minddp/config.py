@@ -17,7 +17,8 @@ from .planner import BucketPlan
 from .wire import Wire, make_wire
 
 MIB = 1024 * 1024
-DEFAULT_BUCKET_CAP_MB = 25
+DEFAULT_BUCKET_CAP_MB = 25  # at most
+_DEFAULT_BUCKETS, _DEFAULT_LEAST_BYTES = 10, 2 * MIB
 DEFAULT_LAST_BUCKET_BYTES = MIB
 _DEFAULT_ALONE_BYTES = {"cpu": 4 * MIB}  # elsewhere the cap: collectives cost more there, copies less
 
@@ -63,6 +64,16 @@ class Config:
     def cap(self) -> int:
         """The largest bucket, in bytes."""
         return max(self.caps)
+
+    def caps_for(self, total: int) -> tuple[int, ...]:
+        """``caps``, for gradients of ``total`` bytes.
+
+        Where nobody chose them, some ten buckets: the last of equal ones has a tenth of the transfer, which backward
+        does not hide, and few of them pay the collective's latency more often than they must.
+        """
+        if not self.default_caps:
+            return self.caps
+        return (min(max(total // _DEFAULT_BUCKETS, _DEFAULT_LEAST_BYTES), *self.caps),)
 
     @property
     def last_cap(self) -> int | None:

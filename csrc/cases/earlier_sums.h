@@ -20,10 +20,10 @@ class EarlierSums : public Case {
     for (size_t i = 0; i < state_.parameters.size(); ++i) refuse(i);
   }
 
-  void after_unpack(const std::vector<int32_t>& used) override {
-    for (size_t i = 0; i < used.size(); ++i)
-      if (const at::Tensor& grad = state_.parameters[i].grad(); used[i] && grad.defined())
-        state_.grads[i].result = grad;
+  void after_unpack(const Bucket& bucket, const std::vector<int32_t>& used) override {
+    for (const Bucket::Slot& slot : *bucket.slots())
+      if (const at::Tensor& grad = slot.parameter.grad(); used[slot.index] && grad.defined())
+        state_.grads[slot.index].result = grad;
   }
 
  private:

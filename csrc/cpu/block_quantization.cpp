@@ -185,9 +185,28 @@ void add(const float* other, int64_t n, float* x) {
   for (int64_t i = 0; i < n; ++i) x[i] = x[i] + other[i];
 }
 
+// To the nearest bfloat16: what is lost is finite, and far from the largest.
 MINDDP_BLOCK_LOOP
 void keep(const float* left, int64_t n, uint16_t* lost) {
-  for (int64_t i = 0; i < n; ++i) lost[i] = to_bfloat16(left[i]);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(left[i]);
+    lost[i] = uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  }
+}
+
+// A block is too short for the processor to see that the next one follows: its memory is asked for two blocks ahead.
+template <class T>
+inline void prefetch(const T* src, const uint16_t* lost, const QuantizedBlock* block) {
+#if defined(__GNUC__)
+  constexpr int64_t kLine = 64, kAhead = 2;
+  auto ask = [](const auto* memory, int64_t bytes, auto writes) {
+    const char* next = reinterpret_cast<const char*>(memory) + kAhead * bytes;
+    for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(next + i, writes.value);
+  };
+  ask(src, kN * int64_t(sizeof(T)), std::false_type());
+  if (lost) ask(lost, kN * int64_t(sizeof(uint16_t)), std::true_type());
+  ask(block, int64_t(sizeof(QuantizedBlock)), std::true_type());
+#endif
 }
 
 template <class T>
@@ -196,6 +215,7 @@ void quantize_as(
   alignas(64) float x[kN], left[kN];
   for (int64_t begin = 0; begin < numel; begin += kN) {
     const int64_t n = std::min(kN, numel - begin);
+    prefetch(src + begin, lost ? lost + begin : nullptr, &blocks[begin / kN]);
     uint32_t largest = 0;
     if constexpr (std::is_same_v<T, float>)  // the usual case, in one pass
       if (lost && n == kN) largest = load_block(src + begin, scale, lost + begin, x);

@@ -14,6 +14,12 @@
 #define MINDDP_HAS_AVX2_CLONES 1
 #define MINDDP_AVX2 __attribute__((target("avx2,f16c")))
 #endif
+// One binary for every x86-64: the loader picks the AVX2 version where the machine has it.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define MINDDP_VECTORIZED __attribute__((target_clones("avx2", "default")))
+#else
+#define MINDDP_VECTORIZED
+#endif
 // Inlined into the AVX2 version and into the plain one, each time compiled for that caller.
 #define MINDDP_INLINE inline __attribute__((always_inline))
 

@@ -11,13 +11,6 @@
 #include "../cuda/scaled_copy.h"
 #endif
 
-// One binary for every x86-64: the loader picks the AVX2 version where the machine has it.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MINDDP_VECTORIZED __attribute__((target_clones("avx2", "default")))
-#else
-#define MINDDP_VECTORIZED
-#endif
-
 namespace minddp {
 namespace {
 

@@ -5,6 +5,7 @@
 #include "cases/lazy_memory.h"
 #include "cases/moved_views.h"
 #include "cases/quantized_bucket.h"
+#include "cases/grad_norms.h"
 #include "cases/shared_parameters.h"
 #include "cases/sparse_bucket.h"
 #include "cases/view_bucket.h"
@@ -45,6 +46,16 @@ void Reducer::share(const std::shared_ptr<Reducer>& other, bool views) {
     cases_.emplace_back(shared_);
   }
   shared_->add({other, static_cast<const ReducerState*>(other.get())}, views);
+}
+
+GradNorms& Reducer::norms() {
+  auto lock = guard();
+  if (!norms_) {
+    ReducerState& state = *this;
+    norms_ = new GradNorms(state);
+    cases_.emplace_back(norms_);
+  }
+  return *norms_;
 }
 
 // Hooks hold the reducer weakly: autograd's nodes keep the hooks, the reducer keeps the parameters, and parameters

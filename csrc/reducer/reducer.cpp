@@ -275,7 +275,6 @@ void Reducer::finalize_backward() {
     unpack(i, scale, used ? *used : grads.used);
   }
   if (!used) read();
-  for (auto& c : cases_) c->after_unpack(*used);
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets.size());
   used_map_.join([&](Future& future) { wait(future, buckets.size()); });
   end_iteration();
@@ -293,7 +292,10 @@ void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& use
     result = at::view_as_complex(result.reshape({-1, 2}));  // as a process group's own future holds it
   if (result.numel() != bucket.numel()) fail(errors::wrong_hook_result(rank, index, result.numel(), bucket.numel()));
   trace_->note(index, BucketEvent::kUnpackBegin);
-  if (!optimizer_in_backward) bucket.unpack(result, scale, used);
+  if (!optimizer_in_backward) {
+    bucket.unpack(result, scale, used);
+    for (auto& c : cases_) c->after_unpack(bucket, used);
+  }
   bucket.hold_back_streams();
   trace_->note(index, BucketEvent::kUnpackEnd);
 }

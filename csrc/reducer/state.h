@@ -68,8 +68,8 @@ class Case {
   virtual void on_arrival(ArrivedGradient& arrival) {}
   // An iteration begins; nothing is packed.
   virtual void on_begin() {}
-  // Averages are in their places, of parameters with used[index] != 0.
-  virtual void after_unpack(const std::vector<int32_t>& used) {}
+  // A bucket's averages are in their places, of parameters with used[index] != 0.
+  virtual void after_unpack(const Bucket& bucket, const std::vector<int32_t>& used) {}
   // The iteration is over: `done`, or given up.
   virtual void on_end(bool done) {}
 };

@@ -40,6 +40,7 @@ from .engine import Engine
 from .finalization import ManualFinalization
 from .find_tensors import find_tensors
 from .forward_steps import steps_of
+from .grad_norm import GradNorm
 from .groups import choose_group
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .parameters import Parameters, localize_shards
@@ -60,7 +61,7 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 class DistributedDataParallel(  # type: ignore[override,misc]
-    BufferSync, Copies, HookRegistration, ManualFinalization, Replicas, Reports, TorchNames, TorchBase
+    BufferSync, Copies, GradNorm, HookRegistration, ManualFinalization, Replicas, Reports, TorchNames, TorchBase
 ):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
@@ -76,9 +77,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         broadcast_buffers: deprecated by torch; use ``forward_sync_buffers``.
         init_sync: verify and broadcast parameters and buffers at construction.
         process_group: group to reduce over; default: the default group. Not with ``device_mesh``.
-        bucket_cap_mb: a bucket closes once it holds this many MiB. ``None``: 25, and 1 for the last bucket,
-            whose reduction nothing can hide; a gradient of 25 MiB (on the CPU: 4) has a bucket of its own,
-            which spares a copy. ``"auto"`` measures and re-plans.
+        bucket_cap_mb: a bucket closes once it holds this many MiB. ``None``: a tenth of all gradients, between 2 and
+            25, and 1 for the last bucket, whose reduction nothing can hide; a gradient of 25 MiB (on the CPU: 4) has
+            a bucket of its own, which spares a copy. ``"auto"`` measures and re-plans.
         find_unused_parameters: allow parameters that take no part in a backward. Costs no graph walk in forward:
             autograd's engine has found what takes part when backward begins.
         check_reduction: deprecated, without effect.

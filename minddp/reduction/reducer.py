@@ -70,6 +70,7 @@ class Reducer(_C.Reducer):
         # Nor are views made anew, as with torch's: a program may hold those that it has seen.
         keeps_buckets = config.skip_all_reduce_unused_params or config.gradient_as_bucket_view
         self.is_settled = keeps_buckets and not self._agrees_on_order
+        self.not_reduced: list[torch.nn.Parameter] | None = None  # the module's others, once norms are asked for
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook, self._divisor = False, group.size()
         self._manual_finalization = config.manual_finalization
@@ -104,13 +105,14 @@ class Reducer(_C.Reducer):
         # What never arrived would hold up what did, so the two do not share buckets.
         config = self.config
         alone = config.alone_from(self._device.type) or math.inf
+        caps = config.caps_for(sum(self._nbytes))
         kinds: list[Hashable] = [
             (kind, i) if nbytes >= alone else kind for i, (kind, nbytes) in enumerate(zip(self.kinds, self._nbytes))
         ]
         return [
             bucket
             for order in (arrived, absent)
-            for bucket in assign_buckets(self._nbytes, kinds, order, config.caps, config.last_cap)
+            for bucket in assign_buckets(self._nbytes, kinds, order, caps, config.last_cap)
         ]
 
     def observed_order(self) -> list[int]:

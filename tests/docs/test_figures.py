@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import statistics
@@ -233,3 +234,12 @@ def test_the_page_is_up_to_date() -> None:
     import page
 
     assert page.PAGE.read_text() == page.page()
+
+
+def test_one_command_makes_every_result():
+    """`make results`: so that none that a page names is left behind."""
+    all_results = importlib.import_module("all_results")
+    known = {f"python benchmarks/{command}" for command in all_results.COMMANDS.values()}
+    given = {path.name: json.loads(path.read_text()).get("command") for path in RESULTS.glob("*.json")}
+    assert {name: command for name, command in given.items() if command and command not in known} == {}
+    assert all((RESULTS / f"{name}.json").exists() for name in all_results.COMMANDS)

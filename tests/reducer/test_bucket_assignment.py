@@ -1,9 +1,14 @@
 """Bucket assignment: every parameter once, caps kept, small bucket last, kinds apart, order of completion."""
 
+import functools
+import inspect
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minddp import DistributedDataParallel
+from minddp.config import make_config
 from minddp.reduction.bucket_assignment import assign_buckets, check_buckets, ready_order
 
 KB = 1024
@@ -85,3 +90,17 @@ def test_ready_order_lists_absent_parameters_apart():
 def test_wrong_buckets_are_refused(buckets, message):
     with pytest.raises(ValueError, match=message):
         check_buckets(buckets, ["a", "b"], ["x", "y"])
+
+
+def test_default_buckets_are_a_tenth_of_the_model():
+    """Between 2 and 25 MiB, where nobody chose; a number or a list counts as it is."""
+    config = functools.partial(_config, bucket_cap_mb_list=None)
+    assert [config(bucket_cap_mb=None).caps_for(mib << 20)[0] >> 20 for mib in (1, 40, 100, 1000)] == [2, 4, 10, 25]
+    assert config(bucket_cap_mb=25).caps_for(40 << 20) == (25 << 20,)
+    assert config(bucket_cap_mb="auto").caps_for(40 << 20) == (4 << 20,), "it begins with the default"
+    assert _config(bucket_cap_mb=None, bucket_cap_mb_list=[1, 8]).caps_for(40 << 20) == (1 << 20, 8 << 20)
+
+
+def _config(**given):
+    arguments = inspect.signature(DistributedDataParallel).parameters
+    return make_config({name: argument.default for name, argument in arguments.items()} | given)

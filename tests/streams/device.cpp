@@ -68,7 +68,7 @@ bool Device::settled(const Block& freed) {
 }
 
 void Device::enqueue(int64_t stream, const std::string& what, std::vector<Range> ranges, std::function<void()> run) {
-  std::scoped_lock lock(mutex_);
+  const Lock lock(*this);
   ++counts_["enqueue"];
   Clock& clock = clocks_[stream];
   join(clock, host_);
@@ -125,11 +125,12 @@ bool Device::step() {
   queues_[chosen].pop_front();
   if (entry.run) entry.run();
   if (entry.marks) entry.marks->done = true;
+  ran_.push_back(std::move(entry));
   return true;
 }
 
 void Device::synchronize(const TicketPtr& ticket) {
-  std::scoped_lock lock(mutex_);
+  const Lock lock(*this);
   ++counts_["synchronize"];
   if (!ticket) return;
   while (!ticket->done)
@@ -138,7 +139,7 @@ void Device::synchronize(const TicketPtr& ticket) {
 }
 
 void Device::synchronize_all() {
-  std::scoped_lock lock(mutex_);
+  const Lock lock(*this);
   while (step()) {
   }
   for (auto& [stream, queue] : queues_)

@@ -142,7 +142,24 @@ class Device {
       if (!step()) return;
   }
 
+  // What has run may hold the last reference to something of Python's, whose end waits for the GIL; and who holds the
+  // GIL may wait for the device. So it is dropped when nobody holds the lock any more.
+  class Lock {
+   public:
+    explicit Lock(Device& device) : device_(device) { device_.mutex_.lock(), ++device_.depth_; }
+    ~Lock() {
+      std::vector<Entry> over;
+      if (--device_.depth_ == 0) over.swap(device_.ran_);
+      device_.mutex_.unlock();
+    }
+
+   private:
+    Device& device_;
+  };
+
   std::recursive_mutex mutex_;
+  int depth_ = 0;
+  std::vector<Entry> ran_;
   std::mt19937_64 dice_;
   double eagerness_ = 0;
   bool by_priority_ = false;

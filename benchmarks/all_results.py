@@ -1,0 +1,76 @@
+"""Makes the results that README and docs name: all of them, on this machine, by one command.
+
+    make results                              # hours; --link needs root
+    python benchmarks/all_results.py --list   # the commands
+    python benchmarks/all_results.py wire     # those that name it
+
+Each result file says which command made it, on which machine, and of which version. Afterwards `make docs` draws the
+pages anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import harness
+
+_TORCH = "--rounds 100 --inner 2 --variants torch,minddp"
+_NEWEST = "torch-views-batched,torch-views-batched-lazy,minddp,minddp-views,minddp-shm,minddp-views-shm"
+
+# By result file (a benchmark that writes several: one of them), the command that makes it.
+COMMANDS = {
+    "overhead": f"overhead.py --models many-small {_TORCH}",
+    "overhead-large": "overhead.py --models mlp67,resnet50 --rounds 20 --inner 1 --variants torch,minddp",
+    "overhead-torch-2.15": f"overhead.py --models many-small --rounds 100 --inner 2 --variants {_NEWEST} "
+    "--baseline torch-views-batched",
+    "memory": "memory.py",
+    "buckets-mlp38-gloo-2ranks-1gbit": "bucket_size.py --models mlp38,gpt2-small --link 1gbit --impl minddp,torch "
+    "--caps 0.5,1,2,4,8,16,25 --rounds 3 --steps 4",
+    "wire-mlp38-gloo-2ranks-1gbit": "wire.py --models mlp38 --link 1gbit --rounds 3 --fresh",
+    "wire-mlp38-gloo-2ranks-100mbit": "wire.py --models mlp38 --link 100mbit --variants minddp-int8,minddp-bf16 "
+    "--rounds 2 --steps 2 --fresh",
+    "wire-learning": "wire.py --learning",
+    "grad-norm": "grad_norm.py",
+    "straggler": "straggler.py",
+    "straggler-links": "straggler.py --link 200mbit",
+    "shm": "shm.py --model mlp67-light",
+    "paper": "paper.py --models mlp38,gpt2-small --rounds 3 --link 1gbit",
+    "simulate-mlp38": "simulate.py --model mlp38 --link 1gbit",
+}
+_ANOTHER_FILE = ("overhead-large", "overhead-torch-2.15")  # than the script's own
+_WITH_NEWEST = ("overhead-torch-2.15",)
+_FOLDER = Path(__file__).resolve().parent
+
+
+def run(name: str) -> int:
+    """Makes one result; the command's exit status."""
+    script, *words = shlex.split(COMMANDS[name])
+    words += ["--output", str(harness.RESULTS / f"{name}.json")] if name in _ANOTHER_FILE else []
+    print(f"--- {name}: python benchmarks/{COMMANDS[name]}", flush=True)
+    if name in _WITH_NEWEST:
+        make = ["make", "-C", str(_FOLDER.parent), "check-newest", "TARGET=bench"]
+        return subprocess.call([*make, f"ARGS={shlex.join(words)}"])
+    return subprocess.call([sys.executable, str(_FOLDER / script), *words])
+
+
+def main() -> int:
+    """The command; its exit status."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("only", nargs="*", help="parts of results' names (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the commands, run none")
+    arguments: argparse.Namespace = parser.parse_args()
+    wanted = [name for name in COMMANDS if not arguments.only or any(part in name for part in arguments.only)]
+    if arguments.list:
+        print("\n".join(f"{name:34s} python benchmarks/{COMMANDS[name]}" for name in wanted))
+        return 0
+    failed = [name for name in wanted if run(name)]
+    print(f"{len(wanted) - len(failed)} of {len(wanted)} results made. Failed: {', '.join(failed) or 'none'}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    harness.run_main(main)

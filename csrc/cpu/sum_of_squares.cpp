@@ -1,0 +1,74 @@
+#include "support/sum_of_squares.h"
+
+#include "half_precision.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+namespace minddp {
+namespace {
+
+constexpr int64_t kTogether = 256;
+
+// Sixteen sums at once, each in an order that does not depend on the instruction set.
+template <class T>
+MINDDP_INLINE double squares_of_block(const T* values, int64_t n) {
+  constexpr int64_t kLanes = 16;
+  T lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += values[i + lane] * values[i + lane];
+  double sum = 0;
+  for (T lane : lanes) sum += double(lane);
+  for (; i < n; ++i) sum += double(values[i]) * double(values[i]);
+  return sum;
+}
+
+template <class T>
+MINDDP_INLINE double squares(const T* values, int64_t n) {
+  double sum = 0;
+  for (int64_t begin = 0; begin < n; begin += kTogether)
+    sum += squares_of_block(values + begin, std::min(kTogether, n - begin));
+  return sum;
+}
+
+// Of values that are widened first.
+template <class T, class Widen>
+MINDDP_INLINE double squares_widened(const T* values, int64_t n, Widen widen) {
+  double sum = 0;
+  float block[kTogether];
+  for (int64_t begin = 0; begin < n; begin += kTogether) {
+    const int64_t size = std::min(kTogether, n - begin);
+    for (int64_t i = 0; i < size; ++i) block[i] = widen(values[begin + i]);
+    sum += squares_of_block(block, size);
+  }
+  return sum;
+}
+
+MINDDP_VECTORIZED double of_float(const float* values, int64_t n) { return squares(values, n); }
+MINDDP_VECTORIZED double of_double(const double* values, int64_t n) { return squares(values, n); }
+MINDDP_VECTORIZED double of_bfloat16(const uint16_t* values, int64_t n) {
+  return squares_widened(values, n, [](uint16_t value) { return from_bfloat16(value); });
+}
+double of_half(const c10::Half* values, int64_t n) {
+  return squares_widened(values, n, [](c10::Half value) { return float(value); });
+}
+
+}  // namespace
+
+bool can_square(c10::ScalarType dtype) {
+  return dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kBFloat16 || dtype == c10::kHalf;
+}
+
+double sum_of_squares(const void* values, int64_t numel, c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::kFloat: return of_float(static_cast<const float*>(values), numel);
+    case c10::kDouble: return of_double(static_cast<const double*>(values), numel);
+    case c10::kBFloat16: return of_bfloat16(static_cast<const uint16_t*>(values), numel);
+    case c10::kHalf: return of_half(static_cast<const c10::Half*>(values), numel);
+    default: TORCH_INTERNAL_ASSERT(false, "sum_of_squares");
+  }
+}
+
+}  // namespace minddp
