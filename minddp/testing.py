@@ -122,6 +122,14 @@ def _threads_are_gone(before: int) -> bool:
     return _threads() <= before
 
 
+def _groups_are_gone() -> bool:
+    """Whether this rank's next group will have the name that the others' has: torch counts those that could not be
+    made, too, and ranks that count differently wait for each other for ever."""
+    import torch.distributed as dist
+
+    return getattr(dist.distributed_c10d._world, "group_count", 0) == 0
+
+
 def _rank_main(rank: int, world_size: int, threads: int, pipe: Connection) -> None:
     """The loop of one rank: receive a call, run it in a process group of its own, answer, say whether it is clean."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -163,7 +171,7 @@ def _rank_main(rank: int, world_size: int, threads: int, pipe: Connection) -> No
             well, _ = answer
             if dist.is_initialized() and (backend is not None or not well):
                 dist.destroy_process_group()
-            pipe.send(well or _threads_are_gone(before))
+            pipe.send(well or (_groups_are_gone() and _threads_are_gone(before)))
         except (BrokenPipeError, OSError):
             return
 

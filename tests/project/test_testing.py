@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -80,7 +81,16 @@ def _one_is_waited_for(rank, world_size):
 
 def _leaves_a_group(rank, world_size, path):
     dist.init_process_group("gloo", store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
+    dist.barrier()  # who is still connecting to a rank that goes could not make its group
     raise ValueError("in a group of its own")
+
+
+def _cannot_make_a_group(rank, world_size):
+    """As where the other rank has gone in the middle of it."""
+    with mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", side_effect=ValueError("has half a group")):
+        if rank == 1:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=world_size)
+    raise ValueError("has no group")
 
 
 def _leaves_a_thread(rank, world_size):
@@ -102,11 +112,18 @@ def test_ranks_that_have_all_answered_are_kept(pool, tmp_path):
         assert pool.run(_process) == before, fn
 
 
-@pytest.mark.parametrize("fn, says", [(_leaves_a_thread, "with a thread"), (_dies, "exit code -9")])
+CANNOT_GO_ON = [
+    (_leaves_a_thread, "with a thread"),
+    (_cannot_make_a_group, "has half a group"),
+    (_dies, "exit code -9"),
+]
+
+
+@pytest.mark.parametrize("fn, says", CANNOT_GO_ON)
 def test_ranks_that_cannot_go_on_are_not(pool, fn, says):
     before = pool.run(_process)
     with pytest.raises(RankError, match=says):
-        pool.run(fn)
+        pool.run(fn, backend=None)
     assert not set(pool.run(_process)) & set(before)
 
 
