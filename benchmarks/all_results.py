@@ -35,6 +35,8 @@ COMMANDS = {
     "--rounds 2 --steps 2 --fresh",
     "wire-learning": "wire.py --learning",
     "grad-norm": "grad_norm.py",
+    "straggler": "straggler.py",
+    "straggler-links": "straggler.py --link 200mbit",
     "shm": "shm.py --model mlp67-light",
     "paper": "paper.py --models mlp38,gpt2-small --rounds 3 --link 1gbit",
     "simulate-mlp38": "simulate.py --model mlp38 --link 1gbit",

@@ -152,20 +152,18 @@ def main() -> None:
     arguments.add_argument("--share", type=float, default=0.1, help="the delay, as a part of a step (default: 0.1)")
     arguments.add_argument("--link", help="measure halved links in place of delays; a rate such as 200mbit")
     options = arguments.parse_args()
-    path = harness.RESULTS / "straggler.json"
-    document = harness.read_json(path) if path.exists() else {}
     if options.link:
-        key, found = "links", measure_links(options.runs, options.link)
+        name, found = "straggler-links", measure_links(options.runs, options.link)
         print(f"named right: {found['right']} of {found['halved_runs']}")
         print(f"false alarms: {found['false_alarms']} of {found['equal_runs']}")
     else:
-        key, found = "delays", measure_delays(options.runs, options.share)
+        name, found = "straggler", measure_delays(options.runs, options.share)
         print(f"rank and phase named right: {found['rank_and_phase_right']} of {found['delayed_runs']}")
         print(f"rank named right: {found['rank_right']} of {found['delayed_runs']}")
         print(f"false alarms: {found['false_alarms']} of {found['balanced_runs']}")
         print(f"links named without cause: {found['false_links']} of {len(found['runs'])}")
-    document[key] = {"command": harness.command(), "machine": harness.machine(), **found}
-    harness.write_json(path, document)
+    facts = {"command": harness.command(), "machine": harness.machine()}
+    harness.write_json(harness.RESULTS / f"{name}.json", facts | found)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Who holds the others up, and whose link is slow. Pure: seconds in, a name or none out.
 
 A rank is named where its own work, as three of ten steps do not exceed it, is longer than the others' by more than
-4 % of a step, where one phase has more than 2.5 % of that, and where it is behind in most steps. What a busy machine
-adds now and then is not in these numbers: one slow step names nobody, nor do ranks that take turns.
+4 % of a step, where one phase is longer by more than 2.5 %, and where it is behind in 70 % of the steps. What a busy
+machine adds now and then is not in these numbers: one slow step names nobody, nor do ranks that take turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["MIN_STEPS", "SlowLink", "Straggler", "find_slow_link", "find_straggl
 Key = TypeVar("Key")
 MIN_STEPS = 8  # of fewer nobody is named
 _SHARE_OF_STEP, _SHARE_IN_PHASE = 0.04, 0.025
-_SHARE_OF_STEPS = 0.6
+_SHARE_OF_STEPS = 0.7
 _QUANTILE = 0.3
 _LINK_RATIO = 1.5
 _LINK_SHARE = 0.04

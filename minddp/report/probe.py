@@ -29,6 +29,7 @@ _REPEATS = 2  # in a turn
 _TURNS, _MORE_TURNS = 3, 12  # the links are gone through; where one seems slow
 _SUSPICIOUS = 1.4
 _SECONDS = 1.0  # after which a link is believed to be slow
+_PAUSE = 0.02  # seconds, before a link that seems slow is looked at again: what has disturbed it may be over
 _LEAST_RANKS = 3  # of two, the one link has none to be compared with
 _ALONE_NBYTES, _ALONE_SECONDS = 1 << 20, 0.2
 
@@ -68,6 +69,8 @@ def _probe_links(group: Any) -> dict[tuple[int, int], float]:
         seems_slow = max(shortest.values(), default=0.0) > _SUSPICIOUS * usual
         if turn >= _TURNS and (spent > _SECONDS or not seems_slow):
             break
+        if turn >= _TURNS:
+            time.sleep(_PAUSE)
         for src, dst, taken in itertools.chain(*gather_objects(list(_turn(group)), group)):
             spent += taken * _REPEATS
             shortest[src, dst] = min(taken, shortest.get((src, dst), taken))
