@@ -29,7 +29,7 @@ COMMANDS = {
     "--baseline torch-views-batched",
     "memory": "memory.py",
     "buckets-mlp38-gloo-2ranks-1gbit": "bucket_size.py --models mlp38,gpt2-small --link 1gbit --impl minddp,torch "
-    "--caps 0.5,1,2,4,8,16,25 --rounds 3 --steps 4",
+    "--caps 0.5,1,2,4,8,16,25 --rounds 3 --steps 4 --fresh",
     "wire-mlp38-gloo-2ranks-1gbit": "wire.py --models mlp38 --link 1gbit --rounds 3 --fresh",
     "wire-mlp38-gloo-2ranks-100mbit": "wire.py --models mlp38 --link 100mbit --variants minddp-int8,minddp-bf16 "
     "--rounds 2 --steps 2 --fresh",

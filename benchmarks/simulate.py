@@ -10,7 +10,8 @@ step time and weak-scaling efficiency are simulated for 2 to 4,096 ranks on a ri
 and a hierarchy of nodes, for the default caps, the best uniform cap and planned buckets.
 
 --hop LATENCY,RATE replaces the measured link by another; --speedup makes compute so many times faster
-(a GPU in this CPU's place); --sigma is the spread of stragglers (log-normal, see minddp.planner.simulator).
+(a GPU in this CPU's place); --wire simulates gradients of fewer bytes; --sigma is the spread of stragglers
+(log-normal, see minddp.planner.simulator).
 Writes simulate-MODEL.json (the measurement), and -sweep and -scaling figures as SVG and PNG.
 """
 
@@ -28,7 +29,7 @@ from harness import BenchmarkError, Ranks, run_main
 from links import parse_rate
 
 from minddp.planner import capped_buckets, optimal_plan
-from minddp.planner.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
+from minddp.planner.backward_profile import WIRE_BYTES, BackwardProfile, Burst, StepTimes, bursts, fit_bursts
 from minddp.planner.collective_cost import LinearCost, measure_allreduce
 from minddp.planner.simulator import (
     Hierarchy,
@@ -325,6 +326,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--inner", default="3us,1600gbit", help="latency and rate inside a node")
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--speedup", type=float, default=1.0, help="compute so many times faster")
+    parser.add_argument("--wire", choices=WIRE_BYTES, help="what gradients travel as at other numbers of ranks")
     parser.add_argument("--sigma", type=float, default=0.02, help="spread of stragglers")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
     parser.add_argument("--name", help="of the result files; simulate-MODEL")
@@ -345,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     sweep = Sweep(data)
     print_validation(sweep)
     draw_sweep(sweep, options.out / f"{name}-sweep")
-    profile = faster(sweep.profile, options.speedup)
+    profile = faster(sweep.profile.on_wire(options.wire), options.speedup)
     stragglers = Stragglers(options.sigma)
     caps = [int(cap * MIB) for cap in options.caps]
     results = [(t, scaling(profile, t, RANKS, caps, stragglers)) for t in topologies(sweep, options)]
@@ -353,10 +355,11 @@ def main(argv: list[str] | None = None) -> int:
         print_scaling(topology, points)
     hop = results[0][0].hop
     title = (
-        f"{data['model']}, compute x{options.speedup:g}, a hop of {1e6 * hop.latency_seconds:.3g} us "
-        f"and {8e-9 / hop.seconds_per_byte:.3g} Gbit/s, stragglers' sigma {options.sigma:g}"
+        f"{data['model']}, {options.wire or 'float32'} on the wire, compute x{options.speedup:g}, "
+        f"a hop of {1e6 * hop.latency_seconds:.3g} us and {8e-9 / hop.seconds_per_byte:.3g} Gbit/s, "
+        f"stragglers' sigma {options.sigma:g}"
     )
-    draw_scaling(title, results, sum(data["nbytes"]), options.out / f"{name}-scaling")
+    draw_scaling(title, results, sum(profile.nbytes), options.out / f"{name}-scaling")
     return 0
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .collective_cost import LinearCost, fit_linear
@@ -150,6 +150,9 @@ def fit_bursts(seen: Sequence[Burst]) -> LinearCost:
     return fit_linear([b.nbytes for b in seen], [b.seconds for b in seen], [b.count for b in seen], relative=False)
 
 
+WIRE_BYTES = {"bf16": 1 / 2, "fp16": 1 / 2, "int8": 260 / 1024}  # on the wire, for one of float32's
+
+
 @dataclass(frozen=True)
 class BackwardProfile:
     """A backward to plan for or to replay.
@@ -186,6 +189,19 @@ class BackwardProfile:
     def local_seconds(self) -> float:
         """A step without communication."""
         return self.forward_seconds + self.backward_seconds + self.tail_seconds
+
+    def on_wire(self, wire: str | None) -> BackwardProfile:
+        """The same with gradients of float32 that travel as ``wire`` says, ``None`` as they are. What packing costs
+        more is left out.
+
+        Raises:
+            ValueError: ``wire`` is none of ``WIRE_BYTES``.
+        """
+        if wire is None:
+            return self
+        if wire not in WIRE_BYTES:
+            raise ValueError(f"on_wire: wire must be None or one of {', '.join(WIRE_BYTES)}, got {wire!r}")
+        return replace(self, nbytes=[round(nbytes * WIRE_BYTES[wire]) for nbytes in self.nbytes])
 
     @classmethod
     def from_times(cls, times: StepTimes, nbytes: Sequence[int]) -> tuple[BackwardProfile, list[int]]:

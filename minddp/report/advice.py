@@ -22,7 +22,7 @@ __all__ = ["Advice", "Gradients", "Prediction", "advise"]
 
 _MIB = 1 << 20
 _CAPS_MB = (0.5, 1, 2, 5, 10, 25, 50)
-_WIRES = {"bf16": 0.5, "int8": 0.254}  # bytes for one of float32's
+_WIRES = ("bf16", "int8")
 _GAIN = 0.03
 _SLACK = 0.005  # of a step, for fewer buckets, as the tuner's
 
@@ -131,8 +131,8 @@ def advise(steps: Sequence[Sequence[Stamps]], gradients: Gradients, alone: Seque
     others = _other_buckets(profile, [gradients.kinds[index] for index in order], cost)
     if gradients.can_shrink:
         others += [
-            replace(_predict(f'wire="{name}"', _shrunk(profile, factor), present, cost), exact=False)
-            for name, factor in _WIRES.items()
+            replace(_predict(f'wire="{name}"', profile.on_wire(name), present, cost), exact=False)
+            for name in _WIRES
         ]
     return Advice(measured, _predict("the present buckets", profile, present, cost), tuple(others))
 
@@ -155,10 +155,6 @@ def _profile(steps: Sequence[Sequence[Stamps]], gradients: Gradients) -> tuple[B
     forward = max(0.0, statistics.median(times.forward_seconds for times in slowest))
     tail = statistics.median(times.tail_seconds for times in slowest)
     return BackwardProfile(ready, profile.nbytes, max(backward, ready[-1]), forward, tail), order
-
-
-def _shrunk(profile: BackwardProfile, factor: float) -> BackwardProfile:
-    return replace(profile, nbytes=[round(nbytes * factor) for nbytes in profile.nbytes])
 
 
 def _predict(name: str, profile: BackwardProfile, buckets: Sequence[Sequence[int]], cost: Cost) -> Prediction:

@@ -231,3 +231,14 @@ def test_a_file_without_a_profile_is_refused_by_path(tmp_path, text):
 def test_a_profile_that_cannot_be_is_refused(arguments):
     with pytest.raises(ValueError, match="BackwardProfile"):
         BackwardProfile(*arguments)
+
+
+def test_gradients_of_fewer_bytes():
+    """Int8 has a scale for 256 numbers; the transfer is what grows shorter."""
+    assert PROFILE.on_wire("int8").nbytes == [round(nbytes * 260 / 1024) for nbytes in PROFILE.nbytes]
+    assert PROFILE.on_wire("bf16").nbytes == [nbytes // 2 for nbytes in PROFILE.nbytes]
+    profiles = [PROFILE.on_wire(wire) for wire in (None, "bf16", "int8")]
+    steps = [simulate_step(profile, [[0, 1, 2]], HOP).exposed_seconds for profile in profiles]
+    assert steps[1] == pytest.approx(steps[0] / 2, rel=0.01) and steps[2] < 0.26 * steps[0]
+    with pytest.raises(ValueError, match="one of bf16, fp16, int8, got 'int4'"):
+        PROFILE.on_wire("int4")
