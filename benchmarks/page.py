@@ -64,6 +64,12 @@ Two ranks, joined by a 1 Gbit/s link. Each sweep has seven uniform caps. The fir
 sweeps below it. Beside each plot in `benchmarks/results` lies a report (`.html`) with all of it.
 """
 
+_NORMS = """
+## Clipping where nothing is clipped
+
+The call alone, and the step with it. minddp reads each gradient once more when it is unpacked, and the call adds up
+what was found. Without a slow link that read is not hidden.
+"""
 _WIRES = """
 ## Fewer bytes
 
@@ -237,9 +243,26 @@ def wires() -> str:
     return "".join(parts)
 
 
+def norms() -> str:
+    result = read("grad-norm")
+    names = {"many-small": "400 small parameters", "mlp67": "67 MB MLP"}
+    rows = [
+        [f"{names[model]}, {what}", *(_milliseconds(ways[way]) for way in ("plain", "torch", "minddp"))]
+        for model, by_what in result["seconds"].items()
+        for what, ways in by_what.items()
+    ]
+    heads = ["", "no clipping, ms", "`clip_grad_norm_` of torch", "`ddp.clip_grad_norm_`"]
+    return f"{_NORMS}\n{ran(result)}\n{table(heads, rows)}"
+
+
+def _milliseconds(seconds: dict[str, float]) -> str:
+    median, low, high = (f"{1e3 * seconds[key]:.2f}" for key in ("median", "low", "high"))
+    return f"{median} [{low}, {high}]"
+
+
 def page() -> str:
     """The page's text."""
-    return _HEAD + steps() + memory() + bucket_sizes() + wires() + simulation() + _PAPER + shared_memory()
+    return _HEAD + steps() + memory() + bucket_sizes() + wires() + norms() + simulation() + _PAPER + shared_memory()
 
 
 def main() -> None:
