@@ -6,8 +6,8 @@ plain      no clipping
 torch      ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)`` after backward
 minddp     ``ddp.clip_grad_norm_(1e9)``
 
-all with minddp's wrapper. Printed are medians with quartiles: of the call, and of the whole step, into which minddp's
-reducer reads each gradient once more. A round's time is that of its slowest rank.
+all with minddp's wrapper. Printed are medians with quartiles, of the call and of the whole step. A round's time is
+that of its slowest rank.
 
     python benchmarks/grad_norm.py
     python benchmarks/grad_norm.py --link 1gbit
@@ -25,7 +25,7 @@ from harness import Ranks, Spread, spread
 
 MODELS = ("many-small", "mlp67")
 WAYS = ("plain", "torch", "minddp")
-_STEPS = 3  # in a visit, of which the first, where minddp begins to measure, does not count
+_STEPS = 3  # in a visit, of which the first does not count
 
 
 def measure(rank: int, world_size: int, model: str, rounds: int) -> dict[str, list[tuple[float, float]]]:

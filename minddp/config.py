@@ -115,10 +115,15 @@ class Config:
                     f"in a collective of their own: leave {name} out, or delay no parameters."
                 )
 
+    def _caps_for_comparison(self) -> str | list[float]:
+        if self.default_caps:
+            return "auto" if self.auto_tune else "the default"
+        return [cap / MIB for cap in self.caps]
+
     def for_comparison(self) -> dict[str, Any]:
         """What decides the ranks' collectives, by argument: must be the same on all of them."""
         return {
-            "bucket_cap_mb": "auto" if self.auto_tune else [cap / MIB for cap in self.caps],
+            "bucket_cap_mb": self._caps_for_comparison(),
             "bucket_plan": _identity(self.bucket_plan),
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,

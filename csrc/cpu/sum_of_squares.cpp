@@ -57,16 +57,21 @@ double of_half(const c10::Half* values, int64_t n) {
 
 }  // namespace
 
-bool can_square(c10::ScalarType dtype) {
-  return dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kBFloat16 || dtype == c10::kHalf;
+bool can_square(const at::Tensor& tensor) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  return tensor.layout() == at::kStrided && tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense() &&
+      !tensor.key_set().has(c10::DispatchKey::Python) &&
+      (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf);
 }
 
-double sum_of_squares(const void* values, int64_t numel, c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::kFloat: return of_float(static_cast<const float*>(values), numel);
-    case c10::kDouble: return of_double(static_cast<const double*>(values), numel);
-    case c10::kBFloat16: return of_bfloat16(static_cast<const uint16_t*>(values), numel);
-    case c10::kHalf: return of_half(static_cast<const c10::Half*>(values), numel);
+double sum_of_squares(const at::Tensor& tensor) {
+  const void* values = tensor.const_data_ptr();
+  const int64_t n = tensor.numel();
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return of_float(static_cast<const float*>(values), n);
+    case at::kDouble: return of_double(static_cast<const double*>(values), n);
+    case at::kBFloat16: return of_bfloat16(static_cast<const uint16_t*>(values), n);
+    case at::kHalf: return of_half(static_cast<const c10::Half*>(values), n);
     default: TORCH_INTERNAL_ASSERT(false, "sum_of_squares");
   }
 }

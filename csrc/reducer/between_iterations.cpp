@@ -5,7 +5,7 @@
 #include "cases/lazy_memory.h"
 #include "cases/moved_views.h"
 #include "cases/quantized_bucket.h"
-#include "cases/grad_norms.h"
+#include "cases/gradient_noise.h"
 #include "cases/shared_parameters.h"
 #include "cases/sparse_bucket.h"
 #include "cases/view_bucket.h"
@@ -48,14 +48,14 @@ void Reducer::share(const std::shared_ptr<Reducer>& other, bool views) {
   shared_->add({other, static_cast<const ReducerState*>(other.get())}, views);
 }
 
-GradNorms& Reducer::norms() {
+GradientNoise& Reducer::noise() {
   auto lock = guard();
-  if (!norms_) {
+  if (!noise_) {
     ReducerState& state = *this;
-    norms_ = new GradNorms(state);
-    cases_.emplace_back(norms_);
+    noise_ = new GradientNoise(state);
+    cases_.emplace_back(noise_);
   }
-  return *norms_;
+  return *noise_;
 }
 
 // Hooks hold the reducer weakly: autograd's nodes keep the hooks, the reducer keeps the parameters, and parameters

@@ -86,7 +86,7 @@ namespace minddp {
 
 class OrderedAllreduce;
 struct Quantization;
-class GradNorms;
+class GradientNoise;
 class SharedParameters;
 
 // As long as the reducer lives.
@@ -168,7 +168,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void adopt_gradients();  // with gradient_as_bucket_view: makes gradients that exist already views of the buffers
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   void share(const std::shared_ptr<Reducer>& other, bool views);  // cases/shared_parameters.h
-  GradNorms& norms();                                             // cases/grad_norms.h
+  GradientNoise& noise();                                         // cases/gradient_noise.h
   // Raises when the backward before left gradients un-averaged.
   void check_finished() const;
 
@@ -241,7 +241,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   ReducerCallbacks callbacks_;
   std::vector<std::unique_ptr<Case>> cases_;
   SharedParameters* shared_ = nullptr;  // one of the cases, once there is somebody else
-  GradNorms* norms_ = nullptr;          // the same, once somebody asks
+  GradientNoise* noise_ = nullptr;      // the same, once somebody asks
   std::unique_ptr<CommHook> hook_;
   std::unique_ptr<GradHooks> hooks_;
 

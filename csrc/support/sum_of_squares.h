@@ -1,14 +1,13 @@
-// The squared 2-norm of a piece of memory: one read of it.
+// The squared 2-norm of a tensor: one read of its memory. Pure.
 #pragma once
 
-#include <c10/core/ScalarType.h>
-
-#include <cstdint>
+#include <ATen/core/Tensor.h>
 
 namespace minddp {
 
-// On the CPU, of floating numbers. Squared in float, or double for double; sums of 256 are added up in double.
-bool can_square(c10::ScalarType dtype);
-double sum_of_squares(const void* values, int64_t numel, c10::ScalarType dtype);  // REQUIRES: can_square(dtype)
+// On the CPU, real floating point, in one piece of memory, and no subclass.
+bool can_square(const at::Tensor& tensor);
+// Squared in float, or double for double; sums of 256 are added up in double. REQUIRES: can_square(tensor).
+double sum_of_squares(const at::Tensor& tensor);
 
 }  // namespace minddp

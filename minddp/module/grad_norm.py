@@ -1,19 +1,17 @@
-"""Norms of gradients: clipping, and the gradient noise scale.
-
-The first question is answered by torch's functions. From the next iteration on, the reducer reads each gradient while
-it is in the cache (csrc/cases/grad_norms.h), until an iteration passes in which nobody asks.
-"""
+"""Norms of gradients: clipping, and the gradient noise scale."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from .. import _C
 from ..ranks.messages import gather_objects
 
 
@@ -61,17 +59,16 @@ class GradNorm:
     ) -> torch.Tensor:
         """Scales all gradients of the module so that their total norm is at most ``max_norm``.
 
-        Does what ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), ...)`` does, with fewer passes over memory: the
-        2-norm was taken when the averages were unpacked, and gradients that need no scaling are not touched. Call it
-        after a synchronized backward, on all ranks alike; it is no collective. Torch's function computes other norms,
-        norms on other devices than the CPU, and those of gradients that were written since backward. A gradient's
-        version counter tells that it was written; through ``.data`` or NumPy, eight of its values do.
+        Does what ``torch.nn.utils.clip_grad_norm_(ddp.parameters(), ...)`` does. On the CPU one call of C++ reads all
+        gradients for the 2-norm, and gradients that need no scaling are not written. Torch's functions compute the
+        rest: other norms, other devices, sparse and complex gradients, and norms that are not finite. Call it on all
+        ranks alike; it is no collective.
 
         Args:
             max_norm: at most this, in the gradients' unit.
             norm_type: of the p-norm; ``inf`` for the largest absolute value.
             error_if_nonfinite: raise where the total norm is NaN or infinite.
-            foreach: as torch's; for what is left to torch.
+            foreach: as torch's, and left to torch if it is given.
 
         Returns:
             The total norm before, a tensor without dimensions, as torch's function.
@@ -79,25 +76,27 @@ class GradNorm:
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is true.
         """
-        total = self._minddp_total_norm(float(norm_type), error_if_nonfinite, foreach)
-        if total.device.type != "cpu" or not float(max_norm) / (total.item() + 1e-6) >= 1.0:
-            clip_grads_with_norm_(self._minddp_with_gradients(), max_norm, total, foreach)
+        total = self._minddp_total_norm(norm_type, error_if_nonfinite, foreach)
+        on_host = total.device.type == "cpu" and isinstance(max_norm, (int, float))
+        if not on_host or not max_norm / (total.item() + 1e-6) >= 1.0:
+            clip_grads_with_norm_(self.parameters(), max_norm, total, foreach)  # type: ignore[attr-defined]
         return total
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The total norm of the module's gradients, a tensor without dimensions: 0 where there are none.
 
-        What :meth:`clip_grad_norm_` would return; it changes nothing. Costs as little, from the second call on.
+        What :meth:`clip_grad_norm_` would return; changes nothing.
         """
-        return self._minddp_total_norm(float(norm_type), False, None)
+        return self._minddp_total_norm(norm_type, False, None)
 
     def gradient_noise_scale(self, batch_size: int, decay: float = 0.95) -> NoiseScale | None:
         """How many examples a batch can hold before more of them stop to pay: the simple noise scale of McCandlish et
         al., "An Empirical Model of Large-Batch Training" (2018), appendix A.1.
 
         Estimated from the norms of each rank's own gradient and of their mean. Call it after each synchronized
-        backward, on all ranks: a collective of a few bytes. It averages over the calls.
+        backward, on all ranks: a collective of a few bytes. It averages over the calls, so a loss scale must stay as
+        it is.
 
         Args:
             batch_size: examples of each rank that the gradient is a mean of; the same on all ranks.
@@ -115,23 +114,15 @@ class GradNorm:
                 "gradient_noise_scale() compares the gradients of ranks with their mean. It needs at least 2 ranks, "
                 'and neither reduction="weighted" nor every parameter delayed.'
             )
-        if batch_size < 1 or not 0 <= decay < 1:
-            raise ValueError(
-                f"gradient_noise_scale: batch_size must be at least 1, and 0 <= decay < 1; got {batch_size}, {decay}"
-            )
-        ranks = engine.group.size()
-        before_and_after = engine.reducer.norms_before_and_after()
-        engine.reducer.ask_norms(local=True)
-        answers = gather_objects([batch_size, before_and_after], engine.group)
-        if len({size for size, _ in answers}) > 1:
-            raise ValueError(
-                f"gradient_noise_scale: batch_size must be the same on all ranks, got {[a[0] for a in answers]}"
-            )
-        if not all(squares for _, squares in answers):
+        norms, ranks = engine.reducer.noise_norms(), engine.group.size()
+        engine.reducer.ask_noise()
+        answers = gather_objects([batch_size, decay, norms], engine.group)
+        _check([answer[:2] for answer in answers])
+        if not all(found for *_, found in answers):
             return None
         small, large = batch_size, ranks * batch_size
-        own = math.fsum(before for _, (before, _) in answers) / ranks
-        mean = answers[0][1][1] / (ranks**2 if self._minddp_config.reduction == "sum" else 1)
+        own = math.fsum(before for *_, (before, _) in answers) / ranks
+        mean = answers[0][2][1] / (ranks**2 if self._minddp_config.reduction == "sum" else 1)
         square = (large * mean - small * own) / (large - small)
         variance = (own - mean) / (1 / small - 1 / large)
         averages = self.__dict__.setdefault("_minddp_noise", _Averages())
@@ -139,35 +130,25 @@ class GradNorm:
         variance, square = averages.variance / averages.weight, averages.square / averages.weight
         return NoiseScale(variance / square if square > 0 else math.inf, variance, square)
 
-    def _minddp_with_gradients(self) -> list[torch.nn.Parameter]:
-        return [p for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-
-    def _minddp_total_norm(self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
-        if norm_type == 2.0 and (norm := self._minddp_measured_norm(foreach)) is not None:
-            return norm
-        grads = [p.grad for p in self._minddp_with_gradients() if p.grad is not None]
+    def _minddp_total_norm(
+        self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> torch.Tensor:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+        square = _C.norm_squared(grads) if norm_type == 2 and foreach is None else None
+        if square:
+            dtype = functools.reduce(torch.promote_types, {grad.dtype for grad in grads})
+            norm = torch.tensor(math.sqrt(square), dtype=dtype)
+            if math.isfinite(norm.item()):
+                return norm
         return get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
 
-    def _minddp_measured_norm(self, foreach: bool | None) -> torch.Tensor | None:
-        """What the reducer has measured, and torch's norm of the rest; None where nothing is measured, or the sum is
-        not finite."""
-        if self._minddp_engine is None:
-            return None
-        reducer = self._minddp_engine.reducer
-        square, rest = reducer.measured_norm()
-        reducer.ask_norms()
-        if square == 0.0:
-            return None
-        rest += [p.grad for p in self._minddp_elsewhere(reducer) if p.grad is not None]
-        norm = math.hypot(math.sqrt(square), get_total_norm(rest, 2.0, foreach=foreach).item() if rest else 0.0)
-        if not math.isfinite(norm):
-            return None
-        dtypes = {dtype for dtype, *_ in reducer.kinds} | {grad.dtype for grad in rest}
-        return torch.tensor(norm, dtype=functools.reduce(torch.promote_types, dtypes))
 
-    def _minddp_elsewhere(self, reducer: Any) -> list[torch.nn.Parameter]:
-        """The module's parameters that ``reducer`` does not reduce: frozen, ignored or delayed."""
-        if reducer.not_reduced is None:
-            reduced = self._minddp_engine.parameter_ids()
-            reducer.not_reduced = [p for p in self.parameters() if id(p) not in reduced]  # type: ignore[attr-defined]
-        return list(reducer.not_reduced)
+def _check(given: Sequence[Sequence[float]]) -> None:
+    """Of all ranks, so that all of them raise."""
+    batch_size, decay = given[0]
+    if any(answer != given[0] for answer in given):
+        raise ValueError(f"gradient_noise_scale: (batch_size, decay) must be the same on all ranks, got {given}")
+    if batch_size < 1 or not 0 <= decay < 1:
+        raise ValueError(
+            f"gradient_noise_scale: batch_size must be at least 1, and 0 <= decay < 1; got {batch_size}, {decay}"
+        )

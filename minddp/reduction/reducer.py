@@ -70,7 +70,6 @@ class Reducer(_C.Reducer):
         # Nor are views made anew, as with torch's: a program may hold those that it has seen.
         keeps_buckets = config.skip_all_reduce_unused_params or config.gradient_as_bucket_view
         self.is_settled = keeps_buckets and not self._agrees_on_order
-        self.not_reduced: list[torch.nn.Parameter] | None = None  # the module's others, once norms are asked for
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook, self._divisor = False, group.size()
         self._manual_finalization = config.manual_finalization

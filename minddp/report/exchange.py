@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ __all__ = ["MAX_STEPS", "StampedReducer", "collect"]
 
 MAX_STEPS = 32  # that a reducer keeps
 _TIMEOUT = timedelta(seconds=30)
-_numbers = itertools.count()
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of reports, by group
 
 
 class StampedReducer(Protocol):
@@ -93,7 +94,7 @@ def _offsets(clocks: Sequence[str], group: Any) -> list[int | None]:
     """By rank, its clock less rank 0's in nanoseconds; ``None`` where nobody could measure it."""
     if len(set(clocks)) == 1:
         return [0] * len(clocks)
-    number = next(_numbers)  # the same on all ranks: they make their reports together
+    number = next(_numbers[group.group_name])  # the same on all ranks: they make their reports together
     if type(group) is not dist.ProcessGroup or not dist.is_initialized():
         return [0 if clock == clocks[0] else None for clock in clocks]
     store = dist.PrefixStore(f"minddp-report/{group.group_name}/{number}", dist.distributed_c10d._get_default_store())

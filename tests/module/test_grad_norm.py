@@ -114,8 +114,6 @@ def _clips_as_torch(rank, world_size):
         for iteration, between in enumerate(BETWEEN.values()):
             ddp.zero_grad(set_to_none=iteration != 4)
             _backward(ddp, iteration, branches=iteration % 2 == 0)
-            measured, left = ddp.reducer.measured_norm()
-            assert (measured > 0 and not left) == (iteration > 0), "measured once somebody has asked"
             between(ddp)
             norm = _check(ddp, 1e6)
             assert (ddp.grad_norm() - norm).abs() <= 1e-6 * norm
@@ -148,15 +146,45 @@ def _other_norms_and_dtypes(rank, world_size):
     return True
 
 
-def _is_measured_while_asked(rank, world_size):
-    ddp = minddp.DistributedDataParallel(Net())
-    seen = []
-    for asks in (True, True, False, False, True, True):
-        _backward(ddp, 0)
-        seen.append(ddp.reducer.measured_norm()[0] > 0)
-        if asks:
-            ddp.grad_norm()
-    return seen
+def _odd_gradients(rank, world_size):
+    """What torch's function takes, or refuses, it takes and refuses."""
+
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.real, self.phase = nn.Linear(4, 4), nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (self.real(x) * self.phase).abs()
+
+    ddp = minddp.DistributedDataParallel(Complex())
+    half = minddp.DistributedDataParallel(nn.Linear(8, 8).half())
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 4)).sum().backward()
+        _check(ddp, 0.1)
+        half(torch.ones(2, 8).half()).sum().backward()
+        half.module.weight.grad.fill_(60000)
+        with pytest.raises(RuntimeError, match="non-finite"):
+            half.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def _noise_of_what_is_sent(rank, world_size):
+    """Not of a micro-batch that was thrown away, nor of a step that overflowed."""
+    ddp = minddp.DistributedDataParallel(Net(), find_unused_parameters=True)
+    for iteration in range(2):
+        with ddp.no_sync():
+            _backward(ddp, 50 + iteration, scale=1e6)
+        ddp.zero_grad(set_to_none=iteration == 0)
+        _backward(ddp, iteration, branches=False)
+        found = ddp.gradient_noise_scale(8, decay=0)
+        assert found is None if iteration == 0 else abs(found.variance) < 1e6
+    ddp.zero_grad()
+    _backward(ddp, 3, scale=math.inf)
+    assert ddp.gradient_noise_scale(8, decay=0.5) is None
+    ddp.zero_grad()
+    _backward(ddp, 4)
+    assert math.isfinite(ddp.gradient_noise_scale(8, decay=0.5).examples)
 
 
 def _noise_scale(rank, world_size, reduction):
@@ -181,15 +209,17 @@ def _noise_scale(rank, world_size, reduction):
         variance = (small - large) / (1 / examples - 1 / batch)
         assert found.square == pytest.approx(square, rel=1e-4) and found.variance == pytest.approx(variance, rel=1e-5)
         assert found.examples == pytest.approx(variance / square if square > 0 else math.inf, rel=1e-3)
-    with pytest.raises(ValueError, match="must be the same on all ranks, got"):
-        ddp.gradient_noise_scale(1 + rank)
+    for wrong in (1 + rank, rank):  # all of them raise
+        with pytest.raises(ValueError, match="must be the same on all ranks, got"):
+            ddp.gradient_noise_scale(wrong)
     with pytest.raises(ValueError, match="at least 1, and 0 <= decay < 1; got 0"):
         ddp.gradient_noise_scale(0)
     return True
 
 
 def _scenarios(rank, world_size):
-    assert _is_measured_while_asked(rank, world_size) == [False, True, True, False, False, True]
+    _odd_gradients(rank, world_size)
+    _noise_of_what_is_sent(rank, world_size)
     for reduction in ("mean", "sum"):
         _noise_scale(rank, world_size, reduction)
     with pytest.raises(ValueError, match="at least 2 ranks"):
@@ -202,5 +232,5 @@ def test_norms_are_torchs(world_size):
     assert run_ranks(_clips_as_torch, world_size) == [True] * world_size
 
 
-def test_other_norms_nothing_asked_and_the_noise_scale():
+def test_other_norms_and_the_noise_scale():
     assert run_ranks(_scenarios, 2) == [True] * 2
