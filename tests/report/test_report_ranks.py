@@ -213,14 +213,34 @@ def test_every_rank_hears_of_a_straggler_and_rank_0_logs_it():
     assert "iterations 1 to 20: rank 1 holds the others up" in results[0][1][0]
 
 
-def _differ(rank: int, world_size: int) -> str:
+def _differ(rank: int, world_size: int, name: str, values: list[Any]) -> str:
     with pytest.raises(ValueError) as caught:
-        minddp.DistributedDataParallel(torch.nn.Linear(2, 2), on_straggler=print if rank else None)
+        minddp.DistributedDataParallel(torch.nn.Linear(2, 2), **{name: values[rank]})
     return str(caught.value)
 
 
-def test_on_straggler_is_given_on_all_ranks_or_none():
-    assert all("on_straggler" in error for error in run_ranks(_differ, 2))
+@pytest.mark.parametrize("name, values", [("on_straggler", [None, print]), ("bucket_cap_mb", [25, None])])
+def test_what_decides_collectives_is_given_alike(name, values):
+    """The default, too, is no number: buckets are cut by what the model is."""
+    assert all(name in error for error in run_ranks(_differ, 2, name, values))
+
+
+def _with_a_receive_under_way(rank: int, world_size: int) -> list[float]:
+    ddp = minddp.DistributedDataParallel(torch.nn.Linear(2, 2))
+    for _ in range(3):
+        ddp(torch.ones(2, 2)).sum().backward()
+    received = torch.empty(4)
+    work = dist.irecv(received, src=0) if rank == 1 else None
+    ddp.report()
+    if rank == 0:
+        dist.send(torch.arange(4.0), dst=1)
+    if work is not None:
+        work.wait()
+    return received.tolist() if rank == 1 else []
+
+
+def test_the_probe_is_not_taken_for_the_programs_own_message():
+    assert run_ranks(_with_a_receive_under_way, 3)[1] == [0.0, 1.0, 2.0, 3.0]
 
 
 def _kept(rank: int, world_size: int) -> dict[str, Any]:
