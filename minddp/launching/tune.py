@@ -195,7 +195,7 @@ def _advise(module: torch.nn.Module, loss: Loss, settings: TunerSettings, device
     try:
         choices = advise(module, loss, settle=lambda ddp: tune(ddp, loss, settings), device_ids=device_ids)
     except ValueError as error:
-        raise TuneError(str(error)) from error
+        raise TuneError(f"--advise has nothing to go by: {error}") from error
     if dist.get_rank() == 0:
         print(advice_table(choices), flush=True)
 
