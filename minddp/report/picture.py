@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ..timeline.report import pyplot
 from .findings import Findings, RankTimes
 from .parts import PHASES
 
@@ -22,13 +23,7 @@ def draw(report: Findings, path: str | os.PathLike[str]) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("the picture needs matplotlib: install it, or read str(report)") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot("read str(report)")
     figure, axes = plt.subplots(figsize=(9, 1.6 + 0.5 * len(report.ranks)), layout="constrained")
     labelled: set[str] = set()
     for row in report.ranks:

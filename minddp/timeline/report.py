@@ -182,19 +182,25 @@ _COLORS = {
 _ROWS = ("step", "gradients", "pack, unpack", "collectives")
 
 
+def pyplot(instead: str) -> Any:
+    """matplotlib's, without a window; ``instead`` is what to do where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError(f"the picture needs matplotlib: install it, or {instead}") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
 def draw(steps: Sequence[RankStep], paths: Sequence[str | Path]) -> None:
     """Draws all ranks' parts of one step, one below the other, into each of ``paths`` (.png, .svg, .pdf).
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("the picture needs matplotlib: install it, or use --no-picture") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot("use --no-picture")
     figure, all_axes = plt.subplots(
         len(steps), 1, sharex=True, squeeze=False, figsize=(11, 0.9 + 1.9 * len(steps)), layout="constrained"
     )
