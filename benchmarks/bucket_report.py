@@ -250,21 +250,28 @@ def _draw_levels(axes: Any, summary: Summary) -> None:
 
 
 def _mark_default_and_auto(axes: Any, summary: Summary) -> None:
-    auto = Point("minddp", "auto")
+    """torch's default at its cap; what follows the model at its mean bucket."""
     for variant in summary.variants():
-        default = summary.times.get(Point(variant, "default"))
-        if default is not None:
+        point = Point(variant, "default")
+        if point in summary.times:
+            place = 25.0 if variant == "torch" else _mean_mib(summary, point)
             axes.plot(
-                25, default.median * 1e3, marker="D", markersize=9, markerfacecolor="white", linestyle="none",
-                markeredgecolor=COLORS[variant], markeredgewidth=1.8, label=f"{variant}, default arguments",
+                place, summary.times[point].median * 1e3, marker="D", markersize=9, markerfacecolor="white",
+                linestyle="none", markeredgecolor=COLORS[variant], markeredgewidth=1.8, zorder=4,
+                label=f"{variant}, default arguments" + " (at its mean bucket)" * (variant != "torch"),
             )  # fmt: skip
+    auto = Point("minddp", "auto")
     if auto in summary.times:
-        sizes = summary.bucket_bytes(auto)
         axes.plot(
-            sum(sizes) / len(sizes) / 2**20, summary.times[auto].median * 1e3, marker="*", markersize=17,
+            _mean_mib(summary, auto), summary.times[auto].median * 1e3, marker="*", markersize=17,
             color=COLORS["minddp"], markeredgecolor="white", linestyle="none", zorder=5,
             label='minddp, "auto" (at its mean bucket)',
         )  # fmt: skip
+
+
+def _mean_mib(summary: Summary, point: Point) -> float:
+    sizes = summary.bucket_bytes(point)
+    return sum(sizes) / len(sizes) / 2**20
 
 
 def _finish_axes(axes: Any, summary: Summary) -> None:
@@ -275,7 +282,7 @@ def _finish_axes(axes: Any, summary: Summary) -> None:
     axes.minorticks_off()
     axes.axvline(25, color="#b8bec9", linewidth=1, zorder=0)
     label = {"fontsize": 8, "color": "#6b7280", "ha": "right"}
-    axes.text(25, 0.01, "default cap ", transform=axes.get_xaxis_transform(), **label)
+    axes.text(25, 0.01, "torch's default cap ", transform=axes.get_xaxis_transform(), **label)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("bucket_cap_mb (MiB)")
     axes.set_ylabel("step, ms (median; band: quartiles)")

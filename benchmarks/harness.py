@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -211,6 +212,7 @@ def rounds(variants: Sequence[Any], count: int, seed: int = 0) -> list[list[Any]
 # ---- result files
 
 
+@functools.cache
 def version() -> str:
     """minddp's, and the commit, in a clone."""
     import minddp
