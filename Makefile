@@ -210,7 +210,7 @@ bench: $(BUILT) $(call needs,bench)
 # Each in an environment and a copy of the tree of its own, so that the extension built in place stays the one for
 # the environment in use. TARGET= is any other target that is to run there.
 TARGET ?= test
-TREE := $(wildcard minddp csrc tests benchmarks docs tutorials *.py *.toml *.md *.txt MANIFEST.in Makefile .clang-format)
+TREE := $(wildcard minddp csrc tests benchmarks docs tutorials *.py *.toml *.md *.txt MANIFEST.in Makefile .clang-format .ci)
 
 check-torch: $(TORCHES:%=check-torch-%)
 

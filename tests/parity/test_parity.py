@@ -156,7 +156,7 @@ def _train(ddp, rank, dtype, set_to_none, iterations=5):
 
 
 class _GlooOfOneThread(dist.ProcessGroupGloo):
-    def __init__(self, store, rank, size, timeout):
+    def __init__(self, store, rank, size, timeout, **_):  # torch 2.15 gives more
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
         options._threads, options._timeout = 1, timeout

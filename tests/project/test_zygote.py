@@ -109,7 +109,9 @@ sys.exit(3)
 
 def test_a_program_is_as_of_the_command_line() -> None:
     program = zygote.Program(_PROGRAM, "one")
-    assert program.communicate(20) == ("['-c', 'one']\n", "x" * 200_000 + "\n")
+    out, told = program.communicate(20)
+    told = told.partition("nanobind: leaked")[0]  # Triton's, at its end, with a CUDA torch
+    assert (out, told) == ("['-c', 'one']\n", "x" * 200_000 + "\n")
     assert program.returncode == program.poll() == 3
     program = zygote.Program(_PROGRAM, "one", "two", rank=1)
     try:
