@@ -12,14 +12,6 @@
 #include <limits>
 #include <type_traits>
 
-// One binary for every x86-64: the loader picks the AVX2 version where the machine has it. Without fused
-// multiply-add, so that the bits are the same.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define MINDDP_BLOCK_LOOP __attribute__((target_clones("avx2", "default")))
-#else
-#define MINDDP_BLOCK_LOOP
-#endif
-
 namespace minddp {
 namespace {
 
@@ -41,7 +33,7 @@ inline float noise(uint32_t position, uint32_t seed) {
   return float(int32_t(h >> 8)) * (1.0f / 16777216.0f) - 0.5f;
 }
 
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 uint32_t largest_magnitude(const float* x) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < kN; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & kMagnitude);
@@ -49,7 +41,7 @@ uint32_t largest_magnitude(const float* x) {
 }
 
 // x = src * scale + lost, of a whole block; returns the largest magnitude's bits.
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 uint32_t load_block(const float* src, float scale, const uint16_t* lost, float* x) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < kN; ++i) {
@@ -60,7 +52,7 @@ uint32_t load_block(const float* src, float scale, const uint16_t* lost, float* 
   return largest;
 }
 
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 void encode_nearest(const float* x, float scale, float inverse, QuantizedBlock* block) {
   for (int64_t i = 0; i < kN; ++i) {
     const float moved = x[i] * inverse + kRounds;
@@ -70,7 +62,7 @@ void encode_nearest(const float* x, float scale, float inverse, QuantizedBlock* 
 }
 
 // And what that loses.
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 void encode_nearest(const float* x, float scale, float inverse, QuantizedBlock* block, float* lost) {
   int8_t* codes = block->codes;
 #pragma GCC ivdep
@@ -82,7 +74,7 @@ void encode_nearest(const float* x, float scale, float inverse, QuantizedBlock* 
   block->scale = scale;
 }
 
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 void encode_stochastic(const float* x, float scale, float inverse, uint32_t seed, QuantizedBlock* block) {
   for (int64_t i = 0; i < kN; ++i) {
     const float moved = x[i] * inverse + noise(uint32_t(i), seed) + kRounds;
@@ -92,19 +84,19 @@ void encode_stochastic(const float* x, float scale, float inverse, uint32_t seed
   block->scale = scale;
 }
 
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 void subtract(const QuantizedBlock* block, const float* x, float* lost) {
   const float scale = block->scale;
   for (int64_t i = 0; i < kN; ++i) lost[i] = x[i] - float(block->codes[i]) * scale;
 }
 
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 void decode(const QuantizedBlock* block, float* x) {
   const float scale = block->scale;
   for (int64_t i = 0; i < kN; ++i) x[i] = float(block->codes[i]) * scale;
 }
 
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 void decode_and_add(const QuantizedBlock* block, float* sum) {
   const float scale = block->scale;
   for (int64_t i = 0; i < kN; ++i) sum[i] = sum[i] + float(block->codes[i]) * scale;
@@ -160,7 +152,7 @@ void decode_any(const QuantizedBlock* block, float* x) {
   for (int64_t i = 0; i < kN; ++i) x[i] = value_of(block->codes[i], -block->scale);
 }
 
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 void load(const float* src, float scale, int64_t n, float* x) {
   for (int64_t i = 0; i < n; ++i) x[i] = src[i] * scale;
 }
@@ -170,7 +162,7 @@ void load(const T* src, float scale, int64_t n, float* x) {
   for (int64_t i = 0; i < n; ++i) x[i] = static_cast<float>(src[i]) * scale;
 }
 
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 void store(const float* x, float scale, int64_t n, float* dst) {
   for (int64_t i = 0; i < n; ++i) dst[i] = x[i] * scale;
 }
@@ -180,18 +172,15 @@ void store(const float* x, float scale, int64_t n, T* dst) {
   for (int64_t i = 0; i < n; ++i) dst[i] = static_cast<T>(x[i] * scale);
 }
 
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 void add(const float* other, int64_t n, float* x) {
   for (int64_t i = 0; i < n; ++i) x[i] = x[i] + other[i];
 }
 
 // To the nearest bfloat16: what is lost is finite, and far from the largest.
-MINDDP_BLOCK_LOOP
+MINDDP_VECTORIZED
 void keep(const float* left, int64_t n, uint16_t* lost) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = std::bit_cast<uint32_t>(left[i]);
-    lost[i] = uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-  }
+  for (int64_t i = 0; i < n; ++i) lost[i] = finite_to_bfloat16(left[i]);
 }
 
 // A block is too short for the processor to see that the next one follows: its memory is asked for two blocks ahead.

@@ -14,7 +14,8 @@
 #define MINDDP_HAS_AVX2_CLONES 1
 #define MINDDP_AVX2 __attribute__((target("avx2,f16c")))
 #endif
-// One binary for every x86-64: the loader picks the AVX2 version where the machine has it.
+// One binary for every x86-64: the loader picks the AVX2 version where the machine has it. Without fused
+// multiply-add, so that the bits are the same.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define MINDDP_VECTORIZED __attribute__((target_clones("avx2", "default")))
 #else
@@ -34,11 +35,17 @@ MINDDP_INLINE float from_bfloat16(uint16_t bits) {
   return value;
 }
 
+// REQUIRES: no NaN.
+MINDDP_INLINE uint16_t finite_to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
 MINDDP_INLINE uint16_t to_bfloat16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
-  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+  return (bits & 0x7fffffffu) > 0x7f800000u ? uint16_t{0x7fc0u} : finite_to_bfloat16(value);
 }
 
 template <bool>

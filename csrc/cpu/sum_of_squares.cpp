@@ -33,14 +33,14 @@ MINDDP_INLINE double squares(const T* values, int64_t n) {
   return sum;
 }
 
-// Of values that are widened first.
-template <class T, class Widen>
-MINDDP_INLINE double squares_widened(const T* values, int64_t n, Widen widen) {
+// Of float16 or bfloat16.
+template <class T>
+MINDDP_INLINE double squares_widened(const T* values, int64_t n) {
   double sum = 0;
   float block[kTogether];
   for (int64_t begin = 0; begin < n; begin += kTogether) {
     const int64_t size = std::min(kTogether, n - begin);
-    for (int64_t i = 0; i < size; ++i) block[i] = widen(values[begin + i]);
+    widen<false>(values + begin, block, size);
     sum += squares_of_block(block, size);
   }
   return sum;
@@ -48,12 +48,8 @@ MINDDP_INLINE double squares_widened(const T* values, int64_t n, Widen widen) {
 
 MINDDP_VECTORIZED double of_float(const float* values, int64_t n) { return squares(values, n); }
 MINDDP_VECTORIZED double of_double(const double* values, int64_t n) { return squares(values, n); }
-MINDDP_VECTORIZED double of_bfloat16(const uint16_t* values, int64_t n) {
-  return squares_widened(values, n, [](uint16_t value) { return from_bfloat16(value); });
-}
-double of_half(const c10::Half* values, int64_t n) {
-  return squares_widened(values, n, [](c10::Half value) { return float(value); });
-}
+MINDDP_VECTORIZED double of_bfloat16(const c10::BFloat16* values, int64_t n) { return squares_widened(values, n); }
+double of_half(const c10::Half* values, int64_t n) { return squares_widened(values, n); }
 
 }  // namespace
 
@@ -70,7 +66,7 @@ double sum_of_squares(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kFloat: return of_float(static_cast<const float*>(values), n);
     case at::kDouble: return of_double(static_cast<const double*>(values), n);
-    case at::kBFloat16: return of_bfloat16(static_cast<const uint16_t*>(values), n);
+    case at::kBFloat16: return of_bfloat16(static_cast<const c10::BFloat16*>(values), n);
     case at::kHalf: return of_half(static_cast<const c10::Half*>(values), n);
     default: TORCH_INTERNAL_ASSERT(false, "sum_of_squares");
   }
