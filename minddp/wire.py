@@ -20,8 +20,8 @@ class Wire:
         exact: ``exact(name, parameter)`` is true for further parameters whose gradients travel as they are, beside
             those with fewer than two dimensions. Must answer the same on all ranks, and each time. A wrapper that is
             pickled needs one that can be: a function of a module.
-        error_feedback: with ``"int8"``, each rank adds what rounding has lost to what it sends next. Takes a bfloat16
-            for each element that is quantized.
+        error_feedback: with ``"int8"``, each rank adds what rounding has lost to what it sends next. Takes as many
+            bytes as travel.
         stochastic: with ``"int8"``, round up or down at random, so that the expected value is exact.
         seed: of that.
 

@@ -14,8 +14,6 @@ at::Tensor blocks_at(const at::Tensor& buffer, const Bucket::Slot& slot) {
   return buffer.narrow(0, slot.offset, QuantizedBlock::count(slot.parameter.numel()) * kBytes);
 }
 
-at::Tensor flat(const at::Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}); }
-
 }  // namespace
 
 QuantizedBucket::QuantizedBucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
@@ -117,8 +115,8 @@ void QuantizedBucket::feed_back(const Loss& loss, const std::vector<int32_t>& us
     const auto& residual = quantization_->residuals[slot.index];
     const int64_t from = std::max(first, loss.begin), to = std::min(last, end);
     if (from >= to || !used[slot.index] || !residual) continue;
-    const int64_t begin = (from - first) * n, count = std::min((to - from) * n, slot.parameter.numel() - begin);
-    flat(*residual).narrow(0, begin, count).add_(loss.numbers.narrow(0, (from - loss.begin) * n, count));
+    add_loss(loss.numbers.narrow(0, (from - loss.begin) * n, (to - from) * n),
+        residual->narrow(0, (from - first) * kBytes, (to - from) * kBytes));
   }
 }
 

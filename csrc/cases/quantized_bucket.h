@@ -26,8 +26,7 @@ namespace minddp {
 
 // What these buckets share with those that come after them, when buckets are cut anew.
 struct Quantization {
-  // Error feedback, by parameter: what rounding has lost so far, one bfloat16 for each element in the order of
-  // memory. A loss is less than a step of a code; of it eight bits are kept.
+  // Error feedback, by parameter: what rounding has lost so far, in as many blocks as travel.
   std::vector<std::optional<at::Tensor>> residuals;
   bool stochastic = false;
   uint64_t seed = 0;

@@ -19,6 +19,8 @@ constexpr int64_t kN = QuantizedBlock::kNumbers;
 constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
 // Added to a small number, it leaves the number's nearest integer, ties to even, in the low bits.
 constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23
+// The same in steps of 1/256: the low 16 bits are a fixed-point number with eight binary places.
+constexpr float kRoundsTo256ths = kRounds / 256;
 // Of a block that is smaller, the scale would be too small to be divided by: it travels as zeros.
 constexpr float kSmallest = 1e-30f;
 
@@ -42,10 +44,11 @@ uint32_t largest_magnitude(const float* x) {
 
 // x = src * scale + lost, of a whole block; returns the largest magnitude's bits.
 MINDDP_VECTORIZED
-uint32_t load_block(const float* src, float scale, const uint16_t* lost, float* x) {
+uint32_t load_block(const float* src, float scale, const QuantizedBlock* lost, float* x) {
   uint32_t largest = 0;
+  const float step = lost->scale;
   for (int64_t i = 0; i < kN; ++i) {
-    const float value = src[i] * scale + from_bfloat16(lost[i]);
+    const float value = src[i] * scale + float(lost->codes[i]) * step;
     x[i] = value;
     largest = std::max(largest, std::bit_cast<uint32_t>(value) & kMagnitude);
   }
@@ -61,17 +64,17 @@ void encode_nearest(const float* x, float scale, float inverse, QuantizedBlock* 
   block->scale = scale;
 }
 
-// And what that loses.
+// With error feedback: a number becomes 16 bits. The upper eight, rounded, travel; the lower eight are what that has
+// lost.
 MINDDP_VECTORIZED
-void encode_nearest(const float* x, float scale, float inverse, QuantizedBlock* block, float* lost) {
-  int8_t* codes = block->codes;
-#pragma GCC ivdep
-  for (int64_t i = 0; i < kN; ++i) {
-    const float moved = x[i] * inverse + kRounds;
-    codes[i] = static_cast<int8_t>(std::bit_cast<int32_t>(moved) - std::bit_cast<int32_t>(kRounds));
-    lost[i] = x[i] - (moved - kRounds) * scale;
-  }
+void encode_in_halves(const float* x, float scale, float inverse, QuantizedBlock* block, QuantizedBlock* lost) {
+  alignas(64) int16_t fixed[kN];
+  for (int64_t i = 0; i < kN; ++i)
+    fixed[i] = static_cast<int16_t>(std::bit_cast<int32_t>(x[i] * inverse + kRoundsTo256ths));
+  for (int64_t i = 0; i < kN; ++i) block->codes[i] = static_cast<int8_t>(static_cast<int16_t>(fixed[i] + 128) >> 8);
+  for (int64_t i = 0; i < kN; ++i) lost->codes[i] = static_cast<int8_t>(fixed[i]);
   block->scale = scale;
+  lost->scale = scale / 256;
 }
 
 MINDDP_VECTORIZED
@@ -128,23 +131,42 @@ void encode_special(const float* x, QuantizedBlock* block, float* lost) {
   }
 }
 
-// `largest`: the bits of the largest magnitude.
+struct Scale {
+  float scale, inverse;  // 0: too small to be encoded
+};
+
+// `largest`: the bits of the largest magnitude, which is finite.
+Scale scale_for(uint32_t largest) {
+  const float magnitude = std::bit_cast<float>(largest);
+  if (magnitude < kSmallest) return {0.0f, 0.0f};
+  float scale = magnitude / 127;
+  if (std::isinf(scale * 127)) scale = std::nextafter(scale, 0.0f);  // of the largest float
+  return {scale, 127 / magnitude};
+}
+
+// `lost`, 256 floats or null, gets what rounding loses.
 void encode(
     const float* x, uint32_t largest, Rounding rounding, uint64_t position, QuantizedBlock* block, float* lost) {
   if (largest >= kInfinity) return encode_special(x, block, lost);
-  const float magnitude = std::bit_cast<float>(largest);
-  const bool small = magnitude < kSmallest;
-  float scale = small ? 0.0f : magnitude / 127;
-  if (std::isinf(scale * 127)) scale = std::nextafter(scale, 0.0f);  // of the largest float
-  const float inverse = small ? 0.0f : 127 / magnitude;
-  if (rounding.stochastic && !small) {
+  const auto [scale, inverse] = scale_for(largest);
+  if (rounding.stochastic && scale > 0) {
     const uint64_t mixed = (rounding.seed * 0xbf58476d1ce4e5b9u + position) * 0x9e3779b97f4a7c15u;
     encode_stochastic(x, scale, inverse, uint32_t(mixed >> 32), block);
-    if (lost) subtract(block, x, lost);
-  } else if (lost)
-    encode_nearest(x, scale, inverse, block, lost);
-  else
+  } else
     encode_nearest(x, scale, inverse, block);
+  if (lost) subtract(block, x, lost);
+}
+
+// `lost` becomes what rounding loses.
+void encode(const float* x, uint32_t largest, Rounding rounding, uint64_t position, QuantizedBlock* block,
+    QuantizedBlock* lost) {
+  if (largest < kInfinity && !rounding.stochastic) {
+    const auto [scale, inverse] = scale_for(largest);
+    return encode_in_halves(x, scale, inverse, block, lost);
+  }
+  alignas(64) float left[kN];
+  encode(x, largest, rounding, position, block, left);
+  encode(left, largest_magnitude(left), Rounding(), 0, lost, static_cast<float*>(nullptr));
 }
 
 void decode_any(const QuantizedBlock* block, float* x) {
@@ -177,15 +199,9 @@ void add(const float* other, int64_t n, float* x) {
   for (int64_t i = 0; i < n; ++i) x[i] = x[i] + other[i];
 }
 
-// To the nearest bfloat16: what is lost is finite, and far from the largest.
-MINDDP_VECTORIZED
-void keep(const float* left, int64_t n, uint16_t* lost) {
-  for (int64_t i = 0; i < n; ++i) lost[i] = finite_to_bfloat16(left[i]);
-}
-
 // A block is too short for the processor to see that the next one follows: its memory is asked for two blocks ahead.
 template <class T>
-inline void prefetch(const T* src, const uint16_t* lost, const QuantizedBlock* block) {
+inline void prefetch(const T* src, const QuantizedBlock* lost, const QuantizedBlock* block) {
 #if defined(__GNUC__)
   constexpr int64_t kLine = 64, kAhead = 2;
   auto ask = [](const auto* memory, int64_t bytes, auto writes) {
@@ -193,29 +209,32 @@ inline void prefetch(const T* src, const uint16_t* lost, const QuantizedBlock* b
     for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(next + i, writes.value);
   };
   ask(src, kN * int64_t(sizeof(T)), std::false_type());
-  if (lost) ask(lost, kN * int64_t(sizeof(uint16_t)), std::true_type());
+  if (lost) ask(lost, int64_t(sizeof(QuantizedBlock)), std::true_type());
   ask(block, int64_t(sizeof(QuantizedBlock)), std::true_type());
 #endif
 }
 
 template <class T>
 void quantize_as(
-    const T* src, float scale, uint16_t* lost, int64_t numel, Rounding rounding, QuantizedBlock* blocks) {
-  alignas(64) float x[kN], left[kN];
-  for (int64_t begin = 0; begin < numel; begin += kN) {
+    const T* src, float scale, QuantizedBlock* lost, int64_t numel, Rounding rounding, QuantizedBlock* blocks) {
+  alignas(64) float x[kN];
+  for (int64_t begin = 0; begin < numel; begin += kN, ++blocks) {
     const int64_t n = std::min(kN, numel - begin);
-    prefetch(src + begin, lost ? lost + begin : nullptr, &blocks[begin / kN]);
+    prefetch(src + begin, lost, blocks);
     uint32_t largest = 0;
     if constexpr (std::is_same_v<T, float>)  // the usual case, in one pass
-      if (lost && n == kN) largest = load_block(src + begin, scale, lost + begin, x);
+      if (lost && n == kN) largest = load_block(src + begin, scale, lost, x);
     if (largest == 0) {
       if (n < kN) std::fill(x + n, x + kN, 0.0f);
       load(src + begin, scale, n, x);
-      for (int64_t i = 0; lost && i < n; ++i) x[i] += from_bfloat16(lost[begin + i]);
+      if (lost) decode_and_add(lost, x);
       largest = largest_magnitude(x);
     }
-    encode(x, largest, rounding, uint64_t(begin / kN), &blocks[begin / kN], lost ? left : nullptr);
-    if (lost) keep(left, n, lost + begin);
+    const auto position = uint64_t(begin / kN);
+    if (lost)
+      encode(x, largest, rounding, position, blocks, lost++);
+    else
+      encode(x, largest, rounding, position, blocks, static_cast<float*>(nullptr));
   }
 }
 
@@ -291,17 +310,16 @@ void quantize(
     const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks) {
   if (!src.defined()) return void(blocks.zero_());
   if (src.is_cpu()) {
-    auto* feedback = lost.defined() ? static_cast<uint16_t*>(lost.mutable_data_ptr()) : nullptr;
+    QuantizedBlock* feedback = lost.defined() ? blocks_of(lost) : nullptr;
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, src.scalar_type(), "minddp: quantize", [&] {
       quantize_as(src.const_data_ptr<scalar_t>(), float(scale), feedback, src.numel(), rounding, blocks_of(blocks));
     });
     return;
   }
-  at::Tensor values = flat(src).to(at::kFloat) * scale;
-  if (lost.defined()) values = values + flat(lost);
-  const int64_t rest = QuantizedBlock::count(values.numel()) * kN - values.numel();
-  const at::Tensor left = encode_rows(at::constant_pad_nd(values, {0, rest}).view({-1, kN}), blocks);
-  if (lost.defined()) flat(lost).copy_(left.view({-1}).narrow(0, 0, values.numel()));
+  const int64_t rest = QuantizedBlock::count(src.numel()) * kN - src.numel();
+  const at::Tensor numbers = at::constant_pad_nd(flat(src).to(at::kFloat) * scale, {0, rest}).view({-1, kN});
+  const at::Tensor left = encode_rows(lost.defined() ? numbers + decoded(lost) : numbers, blocks);
+  if (lost.defined()) encode_rows(left, lost);
 }
 
 void dequantize(const at::Tensor& blocks, double scale, const at::Tensor& dst) {
@@ -321,6 +339,18 @@ void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, con
   for (size_t k = 1; k < pieces.size(); ++k) sum.add_(decoded(pieces[k]));
   const at::Tensor left = encode_rows(sum, pieces[0]);
   if (lost.defined()) lost.copy_(left.view({-1}));
+}
+
+void add_loss(const at::Tensor& loss, const at::Tensor& lost) {
+  if (!lost.is_cpu()) return void(encode_rows(decoded(lost) + loss.view({-1, kN}), lost));
+  alignas(64) float sum[kN];
+  const float* numbers = loss.const_data_ptr<float>();
+  QuantizedBlock* block = blocks_of(lost);
+  for (const float* end = numbers + loss.numel(); numbers < end; numbers += kN, ++block) {
+    decode(block, sum);
+    add(numbers, kN, sum);
+    encode(sum, largest_magnitude(sum), Rounding(), 0, block, static_cast<float*>(nullptr));
+  }
 }
 
 }  // namespace minddp

@@ -32,8 +32,9 @@ struct Rounding {
 };
 
 // Encodes src * scale as blocks; the rest of the last one is zero. `lost`, where it is defined, is added first, and
-// becomes what rounding has lost (0 for what is not finite). An undefined `src` is zeros, and `lost` stays.
-// All are of one piece of memory: `src` real floating point, `lost` bfloat16 with as many elements, `blocks` bytes.
+// becomes what rounding has lost (0 for what is not finite), itself to the nearest code: with nearest rounding, of a
+// step of a code it keeps eight bits. An undefined `src` is zeros, and `lost` stays.
+// All are of one piece of memory: `src` real floating point, `lost` and `blocks` bytes, as many blocks.
 void quantize(
     const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks);
 
@@ -46,5 +47,8 @@ at::Tensor any_special(const at::Tensor& blocks);
 // pieces[0] = pieces[0] + pieces[1] + ..., each of as many blocks: added in float, in this order, and quantized anew.
 // `lost`, where it is defined, gets the 256 floats by block that this has lost.
 void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, const at::Tensor& lost);
+
+// Adds such floats to the blocks `lost`.
+void add_loss(const at::Tensor& loss, const at::Tensor& lost);
 
 }  // namespace minddp

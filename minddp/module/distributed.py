@@ -432,19 +432,20 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         self._minddp_config = engine.replaced(bucket_plan=None)
         engine.rebuild(self._minddp_config)
 
-    def wire_state(self) -> dict[str, torch.Tensor]:
-        """This rank's error feedback of ``wire="int8"``, by parameter name: bfloat16, of the parameter's shape.
+    def wire_state(self) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
+        """This rank's error feedback of ``wire="int8"``, by parameter name: its gradient's strides, and uint8 blocks.
 
-        ``state_dict()`` has none of it, as with torch's class. Save it on every rank to go on with the same bits.
+        A block is 256 codes and their float32 scale, in the order of the gradient's memory. ``state_dict()`` has none
+        of it, as with torch's class. Save it on every rank to go on with the same bits.
         """
         engine = self._minddp_engine
         return {} if engine is None else engine.wire.state(engine.names_of_parameters())
 
-    def load_wire_state(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_wire_state(self, state: Mapping[str, tuple[tuple[int, ...], torch.Tensor]]) -> None:
         """Goes on from what :meth:`wire_state` gave on this rank. Between iterations; without it, from zero.
 
         Raises:
-            KeyError, ValueError: it is another model's; names the parameter.
+            KeyError, ValueError: it is another model's, or of another memory format; names the parameter.
         """
         if (engine := self._minddp_engine) is not None:
             engine.wire.load_state(state, engine.names_of_parameters())

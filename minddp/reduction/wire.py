@@ -28,6 +28,17 @@ _made: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 @dataclass
+class Residual:
+    """What rounding has lost of one gradient: blocks of codes, as they travel (uint8), in its memory order."""
+
+    strides: tuple[int, ...]
+    blocks: torch.Tensor
+
+    def __str__(self) -> str:
+        return f"strides {tuple(self.strides)} and {self.blocks.numel()} bytes"
+
+
+@dataclass
 class WireFormat:
     """What one wrapper's gradients travel as, and what that has lost.
 
@@ -37,13 +48,13 @@ class WireFormat:
         group: the wrapper's.
 
     Attributes:
-        residuals: error feedback, by parameter. A new plan of buckets keeps them.
+        residuals: error feedback, by parameter. A new plan of buckets keeps them; another memory format begins anew.
     """
 
     wire: Wire | None
     ordered: bool
     group: Any
-    residuals: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    residuals: dict[torch.Tensor, Residual] = field(default_factory=dict)
 
     @property
     def is_in_force(self) -> bool:
@@ -94,37 +105,36 @@ class WireFormat:
             found["warns_of_overflow"] = wire.dtype == "fp16" and on_host  # looking at the values waits for a device
             feeds_back = [dtype == torch.uint8 and wire.error_feedback for dtype in dtypes]
             self.residuals = {p: self._residual(p) for p, feeds in zip(parameters, feeds_back) if feeds}
-            found["residuals"] = [self.residuals.get(p) for p in parameters]
+            known = [self.residuals.get(p) for p in parameters]
+            found["residuals"] = [residual and residual.blocks for residual in known]
         return found
 
     def forget_losses(self) -> None:
         """The gradients of an iteration are used by nobody; what was lost of them could be of any size."""
         for residual in self.residuals.values():
-            residual.zero_()
+            residual.blocks.zero_()
 
     @property
     def _argument(self) -> str:
         return "ordered=True" if self.wire is None else f"wire={self.wire.dtype!r}"
 
-    def _residual(self, parameter: torch.Tensor) -> torch.Tensor:
-        """In the memory order of the parameter's gradient."""
+    def _residual(self, parameter: torch.Tensor) -> Residual:
         strides = torch.empty_like(parameter, device="meta").stride()
         if strides != parameter.stride():  # it has gaps
             strides = torch.empty(parameter.shape, device="meta").stride()
-        device = parameter.device
-        known, made = self.residuals.get(parameter), torch.empty(0)
-        if known is not None and known.shape == parameter.shape and known.device == device:
-            if known.stride() == strides:
-                return known
-            made = known
-        fresh = torch.empty_strided(parameter.shape, strides, dtype=torch.bfloat16, device=device)
-        return fresh.copy_(made) if made.numel() else fresh.zero_()
+        nothing = torch.zeros(nbytes(parameter, torch.uint8), dtype=torch.uint8, device=parameter.device)
+        made = Residual(strides, nothing)
+        known = self.residuals.get(parameter)
+        goes_on = known is not None and _describes(known, made) and known.blocks.device == made.blocks.device
+        return known if known is not None and goes_on else made
 
-    def state(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-        """A copy of this rank's error feedback, by the parameter's name."""
-        return {names[p]: residual.clone() for p, residual in self.residuals.items()}
+    def state(self, names: Mapping[torch.Tensor, str]) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
+        """A copy of this rank's error feedback, by the parameter's name: the gradient's strides, and blocks."""
+        return {names[p]: (residual.strides, residual.blocks.clone()) for p, residual in self.residuals.items()}
 
-    def load_state(self, state: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+    def load_state(
+        self, state: Mapping[str, tuple[tuple[int, ...], torch.Tensor]], names: Mapping[torch.Tensor, str]
+    ) -> None:
         """In place: the reducer keeps its tensors. All or nothing.
 
         Raises:
@@ -134,12 +144,18 @@ class WireFormat:
             name = names[parameter]
             if name not in state:
                 raise KeyError(f"wire state: nothing for parameter {name!r}")
-            if state[name].shape != residual.shape:
+            given = Residual(*state[name])
+            if not _describes(given, residual):
                 raise ValueError(
-                    f"wire state: {tuple(state[name].shape)} for {name!r}, whose shape is {tuple(residual.shape)}"
+                    f"wire state: {name!r} has {given} there and {residual} here: it was saved from another shape or "
+                    "memory format"
                 )
         for parameter, residual in self.residuals.items():
-            residual.copy_(state[names[parameter]])
+            residual.blocks.copy_(Residual(*state[names[parameter]]).blocks)
+
+
+def _describes(one: Residual, other: Residual) -> bool:
+    return tuple(one.strides) == tuple(other.strides) and one.blocks.shape == other.blocks.shape
 
 
 def nbytes(parameter: torch.Tensor, dtype: torch.dtype) -> int:
