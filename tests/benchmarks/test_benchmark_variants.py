@@ -49,7 +49,7 @@ def _variants(rank: int, world_size: int) -> dict[str, float]:
             continue
         step = _make(rank, variant, **arguments)
         call, _ = sys.modules["variants"].with_option(step, option)
-        for _ in range(3):  # buckets are rebuilt after the first
+        for _ in range(2):  # buckets are rebuilt after the first
             call()
         assert sum(step.bucket_bytes()) == step.work.nbytes(), variant
         found = [p.grad for p in step.work.parameters()]

@@ -22,7 +22,7 @@ from minddp.testing import run_ranks
 
 BATCH = 25  # cases per call of the ranks
 EXAMPLES = int(os.environ.get("MINDDP_EXAMPLES", "500"))
-FIRST = 50  # in `make test`
+FIRST = 25  # in `make test`
 
 
 class RandomNet(nn.Module):
