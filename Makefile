@@ -64,16 +64,19 @@ CLONE = import os, pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"
 
 .venv/bin/python:
 	@test -n "$(SYSTEM_PYTHON)" || { echo "minddp needs Python 3.11 or newer: none found on PATH"; exit 1; }
-	$(SYSTEM_PYTHON) -m venv .venv
+	@echo "1. An environment of its own, in .venv"
+	@$(SYSTEM_PYTHON) -m venv .venv
 
 .venv/.base: | .venv/bin/python
-	.venv/bin/python -m pip install -q "$(TORCH)" numpy "setuptools>=77" wheel ninja
+	@echo "2. $(TORCH), numpy and ninja"
+	@.venv/bin/python -m pip install -q "$(TORCH)" numpy "setuptools>=77" wheel ninja
 	@.venv/bin/python -c '$(CLONE)'
 	@touch $@
 
 .venv/.extra-%: pyproject.toml | .venv/.base
-	.venv/bin/python -c '$(EXTRA)' $* > .venv/extra-$*.txt
-	.venv/bin/python -m pip install -q -r .venv/extra-$*.txt
+	@.venv/bin/python -c '$(EXTRA)' $* > .venv/extra-$*.txt
+	@echo "What \"$*\" needs: $$(sed 's/[^A-Za-z0-9_-].*//' .venv/extra-$*.txt | paste -sd ' ')"
+	@.venv/bin/python -m pip install -q -r .venv/extra-$*.txt
 	@touch $@
 
 # --- the extension -----------------------------------------------------------------------------------
@@ -83,11 +86,15 @@ SOURCES := setup.py $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.c
 # their extension has just been replaced.
 BUILT := build/built$(subst /,-,$(abspath $(PY)))-$(MINDDP_CUDA)
 
+# Of ninja's lines the number and the file, without the compiler's arguments.
+PIECE := s|^(\[[0-9]+/[0-9]+\]).* -c ([^ ]*/)?([^/ ]+) -o .*|   \1 \3|
+
 build: $(BUILT)
 
 $(BUILT): $(SOURCES) | $(BASE)
 	@rm -f build/built-*
-	$(PY) setup.py -q build_ext --inplace
+	@echo "3. The C++ extension: a minute or two"
+	@set -o pipefail; $(PY) setup.py -q build_ext --inplace | sed -uE '$(PIECE)'
 	@touch $@
 
 # --- what people run -----------------------------------------------------------------------------------
