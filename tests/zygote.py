@@ -40,7 +40,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REAL_STARTS", "Program", "Rank", "hash_seeds", "run_module", "start_rank", "started"]
+__all__ = ["REAL_STARTS", "Program", "Rank", "hash_seeds", "run_module", "start_rank", "start_zygotes", "started"]
 
 # Tests that start processes as a user does, with the reason; everything else goes through `start_rank`.
 REAL_STARTS = {
@@ -236,6 +236,11 @@ def hash_seeds() -> str:
         return ""
     seeds = sorted(Path(os.environ[FOLDER]).glob("*.seed"))
     return ",".join(seed.read_text() for seed in seeds)
+
+
+def start_zygotes() -> None:
+    """Now, rather than with the first rank; they last as long as this process."""
+    _folder()
 
 
 _leases: dict[Path, list[socket.socket]] = {}

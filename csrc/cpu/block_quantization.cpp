@@ -21,7 +21,7 @@ constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
 constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23
 // The same in steps of 1/256: the low 16 bits are a fixed-point number with eight binary places.
 constexpr float kRoundsTo256ths = kRounds / 256;
-// Of a block that is smaller, the scale would be too small to be divided by: it travels as zeros.
+// Of a block that is smaller, the scale would be too small to be divided by: it travels as zeros, and is not kept.
 constexpr float kSmallest = 1e-30f;
 
 enum Code : int8_t { kPlus = 127, kMinus = -127, kNaN = -128 };
@@ -64,8 +64,8 @@ void encode_nearest(const float* x, float scale, float inverse, QuantizedBlock* 
   block->scale = scale;
 }
 
-// With error feedback: a number becomes 16 bits. The upper eight, rounded, travel; the lower eight are what that has
-// lost.
+// With error feedback: a number becomes 16 bits. The upper eight, rounded, travel. The lower eight, signed, are what
+// that has lost.
 MINDDP_VECTORIZED
 void encode_in_halves(const float* x, float scale, float inverse, QuantizedBlock* block, QuantizedBlock* lost) {
   alignas(64) int16_t fixed[kN];

@@ -7,7 +7,7 @@
 
 namespace minddp {
 
-// Offsets count elements without padding: that a buffer is one tensor of all gradients is what hooks rely on.
+// No padding: communication hooks expect the buffer to be all gradients, flattened, and nothing else.
 Bucket::Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
     const std::vector<std::string>& names, Options options)
     : options_(options), grad_dtype_(parameters[indices[0]].scalar_type()), device_(parameters[indices[0]].device()),
@@ -31,7 +31,7 @@ void Bucket::begin_backward() {
   for (Slot& slot : *slots_) slot.packed = false;
 }
 
-// At the first pack: a bucket that never copies gradients needs no memory of its own.
+// The first pack calls it, so a bucket that never packs has no buffer.
 void Bucket::allocate() {
   buffer_ = options_.allocate ? options_.allocate(numel_, buffer_options()) : at::empty({numel_}, buffer_options());
   for (Slot& slot : *slots_) slot.view = view_of(buffer_, slot);
@@ -54,7 +54,7 @@ void Bucket::pack(const Packing& how) {
   producers_.note_packed();
 }
 
-// Before bytes are copied: the copying pass takes pointers, and would read a gradient of another kind all the same.
+// The copy takes raw pointers and would misread a gradient of another kind.
 void Bucket::check(const Slot& slot, const at::Tensor& grad, bool sparse) const {
   bool right_dtype = options_.any_grad_dtype || grad.scalar_type() == grad_dtype_;
   if (grad.is_sparse() == sparse && grad.device() == device_ && right_dtype) return;
@@ -101,8 +101,8 @@ bool Bucket::repack(size_t i, double scale) {
   return true;
 }
 
-// Where the gradient is alone in its bucket, it swaps memory with the buffer: a pass less. CPU only, since elsewhere
-// streams order who uses memory.
+// A gradient that is alone in its bucket may swap memory with the buffer: a pass less. CPU only, since on a device
+// streams order who uses memory. False: a copy is needed.
 bool Bucket::exchange(const at::Tensor& result, double scale) {
   Slot& slot = slots_->front();
   at::Tensor& grad = slot.grad();
@@ -119,7 +119,7 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
 
 void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
   c10::NoGradGuard no_grad;
-  // A hook may have kept the buffer. A flight holds it, too, so it is dropped before exchange() counts holders.
+  // exchange() needs the buffer for itself: the flight is dropped first, and a buffer that a hook may hold is copied.
   const bool is_ours = std::exchange(flight_, {}).frees_buffer;
   if (!is_ours || !used[slots_->front().index] || !exchange(result, scale)) copy_out(result, scale, used);
 }

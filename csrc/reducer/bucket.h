@@ -1,11 +1,11 @@
 // One bucket: a flat buffer, its views, and the two passes over memory.
 //
 //   pack    .grad of every parameter -> buffer              (copy + scale + cast; on the CPU as each arrives)
-//   unpack  buffer, after the collective -> .grad           (the same)
+//   unpack  buffer, after the collective -> .grad           (copy + scale + cast)
 //
-// The buffer holds the gradients one after another without gaps, each in its parameter's own memory layout, so that a
-// gradient that keeps autograd's layout contract is one contiguous piece on both sides. Until unpack, whoever looks
-// at a gradient sees this rank's own. Threads: the reducer's; a bucket has no lock.
+// The buffer has no gaps. Each gradient lies in it in its parameter's memory layout. Autograd's layout contract gives
+// `.grad` that layout, too, so most gradients are copied as one piece. Until unpack `.grad` is this rank's own (but
+// see cases/view_bucket.h). Threads: the reducer's; a bucket has no lock.
 //
 // Four cases are buckets of another kind: cases/view_bucket.h, where `.grad` is a view on the buffer;
 // cases/sparse_bucket.h; and two whose gradients travel in fewer bytes, cases/half_bucket.h and
@@ -40,7 +40,7 @@ class Bucket {
     std::vector<int64_t> strides;
     at::Tensor view;              // parameter-shaped view on the buffer (not a view to autograd)
     bool packed = false;          // in this backward
-    at::Tensor* place = nullptr;  // of the gradient, where a case has another than `.grad`
+    at::Tensor* place = nullptr;  // where the gradient is; null: in `.grad`
     at::Tensor& grad() const { return place ? *place : parameter.mutable_grad(); }
   };
   struct Options {
@@ -62,14 +62,13 @@ class Bucket {
   virtual ~Bucket() = default;
 
   virtual void begin_backward();  // back to kFilling, all gradients pending
-  // A gradient, made on the current stream, is whole; true when it was the last one.
+  // One more gradient is whole, on the current stream, or known to be absent. True if it was the last one.
   bool mark_ready() { return producers_.note(), --pending_ == 0; }
-  // Copies the gradients that are not there yet, times the scale, into the buffer, on the current stream, after the
-  // streams that made them; a missing gradient counts as zero. Afterwards kPacked.
+  // Copies gradients that are not packed yet into the buffer, times the scale. A missing gradient counts as zero. The
+  // copy runs on the current stream, after the streams that made the gradients. Afterwards kPacked.
   void pack(const Packing& how);
-  // On the CPU: packs gradient i at once, unless it is alone in its bucket, while it is in the cache; later changes
-  // to `.grad` have no effect. On a device every copy is a kernel launch, so all are packed when the last one is
-  // there.
+  // On the CPU: packs gradient i now, while it is in the cache. Later changes of `.grad` are not sent. On a device
+  // each copy is a kernel launch, so pack() copies all at once; it also packs a gradient that is alone.
   void pack_early(size_t i, const Packing& how) {
     if (slots_->size() > 1 && device_.is_cpu()) fill(i, i + 1, how);
   }
@@ -94,7 +93,7 @@ class Bucket {
     for (Slot& slot : *slots_) slot.place = places ? &(*places)[slot.index] : nullptr;
   }
   virtual at::Tensor zeros() const;  // what a rank without data sends
-  // How the ranks' buffers are added up, where that is not the process group's part.
+  // How OrderedAllreduce adds up the ranks' buffers. (A process group has its own way.)
   virtual PieceSum sum_of_pieces() { return sum_of_elements(options_.buffer_dtype); }
   // View buckets only: moves gradients that exist already into the buffer.
   virtual void adopt_gradients() {}
@@ -112,7 +111,7 @@ class Bucket {
  protected:
   virtual void fill(size_t begin, size_t end, const Packing& how) { copy_in(begin, end, how.scale); }  // slots
   virtual at::Tensor new_gradient(const Slot& slot) const;
-  // Before a collective that has not ended is forgotten.
+  // abandon() is about to drop a collective that still runs.
   virtual void leave_to_collective() {}
   void allocate();
   void copy_in(size_t begin, size_t end, double scale);

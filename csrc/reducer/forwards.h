@@ -1,9 +1,10 @@
 // Whose backward is it? Which forwards ran, and whether a backward goes through one of them.
 //
-// Forward decides whether its backward is synchronized, as in torch: not under no_sync, and not if the program called
-// the wrapped module itself. Torch's forward arms the reducer for the next backward. Here the nodes decide. Autograd
-// numbers nodes in order, so a forward's nodes form an interval. The engine collects a backward's nodes before the
-// first hook. The reducer checks whether any lies in an interval.
+// A forward of the wrapper is synchronized unless it runs under no_sync. A backward is synchronized if it goes
+// through a synchronized forward. Torch takes the next backward for that one. Here the graph's nodes tell: autograd
+// numbers a thread's nodes in order, so a forward's nodes form an interval, and the engine collects a backward's
+// nodes before the first hook. Torch's rule is left where nodes cannot tell: no tensor was found in forward's output,
+// or a forward has had no backward yet and the graph has none of its nodes.
 #pragma once
 
 #include "support/graph_task.h"
@@ -50,8 +51,8 @@ class Forwards {
     armed_ = awaits_backward_ = hidden_ = hidden_local_ = false;
     history_ = {};
   }
-  // Counts of synchronized forwards, and of backwards that did not synchronize, since the last iteration. If they are
-  // equal on all ranks, a claimed backward on one rank matches an ordinary one on another.
+  // Counts of synchronized forwards, and of backwards that did not synchronize, since the last iteration. If
+  // they are equal on all ranks, all are in the same backward, also if it was taken on some of them only.
   struct History {
     int64_t forwards = 0, local_backwards = 0;
   };
@@ -59,11 +60,11 @@ class Forwards {
 
   struct Answer {
     Origin origin;
-    bool seen = false;   // the graph task holds nodes of a synchronized forward, so it is no checkpoint's
-    bool taken = false;  // the graph task holds none, but a waiting forward claims the backward
+    bool seen = false;   // the graph task holds nodes of a synchronized forward: it is no reentrant checkpoint's
+    bool taken = false;  // the graph task holds none; a forward without a backward takes it
   };
   // Origin of the running graph task. The search through its nodes ends at the first one of a synchronized forward.
-  // If `takes` is true, a waiting forward also claims bypassing backwards; if false, only local ones.
+  // A forward without a backward takes local backwards; with `takes`, bypassing ones, too.
   Answer origin(bool takes) const {
     if (armed_ || hidden_) return {Origin::kSynchronized};
     bool local = hidden_local_;
@@ -73,8 +74,8 @@ class Forwards {
       return span && span->synchronized;
     });
     if (synchronized) return {Origin::kSynchronized, true};
-    // As in torch, a synchronized forward without a backward so far claims the next backward. That backward may
-    // really belong to it: a reentrant checkpoint makes its graph during backward.
+    // As in torch, a synchronized forward without a backward so far takes the next one. That may be right: a
+    // reentrant checkpoint hides the forward's nodes, since it makes its graph during backward.
     if (awaits_backward_ && (takes || local)) return {Origin::kSynchronized, false, true};
     return {local ? Origin::kLocal : Origin::kBypassed};
   }

@@ -16,7 +16,7 @@ namespace minddp {
 
 struct GradState {
   int bypassed_in = -1;          // the last backward that bypassed the wrapper, unless averaged since
-  int arrived_in = -1;           // the last backward that did not
+  int arrived_in = -1;           // the last other backward that brought it
   bool outside_no_sync = false;  // see left_local()
   SameTensor bypassed_grad;      // the `.grad` of `bypassed_in`; the program may have replaced it since
   SameTensor result;             // the `.grad` that holds the last sum (cases/earlier_sums.h)
@@ -29,7 +29,7 @@ class GradStates {
   static constexpr int kNone = -1;
   explicit GradStates(size_t count) : used(count, 0), states_(count) {}
 
-  // By parameter: 1 if its hook has run with a defined `.grad` since the last synchronization, under no_sync too.
+  // By parameter: 1 if its hook has run with a defined `.grad` since the last synchronization, in any backward.
   // (torch's local_used_map.)
   std::vector<int32_t> used;
 
@@ -45,9 +45,10 @@ class GradStates {
     if (bypassed) state.bypassed_grad = grad;
     if (origin == Origin::kLocal && !within_no_sync) state.outside_no_sync = true;
   }
-  // torch.utils.swap_tensors refuses weak references, so `before` is cleared when the iteration ends. `bypassed_grad`
-  // and `result` are kept longer.
+  // `before` is cleared when the iteration ends, since torch.utils.swap_tensors refuses tensors that are referred to
+  // weakly. `bypassed_grad` and `result` must be kept longer.
   void backward_begins(const std::vector<at::Tensor>& parameters) {
+    if (is_interrupted()) return;  // what was before the interrupted backward counts
     for (size_t i = 0; i < states_.size(); ++i) {
       const at::Tensor& grad = parameters[i].grad();
       if (!grad.defined()) continue;
@@ -55,8 +56,8 @@ class GradStates {
       states_[i].version = version_of(grad);
     }
   }
-  // An exception has ended a backward whose gradients were to be averaged. Nothing else records that if the backward
-  // had brought no gradient yet.
+  // An exception has ended a backward whose gradients were to be averaged. This is the only
+  // record if the exception came before the first gradient.
   void interrupted(int graph_task) { interrupted_in_ = graph_task; }
   void forget_interruption() {
     if (is_interrupted()) forget_before();
@@ -99,8 +100,8 @@ class GradStates {
   // --- what is asked before optimizer.step() ---
 
   // Parameters whose gradient bypassed the wrapper, each with the backward that brought it. A gradient counts only
-  // while `.grad` is still the same tensor. If another wrapper's arrived_in is at least this number, the gradient
-  // came through that wrapper.
+  // while `.grad` is still the same tensor. Callers compare: a
+  // wrapper whose arrived_in is at least this number has brought the gradient itself.
   std::vector<std::pair<size_t, int>> bypassed(const std::vector<at::Tensor>& parameters) const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)
@@ -108,7 +109,7 @@ class GradStates {
         found.emplace_back(i, states_[i].bypassed_in);
     return found;
   }
-  // Parameters whose forward ran under no_sync, whose backward ran outside it, and that no synchronization followed.
+  // Parameters with a gradient of a forward under no_sync whose backward ran outside of it, not averaged since.
   std::vector<size_t> left_local() const {
     std::vector<size_t> found;
     for (size_t i = 0; i < states_.size(); ++i)
@@ -118,8 +119,8 @@ class GradStates {
   int arrived_in(size_t index) const { return states_[index].arrived_in; }
   // The last backward that brought the gradient, or that may have brought it before failing.
   int touched_in(size_t index) const { return std::max(states_[index].arrived_in, interrupted_in_); }
-  // An iteration has ended in `backward` or later, and no local gradient has come since. After an interruption the
-  // notes may be incomplete, so `.grad` must be unchanged since that backward began. REQUIRES: between iterations.
+  // An iteration has ended in `backward` or later, and no local gradient has come since. If an
+  // exception came later, `.grad` must also be as it was when that backward began. REQUIRES: between iterations.
   bool averaged_since(size_t index, int backward, const at::Tensor& grad) const {
     const GradState& state = states_[index];
     const bool untouched = state.before == grad && state.version == version_of(grad);
@@ -134,7 +135,7 @@ class GradStates {
 
   std::vector<GradState> states_;
   int ended_in_ = kNone;        // the backward in which the last iteration ended
-  int interrupted_in_ = kNone;  // the last backward that an exception has ended, until the next forward
+  int interrupted_in_ = kNone;  // an exception has ended it, and it owed averages; until the next forward
 };
 
 }  // namespace minddp

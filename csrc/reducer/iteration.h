@@ -1,4 +1,4 @@
-// The state of an iteration and of a backward, each forgotten as a whole; and what iterations taught, which stays.
+// `Iteration` and `Backward` are forgotten as a whole. `Learned` is what iterations have taught, and stays.
 //
 // A gradient usually arrives once per backward. With several backwards in one iteration, or with nested checkpoints
 // that share its parameter, it arrives in several contributions. The first iteration counts them, and sends nothing
@@ -35,7 +35,7 @@ struct Iteration {
 
   Phase phase = Phase::kIdle;
   size_t next_bucket = 0;         // the first that is not launched
-  bool sends_at_the_end = false;  // its gradients may come again
+  bool sends_at_the_end = false;  // a taken backward: more contributions may follow
   std::vector<int32_t> arrivals;  // by parameter
   Flags absent;                   // marked ready when the iteration began
   Flags grown;                    // autograd has added a gradient; a hook may have removed it from `.grad` since
@@ -63,10 +63,10 @@ struct Learned {
 struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;
-  bool taken = false;        // claimed by a waiting forward that has no node in this graph
+  bool taken = false;        // by a forward that has no backward yet, and no node in this graph
   bool was_taken = false;    // `taken` was true at some time
   bool makes_graph = false;  // create_graph=True
-  bool goes_to_all = false;  // false for autograd.grad() and backward(inputs=...), which may bring no gradient at all
+  bool goes_to_all = false;  // a plain backward(); autograd.grad() may bring no gradient at all
   uint64_t begin = 0;        // number of the first node that it makes
   Flags takes_part;          // see GradHooks::taking_part; empty: not asked for
 

@@ -20,8 +20,8 @@ int current_graph_task() { return torch::autograd::get_current_graph_task_id(); 
 // The graph does not exist yet: only the sequence number at which its nodes will begin is noted.
 void Reducer::begin_forward() {
   grads.forget_interruption();
-  // Two casts, there and back, give a parameter a new AccumulateGrad node. Looking at one parameter a forward is
-  // enough where absence is an error.
+  // module.half().float() gives parameters new AccumulateGrad nodes, without our hooks. With kFindUnused a lost hook
+  // would look like an unused parameter, so all are looked at. Otherwise its absence shows: one a forward is enough.
   size_t looks = used_map_.mode() == GraphMode::kFindUnused ? parameters.size() : 1;
   for (; hooks_ && iteration.phase == Phase::kIdle && looks > 0; --looks) {
     turn_ = (turn_ + 1) % parameters.size();
@@ -31,8 +31,8 @@ void Reducer::begin_forward() {
   trace_->note(StepEvent::kForwardBegin);
 }
 
-// Where no output is found (a dataclass, tensors kept elsewhere) there is no hook: such a forward takes the next
-// backward. Outputs without a node (a frozen module's) count as found.
+// If no output tensor is found (a dataclass, tensors kept elsewhere), there is no hook, and the next backward counts
+// as this forward's. Outputs without a node (a frozen module's) count as found.
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
   forwards.end(synchronized, /*visible=*/!outputs.empty());
   trace_->note(StepEvent::kForwardEnd);
@@ -45,8 +45,8 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   watch(outputs, /*synchronized=*/true);
 }
 
-// An output's hook runs before any gradient is there, and before checkpoints inside make graphs of their own: the
-// earliest moment at which a backward can be told from another. Outputs outlive wrappers, so the reference is weak.
+// An output's hook runs before the gradients of what made it, and before checkpoints inside run. It is the earliest
+// moment at which we know which forward a backward goes through. Outputs outlive wrappers, so the reference is weak.
 void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
   watch_outputs(outputs, [weak = weak_from_this(), synchronized] {
     auto self = weak.lock();
@@ -59,8 +59,8 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
 // --- backward begins
 
 // The first sign of a backward: it has reached an output of a forward, or one of our gradients is there. The argument
-// says whether that forward was synchronized. It is empty for a gradient, which does not know its forward: it may
-// come in a reentrant checkpoint's graph task, without the forward's nodes.
+// says whether that forward was synchronized. It is empty if a gradient is the sign: in a reentrant checkpoint
+// the graph task has none of the forward's nodes, so a gradient does not tell its forward.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = current_graph_task();
   const bool synchronized = through_synchronized_forward.value_or(false);
@@ -68,8 +68,8 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   if (synchronized) backward.taken = false;
   if (synchronized && known && !backward.has(graph_task)) await_end_of(graph_task);
   if (known && !(synchronized && backward.has(graph_task) && !backward.is_synchronized())) return;
-  const bool takes =
-      used_map_.mode() != GraphMode::kStatic || has_recorded();  // in a static graph's first, only outputs' hooks say
+  // In a static graph's first iteration, which decides what is unused, no forward takes a bypassing backward.
+  const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();
   Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards.origin(takes);
   for (auto& c : cases_) c->on_backward(answer);
   backward.join(answer);
@@ -91,8 +91,8 @@ void Reducer::await_end_of(int graph_task) {
   at_end_of_backward(weak_from_this(), graph_task, &Reducer::finish_backward, &Reducer::backward_is_gone);
 }
 
-// kIncomplete goes on: another backward brings what the first left out. Parameters that take no part are marked at
-// once: ranks differ in them, and must not differ in when they launch.
+// kIncomplete goes on: another backward brings what the first left out. Parameters that take no part are marked ready
+// now. They differ between ranks; the order of launches must not.
 void Reducer::begin_iteration() {
   const bool goes_on = iteration.phase == Phase::kIncomplete;
   if (!goes_on) iteration.forget();
@@ -118,7 +118,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   auto lock = guard();
   enter_backward(std::nullopt);
   if (iteration.phase == Phase::kLaunched) {
-    iteration.phase = Phase::kBackward;  // it would be lost, or change what is being sent: only abort leads on
+    iteration.phase = Phase::kBackward;  // only abort_iteration() leads on
     iteration.next_bucket = 0;
     fail(errors::ready_twice(rank, {index, names[index]}, iteration.arrivals[index] + 1));
   }
@@ -152,24 +152,24 @@ void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) 
   while (next < buckets.size() && buckets[next]->complete()) launch_or_skip(next);
 }
 
-// A contribution after the one that was thought the last. Before the bucket has left, no harm is done: it is packed
+// A contribution after the one that was thought the last. If the bucket has not left, or been skipped, it is packed
 // again, and the next iterations wait for that arrival.
 void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
   auto [bucket, slot] = place_[index];
-  if (!buckets[bucket]->repack(slot, pre_scale))
+  if (bucket < iteration.next_bucket || !buckets[bucket]->repack(slot, pre_scale))
     fail(errors::ready_twice(rank, {index, names[index]}, iteration.arrivals[index]));
   learned.expected[index] = std::max(learned.expected[index], iteration.arrivals[index]);
   take(index, contribution);
 }
 
-// A gradient that is unused here is left to the packing of the whole bucket.
+// A parameter that is unused here is left to pack().
 void Reducer::take(size_t index, const at::Tensor& contribution) {
   auto [b, slot] = place_[index];
   if (buckets[b]->complete() && !skips(b)) return pack(b, contribution);
   if (grads.used[index] && !passes_through()) buckets[b]->pack_early(slot, packing(contribution));
 }
 
-// Apart from launch: a complete bucket may have to wait for its turn, its packing need not.
+// Not part of launch(): a complete bucket may have to wait for its turn, but can be packed now.
 void Reducer::pack(size_t index, const at::Tensor& contribution) {
   trace_->note(index, BucketEvent::kPackBegin);
   if (!passes_through()) buckets[index]->pack(packing(contribution));
@@ -218,12 +218,14 @@ Flight Reducer::all_reduce(size_t index, const at::Tensor& buffer) {
 // --- backward ends
 
 // Autograd calls it when a graph task that enter_backward has registered is over, on the thread that ran its last
-// node, with the caller's streams current. Of several tasks in threads the last one ends the backward. A task of
-// another backward (`ended` is empty then) ends what iteration there is.
+// node, with the caller's streams current. If several threads run backward(), the last task ends the backward. A task
+// that `backward` does not hold any more ends nothing: an exception in another one, or abort_iteration(), has cleared
+// it.
 void Reducer::finish_backward(int graph_task) {
   auto lock = guard();
-  if (backward.graph_tasks.size() > 1 && std::erase(backward.graph_tasks, graph_task)) return;
-  const Backward ended = backward.has(graph_task) ? std::exchange(backward, {}) : Backward();
+  if (!backward.has(graph_task)) return;
+  if (backward.graph_tasks.size() > 1) return void(std::erase(backward.graph_tasks, graph_task));
+  const Backward ended = std::exchange(backward, {});
   const bool local = ended.origin == Origin::kLocal || ended.origin == Origin::kBypassed;
   if (ended.makes_graph && ended.origin != Origin::kBypassed)
     forwards.add(ended.begin, at::sequence_number::peek(), !local);
@@ -249,7 +251,7 @@ void Reducer::launch_rest(int graph_task) {
   if (callbacks_.after_last_launch) callbacks_.after_last_launch();
 }
 
-// May be called from a hook, so backward can still be running; a gradient that comes afterwards is in no average.
+// May be called from a hook while backward runs. A gradient that comes afterwards is not in this average.
 void Reducer::finalize_backward_manual() {
   auto lock = guard();
   if (iteration.phase == Phase::kBackward) {
@@ -261,9 +263,9 @@ void Reducer::finalize_backward_manual() {
   finalize_backward();
 }
 
-// In launch order: what was launched first has had the most time, and the rest goes on while it is unpacked. What
-// other ranks used decides which gradients are made at all, and travels last: so it is read only at the first bucket
-// for which it matters.
+// In launch order: what was launched first has had the most time, and the rest goes on while it is unpacked. The used
+// map comes last, and decides which missing gradients are made. So it is waited for at the first bucket that needs
+// it.
 void Reducer::finalize_backward() {
   const double scale = scale_of_results();
   std::optional<UsedMap::Map> used;
@@ -300,12 +302,12 @@ void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& use
   trace_->note(index, BucketEvent::kUnpackEnd);
 }
 
-// May ask other ranks (the sum of weights), and raise where that sum is nothing.
+// The callback may ask other ranks (for the sum of weights), and raise if that sum is 0.
 double Reducer::scale_of_results() {
   if (!callbacks_.post_scale) return post_scale;
   try {
     return callbacks_.post_scale();
-  } catch (...) {  // all ranks raise: given up here, so that the next starts clean
+  } catch (...) {  // all ranks raise: the next iteration starts clean
     for (size_t i = 0; i < buckets.size(); ++i)
       if (buckets[i]->state() == Bucket::State::kLaunched) wait(*buckets[i]->flight().future, i);
     used_map_.join([&](Future& future) { wait(future, buckets.size()); });
@@ -314,7 +316,7 @@ double Reducer::scale_of_results() {
   }
 }
 
-// Last of all, so that whoever sees kIdle sees averages.
+// The phase comes after all that it promises.
 void Reducer::end_iteration() {
   const std::vector<size_t> before = std::exchange(last_missing_, iteration.missing());
   graph_is_static_ = graph_is_static_ && (!has_recorded() || before == last_missing_);
@@ -333,9 +335,9 @@ void Reducer::backward_is_gone(int graph_task) {
   auto lock = guard();
   if (!backward.has(graph_task)) return;
   const bool owes = backward.is_synchronized() && (iteration.phase == Phase::kBackward || backward.goes_to_all);
-  grads.interrupted(owes ? graph_task : GradStates::kNone);
+  if (owes) grads.interrupted(graph_task);
   backward = {};
-  if ((iteration.phase != Phase::kBackward && !grads.is_interrupted()) || !callbacks_.on_interrupted) return;
+  if ((iteration.phase != Phase::kBackward && !owes) || !callbacks_.on_interrupted) return;
   try {
     callbacks_.on_interrupted(last_error);
   } catch (const std::exception& error) {  // nobody is there to catch it, and backward has an error of its own
@@ -343,8 +345,8 @@ void Reducer::backward_is_gone(int graph_task) {
   }
 }
 
-// Forgets all that the iteration has set. Keeps what earlier iterations taught (arrivals, unused parameters), and
-// what is known of `.grad`.
+// Forgets all that the iteration has set. Keeps what earlier iterations taught (arrivals, unused parameters), and the
+// notes on local and bypassing gradients.
 void Reducer::abort_iteration() {
   iteration.forget();
   backward = {};
@@ -357,7 +359,7 @@ void Reducer::abort_iteration() {
   last_error.clear();
 }
 
-// Without an on_stall callback, for lost peers, the future's own wait is enough.
+// on_stall() finds lost peers; without it, the future's own wait is enough.
 void Reducer::wait(Future& future, size_t bucket) {
   if (!callbacks_.on_stall) return future.waitAndThrow();
   wait_watching(

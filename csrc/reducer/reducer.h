@@ -1,22 +1,24 @@
 // The reducer: averages gradients over ranks while backward still makes them.
 //
-// Overview. Gradients are grouped into buckets. A hook on every parameter's autograd node reports each gradient. On
-// the CPU a gradient is packed when it is whole; on a device, when its bucket's last gradient is. A packed bucket is
-// handed to the process group once all buckets before it have left. At the end of backward the reducer waits for the
+// Overview. Gradients are grouped into buckets. A hook on every parameter's autograd node reports each gradient. A
+// gradient is whole when its last contribution has come. On the CPU, each gradient is packed when it is whole. On a
+// device, a bucket is packed when its last gradient is whole. A packed bucket is handed to the process group once all
+// buckets before it have left. At the end of backward the reducer waits for the
 // collectives, bucket by bucket, and writes the results to `.grad`.
 //
-// Life of an iteration (enum Phase):
+// Life of an iteration (enum Phase). It begins with the first gradient of a synchronized backward, and ends with the
+// averages:
 //
 //   kIdle -- first gradient of a backward through a synchronized forward --> kBackward
 //   kBackward -- end of backward; every gradient came, or absence is allowed --> kIdle
-//   kBackward -- the same, where finalization is the caller's --> kLaunched
+//   kBackward -- the same, if the caller finalizes (manual_finalization) --> kLaunched
 //   kLaunched, or kBackward with all buckets launched -- finalize_backward_manual() --> kIdle
-//   kLaunched -- next forward, or optimizer.step() --> an error that says so
-//   kLaunched -- a gradient, which would be lost --> kBackward, with an error
+//   kLaunched -- next forward, or optimizer.step() --> an error: not finalized
+//   kLaunched -- a gradient, too late for the average --> kBackward, with an error
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
 //   kIncomplete -- another synchronized backward, which may bring them --> kBackward
 //   kBackward -- an exception ends backward --> kBackward
-//   kBackward -- next forward, or optimizer.step() --> an error that says so
+//   kBackward -- next forward, or optimizer.step() --> an error: backward has not ended
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names them
 //   any -- abort_iteration() --> kIdle
 //
@@ -25,8 +27,8 @@
 //   | its backward goes through ...           | origin        | the reducer                | step() may use it |
 //   |-----------------------------------------|---------------|----------------------------|-------------------|
 //   | a synchronized forward of the wrapper   | kSynchronized | averages it                | once averaged     |
-//   | no such forward, while one still waits  | kSynchronized | counts it as that one's,   | once averaged     |
-//   | for its backward                        |               | as torch does ("taken")    |                   |
+//   | no such forward, but one has had no     | kSynchronized | counts it as that one's,   | once averaged     |
+//   | backward yet                            |               | as torch does ("taken")    |                   |
 //   | only forwards under no_sync             | kLocal        | leaves it to the next      | yes               |
 //   |                                         |               | synchronized backward      |                   |
 //   | no forward of the wrapper               | kBypassed     | notes it                   | if it is equal on |
@@ -51,21 +53,21 @@
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group
 //    must be issued in the same order on every rank, and the order of arrival differs from rank to rank. Out of
 //    order, different buckets would be added up, or ranks would wait for each other for ever.
-//  * From the second iteration on, a parameter that takes no part is marked ready when the iteration begins, where
-//    that is known. If its bucket waited for the end of backward, it would leave behind other modules' collectives (a
-//    second wrapper's, SyncBatchNorm's) on the ranks that did not use it, and only there.
+//  * From the second iteration on, a parameter that takes no part is marked ready when the iteration begins, if that
+//    is known. Otherwise the ranks that do not use it would launch its bucket at the end of backward, after the
+//    collectives of other modules (a second wrapper, SyncBatchNorm); ranks that use it would launch it before them.
 //  * A rank sends its whole `.grad`. Earlier averages in it are equal on all ranks, so averaging keeps them.
 //  * A mean is a sum and a division. `pre_scale`, which Python sets to 1/ranks, divides while packing: that costs no
-//    pass over memory, and keeps half precision in range. `post_scale` multiplies while unpacking, for what is known
-//    only then.
+//    pass over memory, and keeps half precision in range. `post_scale` is a factor that is known only after
+//    the sum. It is applied while unpacking.
 //
 // Threads. Hooks and the end-of-backward callback run on autograd's threads: the caller's for the CPU, one for each
-// device otherwise. They are several where parameters live on several devices, and where a program calls backward()
-// in threads of its own; so each takes mutex_. Lock order: mutex_, then the GIL (Python callbacks are called with
-// mutex_ held, and may come back: it is recursive), so nobody may hold the GIL while asking for mutex_.
-// finalize_backward_manual() takes it, too. All other functions take no lock: the thread that trains calls them, or a
-// hook that runs with mutex_ held. The transport's threads write time stamps alone, which are atomic. Only the report
-// of where a rank is (bindings.cpp: position) reads numbers while they may change.
+// device otherwise. Several such threads run if parameters are on several devices, or if a program calls backward()
+// in several threads. So each hook, the callback and finalize_backward_manual() take mutex_. Lock order: mutex_, then
+// the GIL. Python callbacks run with mutex_ held and may call the reducer again, so mutex_ is recursive. Nobody may
+// wait for mutex_ while holding the GIL. The other functions take no lock: only the training thread calls them, or a
+// hook that holds mutex_. The transport's threads write only time stamps, which are atomic. One reader takes no lock:
+// the report of where a rank is (bindings.cpp: position). Its numbers may be old.
 //
 // reducer.cpp has what runs in an iteration; between_iterations.cpp has the rest.
 #pragma once
@@ -89,11 +91,11 @@ struct Quantization;
 class GradientNoise;
 class SharedParameters;
 
-// As long as the reducer lives.
+// Fixed as long as the reducer lives.
 struct ReducerOptions {
   GraphMode graph_mode = GraphMode::kAllUsed;
   std::vector<at::ScalarType> wire_dtypes;           // by parameter, what travels; kByte: blocks of codes
-  std::shared_ptr<OrderedAllreduce> ordered;         // in place of the group's all-reduce; null: that
+  std::shared_ptr<OrderedAllreduce> ordered;         // replaces the group's all-reduce; null: does not
   std::shared_ptr<const Quantization> quantization;  // cases/quantized_bucket.h
   bool warns_of_overflow = false;                    // cases/half_bucket.h
   bool gradient_as_bucket_view = false;              // cases/view_bucket.h
@@ -101,13 +103,13 @@ struct ReducerOptions {
   bool any_grad_dtype = false;                       // parameters change their dtype during backward
   bool refuses_earlier_sums = false;                 // cases/earlier_sums.h
   bool always_reduce = false;                        // go through the process group where it has one rank, too
-  std::string not_in_contexts;                       // cases/context_gradients.h: why not; empty: they can be reduced
+  std::string not_in_contexts;                       // cases/context_gradients.h: why not; empty: they are reduced
 };
 
-// Called on the thread that runs the hook, or that finalizes. What one raises ends backward with that error; but what
-// on_interrupted() raises is logged.
+// Called on the thread that runs the hook, or that finalizes. What one raises ends backward with that error. But
+// on_interrupted() is called when autograd drops a backward, and what it raises is a warning.
 struct ReducerCallbacks {
-  std::function<void()> after_last_launch;  // at the end of backward; may issue collectives of its own
+  std::function<void()> after_last_launch;  // when the last bucket has left; may issue collectives
   std::function<double()> post_scale;       // in place of the reducer's post_scale; called once before unpacking
   std::function<void()> on_taken;           // at the end of a backward that was taken, before it launches
   std::function<void(const std::string& why)> on_interrupted;  // an exception has ended an iteration's backward
@@ -126,9 +128,9 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // To be called around a forward with gradients. A backward that reaches one of `outputs`, or another node that was
   // made between the two calls, is this forward's.
   void begin_forward();
-  void arrive(int64_t optimizer_ns) { trace_->arrive(optimizer_ns); }  // before it, and before any wait for others
+  void arrive(int64_t optimizer_ns) { trace_->arrive(optimizer_ns); }  // before begin_forward() and any wait
   void end_forward(const std::vector<at::Tensor>& outputs, bool synchronized);
-  // For callers that decide when to synchronize: the next backward does, wherever forward ran.
+  // For callers that decide when to synchronize: the next backward does, even if forward ran under no_sync.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void on_ready(size_t index, const at::Tensor& contribution);  // the hook of parameter `index`
   // With manual_finalization: waits and unpacks, on the caller's current streams. To be called once for each
@@ -138,10 +140,10 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     const bool all_launched = iteration.phase == Phase::kBackward && iteration.next_bucket == buckets.size();
     return iteration.phase == Phase::kLaunched || all_launched;
   }
-  // Back to kIdle, whatever has happened. Ranks that go on together must all call it, after an error that all met.
+  // Back to kIdle, whatever has happened. After an error that all ranks met, every rank that goes on must call it.
   void abort_iteration();
 
-  // Starts a bucket's reduction: with the hook, where there is one; and without, for hooks that wrap it.
+  // Starts a bucket's reduction, through the hook if there is one. all_reduce() goes without; a hook may call it.
   Flight reduce(size_t index, const at::Tensor& buffer) {
     return hook_ ? hook_->start(index, buffer) : all_reduce(index, buffer);
   }
@@ -174,7 +176,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
 
   ReducerCallbacks& callbacks() { return callbacks_; }
   // Set between iterations.
-  bool sync_enabled = true;             // outside of no_sync; read when forward runs, and for a warning in backward
+  bool sync_enabled = true;             // outside of no_sync now; forward's answer is end_forward()'s
   bool optimizer_in_backward = false;   // a hook has consumed the gradients: nothing to unpack
   bool skip_all_reduce_unused = false;  // the caller promises that ranks leave the same buckets unused
   bool manual_finalization = false;     // the caller waits and unpacks; set while no backward is expected
@@ -184,9 +186,9 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   const Trace& trace() const { return *trace_; }
   bool graph_is_static() const { return graph_is_static_; }  // the same parameters were missing every time
   std::vector<size_t> missing() const;                       // in this iteration
-  // A synchronized forward has no backward yet, or one that has not ended.
+  // A synchronized forward has no backward yet, or its iteration is not over.
   bool expects_backward() const { return iteration.phase != Phase::kIdle || forwards.awaits_backward(); }
-  // A synchronized backward runs: known once it has reached an output of forward, before the first gradient.
+  // A synchronized backward runs. Known once it has reached a watched output or a gradient.
   bool in_backward() const { return !backward.graph_tasks.empty() && backward.is_synchronized(); }
   bool averaged_since(size_t index, int backward) const {
     return iteration.phase == Phase::kIdle && !used_map_.gets_no_gradient(index) &&
@@ -222,11 +224,11 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   Bucket::Packing packing(const at::Tensor& contribution) const {
     return {pre_scale, may_grow(), grads.used, contribution};
   }
-  // Nobody knows yet how often a gradient arrives in this iteration. Each is packed as it comes, and packed again
-  // where it grows; nothing is sent before the end.
+  // Nobody knows yet how often a gradient arrives in this iteration. What has been packed is packed again if it
+  // grows; nothing is sent before the end of backward.
   bool may_grow() const { return !has_recorded() || iteration.sends_at_the_end; }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
-  // One rank, and nothing to scale, cast or show: its gradients are the result, where they lie.
+  // One rank, and nothing needs the buffer: the gradients are the result already.
   bool passes_through() const {
     return alone() && !hook_ && !callbacks_.post_scale && pre_scale == 1.0 && post_scale == 1.0 &&
         !options_.gradient_as_bucket_view && !any_cast_ && !any_sparse_ && !manual_finalization;
@@ -240,8 +242,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   const bool any_cast_;  // gradients do not travel as they are
   ReducerCallbacks callbacks_;
   std::vector<std::unique_ptr<Case>> cases_;
-  SharedParameters* shared_ = nullptr;  // one of the cases, once there is somebody else
-  GradientNoise* noise_ = nullptr;      // the same, once somebody asks
+  SharedParameters* shared_ = nullptr;  // owned by cases_; null before share()
+  GradientNoise* noise_ = nullptr;      // the same; null before noise()
   std::unique_ptr<CommHook> hook_;
   std::unique_ptr<GradHooks> hooks_;
 

@@ -1,7 +1,7 @@
 // What the reducer and its cases both see, and the points of an iteration at which cases take part.
 //
-// The core averages dense gradients. What only some programs meet is a case, where it can be separated: a unit of its
-// own in csrc/cases, which the core calls at the points below. A reader of the core may skip all of them.
+// The core averages dense gradients. A case is what only some programs need: a unit of its own in csrc/cases. The
+// core calls it at the points below. A reader of the core may skip all of them.
 #pragma once
 
 #include "bucket.h"
@@ -28,7 +28,7 @@ struct ReducerState {
   std::vector<std::unique_ptr<Bucket>> buckets;
   mutable std::string last_error;
 
-  // A program may swallow an error inside of backward; the text says later why this rank is missing.
+  // Keeps the text: a program may catch the error inside of backward, and others ask later why this rank is missing.
   [[noreturn]] void fail(const std::string& message) const {
     last_error = message;
     TORCH_CHECK(false, message);
@@ -52,7 +52,7 @@ class CommHook {
   virtual Flight start(size_t bucket, at::Tensor buffer) = 0;
   // The reduced bucket: the tensor in the completed future's value.
   virtual at::Tensor result(const c10::IValue& value) = 0;
-  // On a device, the Work of the reducer's own all-reduce, if the hook that runs has asked for that.
+  // Devices only: Reducer::all_reduce() sets it if the hook calls that.
   c10::intrusive_ptr<c10d::Work> work;
 };
 
@@ -68,7 +68,7 @@ class Case {
   virtual void on_arrival(ArrivedGradient& arrival) {}
   // An iteration begins; nothing is packed.
   virtual void on_begin() {}
-  // A bucket's averages are in their places, of parameters with used[index] != 0.
+  // The averages of this bucket's parameters with used[index] != 0 have been written.
   virtual void after_unpack(const Bucket& bucket, const std::vector<int32_t>& used) {}
   // The iteration is over: `done`, or given up.
   virtual void on_end(bool done) {}

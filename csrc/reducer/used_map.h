@@ -2,7 +2,7 @@
 //
 // If that is allowed, ranks must agree on which parameters any rank used. They add their maps after the last bucket.
 // Every rank joins this sum. The result is read just before the first bucket that needs it. Every rank waits for it
-// before backward returns.
+// before the iteration ends.
 #pragma once
 
 #include "transport/allreduce.h"
@@ -36,8 +36,7 @@ class UsedMap {
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
   // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not reach it.
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
-  // known_unused(); or backward reached it but gave None, and no rank got a gradient. A gradient that a hook removed
-  // from `.grad` still counts.
+  // known_unused(), or no rank had a gradient in the first iteration, nor one here that a hook removed from `.grad`.
   bool gets_no_gradient(size_t index) const { return known_unused(index) || (decided() && !static_any_[index]); }
 
   // Starts the sum, if one is needed. Nothing here waits for `device`.
@@ -49,8 +48,8 @@ class UsedMap {
     sum_ = at::tensor(local, at::dtype(at::kInt).pinned_memory(!device.is_cpu())).to(device, /*non_blocking=*/true);
     flight_ = allreduce(group, sum_, /*wait=*/nullptr);
   }
-  // Waits before backward returns: another rank may need this map, and this process may be about to end. On a device
-  // the current stream waits.
+  // Waits before the iteration ends: another rank may need this map, and this process may be about to end. On a
+  // device the current stream waits.
   void join(const Wait& wait) const {
     if (!flight_.future) return;
     wait(*flight_.future);
@@ -85,11 +84,11 @@ class UsedMap {
       }
       decided_ = true;
     }
-    Map used = static_used_;  // a hook that removed the gradient in iteration 1 may keep it now
+    Map used = static_used_;  // what a hook removed in iteration 1 may be here now
     for (size_t i = 0; i < local.size(); ++i) used[i] |= local[i] && static_any_[i];
     return used;
   }
-  // kStatic, on a rank without a backward of its own in the first iteration: the others' map counts as its own.
+  // kStatic: a rank without a backward in the first iteration takes the others' map for its own.
   void follow(const Wait& wait) {
     if (decided() || mode_ != GraphMode::kStatic) return;
     static_here_ = static_used_ = static_any_ = sum({}, wait);
@@ -102,7 +101,7 @@ class UsedMap {
   std::atomic<bool> decided_ = false;  // set once the maps below are there: another thread may read them
   // kStatic, from the first iteration, nonzero where:
   Map static_used_;  // some rank had a gradient
-  Map static_any_;   // the same, or autograd has added one here that a hook removed from `.grad`
+  Map static_any_;   // the same, or this rank had one that a hook removed from `.grad`
   Map static_here_;  // this rank had one, or backward reached it
   at::Tensor sum_;
   Flight flight_;

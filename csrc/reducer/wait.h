@@ -12,8 +12,8 @@ namespace minddp {
 
 using Future = c10::ivalue::Future;
 
-// `work` holds the inputs. It is set where a process group reduces: always on a device; on the CPU if no hook took
-// part. `frees_buffer`: once the flight is dropped, nobody else holds the buffer.
+// `work` holds the inputs. It is set if the process group has reduced the buffer; on the CPU a hook leaves it null.
+// `frees_buffer`: once the flight is dropped, nobody else holds the buffer.
 struct Flight {
   c10::intrusive_ptr<Future> future;
   c10::intrusive_ptr<c10d::Work> work;

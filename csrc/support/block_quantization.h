@@ -24,17 +24,18 @@ struct QuantizedBlock {
 };
 static_assert(sizeof(QuantizedBlock) == 260);
 
-// To the nearest code, ties to the even one; or, with a seed, up or down at random, so that the expected value is
-// exact.
+// To the nearest code, ties to the even one (with error feedback: to the nearest 1/256 of a step of a code, then to
+// the nearest code, ties upwards). Or, with a seed, up or down at random, so that the expected value is exact.
 struct Rounding {
   bool stochastic = false;
   uint64_t seed = 0;  // the same seed gives the same codes
 };
 
-// Encodes src * scale as blocks; the rest of the last one is zero. `lost`, where it is defined, is added first, and
-// becomes what rounding has lost (0 for what is not finite), itself to the nearest code: with nearest rounding, of a
-// step of a code it keeps eight bits. An undefined `src` is zeros, and `lost` stays.
-// All are of one piece of memory: `src` real floating point, `lost` and `blocks` bytes, as many blocks.
+// Encodes src * scale as blocks; the rest of the last one is zero. If `lost` is defined, it is added first, and
+// becomes what rounding has lost: to 1/256 of a step on the CPU with nearest rounding, otherwise encoded as a block
+// of its own. It is 0 for what is not finite, and for a block whose largest magnitude is below 1e-30. An undefined
+// `src` is zeros, and `lost` stays. All lie in one piece of memory: `src` real floating point, `lost` and `blocks`
+// bytes.
 void quantize(
     const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks);
 
@@ -48,7 +49,7 @@ at::Tensor any_special(const at::Tensor& blocks);
 // `lost`, where it is defined, gets the 256 floats by block that this has lost.
 void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, const at::Tensor& lost);
 
-// Adds such floats to the blocks `lost`.
+// Adds the 256 floats by block that add_quantized() has lost to the blocks of quantize()'s `lost`.
 void add_loss(const at::Tensor& loss, const at::Tensor& lost);
 
 }  // namespace minddp

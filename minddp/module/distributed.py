@@ -8,7 +8,7 @@ for one, but runs none of its code: every method is defined here (a test makes t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..ranks.messages import work_on
 from ..ranks.waiting import wait_for
 from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states, verify_same_start
-from ..reduction.wire import WireFormat
+from ..reduction.wire import WireFormat, WireState
 from ..report.diagnosis import Straggler
 from ..wire import Wire
 from . import delayed_params
@@ -432,20 +432,21 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         self._minddp_config = engine.replaced(bucket_plan=None)
         engine.rebuild(self._minddp_config)
 
-    def wire_state(self) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
-        """This rank's error feedback of ``wire="int8"``, by parameter name: its gradient's strides, and uint8 blocks.
+    def wire_state(self) -> WireState:
+        """This rank's error feedback of ``wire="int8"``, by parameter name: shape, strides, and blocks of codes.
 
-        A block is 256 codes and their float32 scale, in the order of the gradient's memory. ``state_dict()`` has none
-        of it, as with torch's class. Save it on every rank to go on with the same bits.
+        A block is 256 int8 codes and their float32 scale, in the order of the gradient's memory: 260 uint8.
+        ``state_dict()`` has none of it, as with torch's class. Save it on every rank to go on with the same bits. A
+        copied or unpickled wrapper begins without.
         """
         engine = self._minddp_engine
         return {} if engine is None else engine.wire.state(engine.names_of_parameters())
 
-    def load_wire_state(self, state: Mapping[str, tuple[tuple[int, ...], torch.Tensor]]) -> None:
+    def load_wire_state(self, state: WireState) -> None:
         """Goes on from what :meth:`wire_state` gave on this rank. Between iterations; without it, from zero.
 
         Raises:
-            KeyError, ValueError: it is another model's, or of another memory format; names the parameter.
+            KeyError, ValueError: it is another model's, or in another memory format; names the parameter.
         """
         if (engine := self._minddp_engine) is not None:
             engine.wire.load_state(state, engine.names_of_parameters())

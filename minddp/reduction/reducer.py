@@ -53,6 +53,7 @@ class Reducer(_C.Reducer):
         self.config, self.group, self.names = config, group, list(names)
         self._device = parameters[0].device
         dtypes = [wire_dtype(p, config.reduce_dtype, sparse) for p, sparse in zip(parameters, expect_sparse)]
+        self._wire = wire
         self._nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(parameters, dtypes)]  # as caps count them
         from_wire: dict[str, Any] = {}
         if wire is not None and wire.is_in_force:  # as many buckets as without
@@ -142,7 +143,7 @@ class Reducer(_C.Reducer):
             order = [], []
             for index in backwards:
                 order[not used[index]].append(index)
-        super().set_buckets(self._assign(*order))
+        self._cut(self._assign(*order))
         return True
 
     def last_step(self) -> dict[str, Any]:
@@ -168,8 +169,13 @@ class Reducer(_C.Reducer):
             RuntimeError: a backward is not finished.
         """
         check_buckets(buckets, self.names, self.kinds)
-        super().set_buckets(buckets)
+        self._cut(buckets)
         self.is_settled = True
+
+    def _cut(self, buckets: Buckets) -> None:
+        super().set_buckets(buckets)
+        if self._wire is not None:
+            self._wire.follow_layouts()
 
     # Torch's names for what is here under others.
     _run_comm_hook = _C.Reducer.run_hook

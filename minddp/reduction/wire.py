@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,20 +22,25 @@ from ..wire import DTYPES, Wire
 
 BLOCK, BLOCK_BYTES = 256, 260
 _DEVICE_CHUNK_BYTES = 8 << 20
+WireState = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]
 _CHUNK_BYTES = 1 << 20  # at most; larger ones: less of a bucket's sums and transfers overlap
 # By process group and type of device: wrappers share one, as they share the group's order of collectives.
 _made: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+
+class Layout(NamedTuple):
+    """How a gradient lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 @dataclass
 class Residual:
     """What rounding has lost of one gradient: blocks of codes, as they travel (uint8), in its memory order."""
 
-    strides: tuple[int, ...]
+    layout: Layout
     blocks: torch.Tensor
-
-    def __str__(self) -> str:
-        return f"strides {tuple(self.strides)} and {self.blocks.numel()} bytes"
 
 
 @dataclass
@@ -119,43 +124,59 @@ class WireFormat:
         return "ordered=True" if self.wire is None else f"wire={self.wire.dtype!r}"
 
     def _residual(self, parameter: torch.Tensor) -> Residual:
-        strides = torch.empty_like(parameter, device="meta").stride()
-        if strides != parameter.stride():  # it has gaps
-            strides = torch.empty(parameter.shape, device="meta").stride()
-        nothing = torch.zeros(nbytes(parameter, torch.uint8), dtype=torch.uint8, device=parameter.device)
-        made = Residual(strides, nothing)
         known = self.residuals.get(parameter)
-        goes_on = known is not None and _describes(known, made) and known.blocks.device == made.blocks.device
-        return known if known is not None and goes_on else made
+        if known is not None and known.layout == _layout(parameter) and known.blocks.device == parameter.device:
+            return known
+        blocks = torch.zeros(nbytes(parameter, torch.uint8), dtype=torch.uint8, device=parameter.device)
+        return Residual(_layout(parameter), blocks)
 
-    def state(self, names: Mapping[torch.Tensor, str]) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
-        """A copy of this rank's error feedback, by the parameter's name: the gradient's strides, and blocks."""
-        return {names[p]: (residual.strides, residual.blocks.clone()) for p, residual in self.residuals.items()}
+    def follow_layouts(self) -> None:
+        """New buckets take gradients as they lie now: error feedback in another memory order begins anew."""
+        for parameter, residual in self.residuals.items():
+            if residual.layout != _layout(parameter):
+                residual.layout = _layout(parameter)
+                residual.blocks.zero_()
 
-    def load_state(
-        self, state: Mapping[str, tuple[tuple[int, ...], torch.Tensor]], names: Mapping[torch.Tensor, str]
-    ) -> None:
+    def state(self, names: Mapping[torch.Tensor, str]) -> WireState:
+        """A copy of this rank's error feedback, by the parameter's name."""
+        return {names[p]: (*residual.layout, residual.blocks.clone()) for p, residual in self.residuals.items()}
+
+    def load_state(self, state: WireState, names: Mapping[torch.Tensor, str]) -> None:
         """In place: the reducer keeps its tensors. All or nothing.
 
         Raises:
-            KeyError, ValueError: it is another model's; names the parameter.
+            KeyError, ValueError: it is another model's, or no such state; names the parameter.
         """
+        found: dict[torch.Tensor, torch.Tensor] = {}
         for parameter, residual in self.residuals.items():
-            name = names[parameter]
-            if name not in state:
-                raise KeyError(f"wire state: nothing for parameter {name!r}")
-            given = Residual(*state[name])
-            if not _describes(given, residual):
-                raise ValueError(
-                    f"wire state: {name!r} has {given} there and {residual} here: it was saved from another shape or "
-                    "memory format"
-                )
-        for parameter, residual in self.residuals.items():
-            residual.blocks.copy_(Residual(*state[names[parameter]]).blocks)
+            if names[parameter] not in state:
+                raise KeyError(f"wire state: nothing for parameter {names[parameter]!r}")
+            found[parameter] = _matching(state[names[parameter]], residual, names[parameter])
+        for parameter, blocks in found.items():
+            self.residuals[parameter].blocks.copy_(blocks)
 
 
-def _describes(one: Residual, other: Residual) -> bool:
-    return tuple(one.strides) == tuple(other.strides) and one.blocks.shape == other.blocks.shape
+def _matching(entry: Any, residual: Residual, name: str) -> torch.Tensor:
+    """The blocks of a state's entry, if they fit."""
+    try:
+        shape, strides, blocks = entry
+        fits = blocks.dtype == torch.uint8 and blocks.shape == residual.blocks.shape
+        layout = Layout(tuple(map(int, shape)), tuple(map(int, strides)))
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        raise ValueError(f"wire state: what it has for parameter {name!r} is none of ddp.wire_state()'s") from None
+    if layout != residual.layout or not fits:
+        raise ValueError(
+            f"wire state: parameter {name!r} has {layout} there and {residual.layout} here, and "
+            f"{blocks.numel()} bytes of {blocks.dtype} there and {residual.blocks.numel()} of uint8 here"
+        )
+    return blocks  # type: ignore[no-any-return]
+
+
+def _layout(parameter: torch.Tensor) -> Layout:
+    strides = torch.empty_like(parameter, device="meta").stride()
+    if strides != parameter.stride():  # it has gaps
+        strides = torch.empty(parameter.shape, device="meta").stride()
+    return Layout(tuple(parameter.shape), strides)
 
 
 def nbytes(parameter: torch.Tensor, dtype: torch.dtype) -> int:

@@ -66,6 +66,10 @@ def test_failures_that_are_over_are_forgotten():
     assert run_ranks(_mended, 2) == [True, True]
 
 
+def _raises(grad):
+    raise ValueError("in an input's hook")
+
+
 def _first_gradients_hook_raises(rank, world_size, caught_on):
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 1, bias=False)
@@ -80,11 +84,15 @@ def _first_gradients_hook_raises(rank, world_size, caught_on):
                 raise ValueError("in a user's hook")
 
         handle = module.weight.register_post_accumulate_grad_hook(hook)
-        loss = ddp(torch.randn(2, 3)).sum()
+        x = torch.randn(2, 3, requires_grad=True)
+        loss = ddp(x).sum()
         try:
-            loss.backward()
+            loss.backward(retain_graph=True)
         except ValueError:
             told.append("caught")
+            x.register_hook(_raises)  # of a backward that brings no gradient: it changes nothing
+            with pytest.raises(ValueError, match="an input's hook"):
+                torch.autograd.grad(loss, x)
         handle.remove()
         if told == ["caught"]:
             with pytest.raises(RuntimeError, match=r"never averaged, of \['weight'\]: an exception has ended"):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from .. import zygote
 from .catalog import ROOT, Mutant, batches, planted, spot_of, with_switches
 from .places import Sources, Spot
 
@@ -103,8 +105,9 @@ class Workshop:
         with self._changed(edits):
             complaint = self._build()
             if complaint is None:
-                for mutant, _ in batch:
-                    tell(mutant, self._test(mutant))
+                with self._zygotes() as shared:
+                    for mutant, _ in batch:
+                        tell(mutant, self._test(mutant, **shared))
         if complaint is not None and len(batch) == 1:
             tell(batch[0][0], Outcome("ERROR", f"does not compile: {complaint}", 0.0))
         elif complaint is not None:  # which of them?
@@ -126,22 +129,36 @@ class Workshop:
 
     # --- testing ---
 
-    def _test(self, mutant: Mutant) -> Outcome:
+    @contextmanager
+    def _zygotes(self) -> Iterator[dict[str, str]]:
+        """The environment in which tests share zygotes (tests/zygote.py): those that have imported one build."""
+        hold = "import sys; from tests import zygote; zygote.start_zygotes(); print(flush=True); sys.stdin.read()"
+        with tempfile.TemporaryDirectory(prefix="minddp-zygotes-", ignore_cleanup_errors=True) as folder:
+            shared = {zygote.FOLDER: folder}
+            holder = subprocess.Popen(
+                [sys.executable, "-c", hold], cwd=self.root, env={**self._environment(), **shared},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+            with holder:  # its end is theirs
+                assert holder.stdout is not None and holder.stdout.readline()
+                yield shared
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(self.root)}
+
+    def _test(self, mutant: Mutant, **environment: str) -> Outcome:
         begin = time.monotonic()
-        verdict, by = self.run_tests(mutant.tests, awake=mutant.id)
+        verdict, by = self.run_tests(mutant.tests, MINDDP_MUTANT=mutant.id, **environment)
         return Outcome(verdict, by, time.monotonic() - begin)
 
-    def run_tests(self, tests: Sequence[str], awake: str = "") -> tuple[str, str]:
+    def run_tests(self, tests: Sequence[str], **environment: str) -> tuple[str, str]:
         """``(verdict, by)``: whether one of ``tests`` fails, and which. A hang is a failure, too."""
         command = [sys.executable, "-m", "pytest", "-x", "--tb=line", f"--timeout={self._timeout}", *tests]
         output = self.root.parent / "output.txt"
-        environment = {
-            **os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(self.root), "MINDDP_MUTANT": awake,
-        }  # fmt: skip
         with output.open("w") as stream:
             process = subprocess.Popen(
-                command, cwd=self.root, env=environment, stdout=stream, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, cwd=self.root, env={**self._environment(), **environment}, stdout=stream,
+                stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             try:
                 code: int | None = process.wait(self._timeout * (1 + len(tests)))

@@ -235,11 +235,12 @@ def _outer_then_nested(rank, world_size):
         expected = _mean(ddp.module, world_size, lambda r: ddp.module(_x(r, step), False))
         ddp(_x(rank, step), step > 2).backward()
         _check(ddp.module, expected)
-    ddp = DDP(Moving(), find_unused_parameters=True, **ALONE)
-    for step in range(3):
-        ddp(_x(rank, step), False).backward()
-    with pytest.raises(RuntimeError, match="shared.weight has been marked as ready twice"):  # zeros are on their way
-        ddp(_x(rank), True).backward()
+    for skips in (False, True):  # zeros are on their way, or nothing is
+        ddp = DDP(Moving(), find_unused_parameters=True, skip_all_reduce_unused_params=skips, **ALONE)
+        for step in range(3):
+            ddp(_x(rank, step), False).backward()
+        with pytest.raises(RuntimeError, match="shared.weight has been marked as ready twice"):
+            ddp(_x(rank), True).backward()
 
 
 def test_an_absent_parameter_that_comes_after_all():

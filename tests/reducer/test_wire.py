@@ -70,9 +70,9 @@ def in_halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return (upper * (largest / 127)).view(x.shape), ((fixed - 256 * upper) * (largest / 127 / 256)).view(x.shape)
 
 
-def value_of(state: tuple[tuple[int, ...], Tensor]) -> Tensor:
+def value_of(state: tuple[tuple[int, ...], tuple[int, ...], Tensor]) -> Tensor:
     """What a parameter's part of ``wire_state()`` stands for."""
-    blocks = state[1].view(-1, 260)
+    blocks = state[2].view(-1, 260)
     return blocks[:, :256].view(torch.int8) * blocks[:, 256:].contiguous().view(torch.float32)
 
 
@@ -319,14 +319,39 @@ def _goes_on(rank: int, world_size: int) -> bool:
     other.load_wire_state(state)
     with pytest.raises(KeyError, match="'small'"):
         other.load_wire_state({name: state[name] for name in ("wide", "square")})
-    with pytest.raises(ValueError, match="'small' has strides .* saved from another shape or memory format"):
-        other.load_wire_state(state | {"small": state["wide"]})
+    for wrong in (state["wide"], ((2, 2), *state["small"][1:])):
+        with pytest.raises(ValueError, match=r"'small' has Layout\(.* there and Layout\(shape=\(3, 2\)"):
+            other.load_wire_state(state | {"small": wrong})
+    for wrong in (torch.zeros(3, 2), None, state["small"][2]):
+        with pytest.raises(ValueError, match="parameter 'small'"):
+            other.load_wire_state(state | {"small": wrong})  # type: ignore[dict-item]
     want, found = step(ddp, 3), step(other, 3)
     return all(torch.equal(want[name], found[name]) for name in want)
 
 
 def test_error_feedback_can_be_saved() -> None:
     assert run_ranks(_goes_on, 2) == [True, True]
+
+
+def _another_format(rank: int, world_size: int) -> list[bool]:
+    """The buckets are cut anew after the first step, when the gradients lie in another order than at the start."""
+    ddp = minddp.DistributedDataParallel(Given({"w": (6, 4, 3, 3)}), wire="int8")
+    given = {"w": gradients(rank, shapes={"w": (6, 4, 3, 3)})["w"]}
+    with torch.no_grad():
+        ddp.module.w.set_(ddp.module.w.to(memory_format=torch.channels_last))
+    found = []
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(given).backward()
+        _, strides, _ = ddp.wire_state()["w"]
+        found.append(strides == ddp.module.w.grad.stride())
+    ddp.reducer.set_buckets([[0]])
+    _, strides, blocks = ddp.wire_state()["w"]
+    return [*found[1:], strides == ddp.module.w.grad.stride(), bool(blocks.any())]
+
+
+def test_feedback_in_another_memory_format_begins_anew() -> None:
+    assert run_ranks(_another_format, 2) == [[True, True, True]] * 2
 
 
 # --- with everything else ---
