@@ -110,7 +110,7 @@ bool Bucket::exchange(const at::Tensor& result, double scale) {
       result.scalar_type() != grad_dtype_ || grad.scalar_type() != grad_dtype_ || !result.is_same(buffer_) ||
       !is_one_piece(slot, grad))
     return false;
-  // The buffer's memory is held by itself and by the slot's view.
+  // Two tensors hold the memory, the buffer and the slot's view. With more holders there is no exchange.
   if (!exchange_memory(grad, buffer_, 2)) return false;
   slot.view = view_of(buffer_, slot);
   if (scale != 1.0) grad.mul_(scale);
@@ -137,7 +137,7 @@ void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<
   for (Slot& slot : *slots_) {
     at::Tensor& grad = slot.grad();
     if (!used[slot.index]) continue;  // used on no rank: `.grad` stays
-    if (!grad.defined() || grad.scalar_type() != grad_dtype_) grad = new_gradient(slot);  // or mixed precision's
+    if (!grad.defined() || grad.scalar_type() != grad_dtype_) grad = new_gradient(slot);  // or of another dtype
     const void* src = base + slot.offset * flat.element_size();
     if (!is_one_piece(slot, grad)) {
       const int64_t begin = flat.storage_offset() + slot.offset;
@@ -148,8 +148,8 @@ void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<
   scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
 }
 
-// A collective that has ended is waited for, which orders streams. One that still runs keeps the buffer by its own
-// references; nothing here uses that memory again.
+// A collective whose future is complete is waited for, which orders streams. One that still runs keeps the buffer by
+// its own references; nothing here uses that memory again.
 void Bucket::abandon() {
   producers_.wait_packed();
   if (flight_.future && flight_.future->completed()) {

@@ -39,7 +39,7 @@ class Bucket {
     int64_t offset;  // in elements
     std::vector<int64_t> strides;
     at::Tensor view;              // parameter-shaped view on the buffer (not a view to autograd)
-    bool packed = false;          // in this backward
+    bool packed = false;          // in this iteration
     at::Tensor* place = nullptr;  // where the gradient is; null: in `.grad`
     at::Tensor& grad() const { return place ? *place : parameter.mutable_grad(); }
   };
@@ -68,7 +68,7 @@ class Bucket {
   // copy runs on the current stream, after the streams that made the gradients. Afterwards kPacked.
   void pack(const Packing& how);
   // On the CPU: packs gradient i now, while it is in the cache. Later changes of `.grad` are not sent. On a device
-  // each copy is a kernel launch, so pack() copies all at once; it also packs a gradient that is alone.
+  // each copy is a kernel launch, so pack() copies all at once. A gradient that is alone is left to pack(), too.
   void pack_early(size_t i, const Packing& how) {
     if (slots_->size() > 1 && device_.is_cpu()) fill(i, i + 1, how);
   }
@@ -109,7 +109,9 @@ class Bucket {
   const Flight& flight() const { return flight_; }
 
  protected:
-  virtual void fill(size_t begin, size_t end, const Packing& how) { copy_in(begin, end, how.scale); }  // slots
+  virtual void fill(size_t begin, size_t end, const Packing& how) {
+    copy_in(begin, end, how.scale);
+  }  // slots begin to end - 1
   virtual at::Tensor new_gradient(const Slot& slot) const;
   // abandon() is about to drop a collective that still runs.
   virtual void leave_to_collective() {}
@@ -131,7 +133,7 @@ class Bucket {
   int64_t numel_ = 0;
   at::Tensor buffer_;
   State state_ = State::kFilling;
-  Producers producers_;  // streams that made this backward's gradients
+  Producers producers_;  // streams that made this iteration's gradients
   // Held until unpack: it keeps the buffer, and what a hook put in its place, alive while other threads or the device
   // still write to it.
   Flight flight_;

@@ -1,7 +1,7 @@
 // Whose backward is it? Which forwards ran, and whether a backward goes through one of them.
 //
 // A forward of the wrapper is synchronized unless it runs under no_sync. A backward is synchronized if it goes
-// through a synchronized forward. Torch takes the next backward for that one. Here the graph's nodes tell: autograd
+// through a synchronized forward. Torch assumes that the next backward does. Here the graph's nodes tell: autograd
 // numbers a thread's nodes in order, so a forward's nodes form an interval, and the engine collects a backward's
 // nodes before the first hook. Torch's rule is left where nodes cannot tell: no tensor was found in forward's output,
 // or a forward has had no backward yet and the graph has none of its nodes.
@@ -52,7 +52,7 @@ class Forwards {
     history_ = {};
   }
   // Counts of synchronized forwards, and of backwards that did not synchronize, since the last iteration. If
-  // they are equal on all ranks, all are in the same backward, also if it was taken on some of them only.
+  // they are equal on all ranks, the ranks are in the same backward, even if only some of them took it.
   struct History {
     int64_t forwards = 0, local_backwards = 0;
   };
@@ -60,7 +60,7 @@ class Forwards {
 
   struct Answer {
     Origin origin;
-    bool seen = false;   // the graph task holds nodes of a synchronized forward: it is no reentrant checkpoint's
+    bool seen = false;   // the graph task holds nodes of a synchronized forward: it is the outer one
     bool taken = false;  // the graph task holds none; a forward without a backward takes it
   };
   // Origin of the running graph task. The search through its nodes ends at the first one of a synchronized forward.
@@ -74,7 +74,7 @@ class Forwards {
       return span && span->synchronized;
     });
     if (synchronized) return {Origin::kSynchronized, true};
-    // As in torch, a synchronized forward without a backward so far takes the next one. That may be right: a
+    // As in torch, a synchronized forward that waits for its backward takes the next one. That may be right: a
     // reentrant checkpoint hides the forward's nodes, since it makes its graph during backward.
     if (awaits_backward_ && (takes || local)) return {Origin::kSynchronized, false, true};
     return {local ? Origin::kLocal : Origin::kBypassed};

@@ -135,7 +135,7 @@ class GradStates {
 
   std::vector<GradState> states_;
   int ended_in_ = kNone;        // the backward in which the last iteration ended
-  int interrupted_in_ = kNone;  // an exception has ended it, and it owed averages; until the next forward
+  int interrupted_in_ = kNone;  // the last backward that an exception ended and that owed averages
 };
 
 }  // namespace minddp

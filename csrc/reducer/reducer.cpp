@@ -20,9 +20,10 @@ int current_graph_task() { return torch::autograd::get_current_graph_task_id(); 
 // The graph does not exist yet: only the sequence number at which its nodes will begin is noted.
 void Reducer::begin_forward() {
   grads.forget_interruption();
-  // module.half().float() gives parameters new AccumulateGrad nodes, without our hooks. With kFindUnused a lost hook
-  // would look like an unused parameter, so all are looked at. Otherwise its absence shows: one a forward is enough.
-  size_t looks = used_map_.mode() == GraphMode::kFindUnused ? parameters.size() : 1;
+  // module.half().float() gives parameters new AccumulateGrad nodes, without our hooks. If absence is allowed, a lost
+  // hook would look like an unused parameter, so all are looked at. Otherwise it is an error: one a forward is
+  // enough.
+  size_t looks = used_map_.absence_is_fine() ? parameters.size() : 1;
   for (; hooks_ && iteration.phase == Phase::kIdle && looks > 0; --looks) {
     turn_ = (turn_ + 1) % parameters.size();
     if (hooks_->is_lost(turn_, parameters[turn_])) renew_hooks();
@@ -58,9 +59,10 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
 
 // --- backward begins
 
-// The first sign of a backward: it has reached an output of a forward, or one of our gradients is there. The argument
-// says whether that forward was synchronized. It is empty if a gradient is the sign: in a reentrant checkpoint
-// the graph task has none of the forward's nodes, so a gradient does not tell its forward.
+// A sign of a backward: it has reached an output of a forward, or one of our gradients is there. The first one
+// decides whose the backward is; a later output of a synchronized forward may still make it synchronized. The
+// argument says whether the forward was synchronized. It is empty if a gradient is the sign: in a reentrant
+// checkpoint the graph task has none of the forward's nodes, so a gradient does not tell its forward.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = current_graph_task();
   const bool synchronized = through_synchronized_forward.value_or(false);
@@ -74,7 +76,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   for (auto& c : cases_) c->on_backward(answer);
   backward.join(answer);
   backward.takes_part.clear();
-  const bool asks = used_map_.mode() == GraphMode::kFindUnused && has_recorded();
+  const bool asks = hooks_ && used_map_.mode() == GraphMode::kFindUnused && has_recorded();
   if (asks && (answer.seen || (through_synchronized_forward && backward.is_synchronized())))
     backward.takes_part = hooks_->taking_part();
   if (known) return;
@@ -264,8 +266,7 @@ void Reducer::finalize_backward_manual() {
 }
 
 // In launch order: what was launched first has had the most time, and the rest goes on while it is unpacked. The used
-// map comes last, and decides which missing gradients are made. So it is waited for at the first bucket that needs
-// it.
+// map is sent last: waiting for it is waiting for all. So it is read at the first bucket for which it matters.
 void Reducer::finalize_backward() {
   const double scale = scale_of_results();
   std::optional<UsedMap::Map> used;
@@ -316,7 +317,7 @@ double Reducer::scale_of_results() {
   }
 }
 
-// The phase comes after all that it promises.
+// kIdle is set last: whoever reads it may rely on all that comes before.
 void Reducer::end_iteration() {
   const std::vector<size_t> before = std::exchange(last_missing_, iteration.missing());
   graph_is_static_ = graph_is_static_ && (!has_recorded() || before == last_missing_);
@@ -345,8 +346,8 @@ void Reducer::backward_is_gone(int graph_task) {
   }
 }
 
-// Forgets all that the iteration has set. Keeps what earlier iterations taught (arrivals, unused parameters), and the
-// notes on local and bypassing gradients.
+// Forgets the iteration. Keeps what is learned (arrivals, unused parameters), and the notes on local and bypassing
+// gradients.
 void Reducer::abort_iteration() {
   iteration.forget();
   backward = {};

@@ -27,8 +27,8 @@
 //   | its backward goes through ...           | origin        | the reducer                | step() may use it |
 //   |-----------------------------------------|---------------|----------------------------|-------------------|
 //   | a synchronized forward of the wrapper   | kSynchronized | averages it                | once averaged     |
-//   | no such forward, but one has had no     | kSynchronized | counts it as that one's,   | once averaged     |
-//   | backward yet                            |               | as torch does ("taken")    |                   |
+//   | none of those, but a synchronized       | kSynchronized | counts it as that one's,   | once averaged     |
+//   | forward waits for its backward          |               | as torch does ("taken")    |                   |
 //   | only forwards under no_sync             | kLocal        | leaves it to the next      | yes               |
 //   |                                         |               | synchronized backward      |                   |
 //   | no forward of the wrapper               | kBypassed     | notes it                   | if it is equal on |
@@ -58,8 +58,8 @@
 //    collectives of other modules (a second wrapper, SyncBatchNorm); ranks that use it would launch it before them.
 //  * A rank sends its whole `.grad`. Earlier averages in it are equal on all ranks, so averaging keeps them.
 //  * A mean is a sum and a division. `pre_scale`, which Python sets to 1/ranks, divides while packing: that costs no
-//    pass over memory, and keeps half precision in range. `post_scale` is a factor that is known only after
-//    the sum. It is applied while unpacking.
+//    pass over memory, and keeps half precision in range. `post_scale` is applied while unpacking: a factor
+//    that is not known while gradients are packed.
 //
 // Threads. Hooks and the end-of-backward callback run on autograd's threads: the caller's for the CPU, one for each
 // device otherwise. Several such threads run if parameters are on several devices, or if a program calls backward()
@@ -109,7 +109,7 @@ struct ReducerOptions {
 // Called on the thread that runs the hook, or that finalizes. What one raises ends backward with that error. But
 // on_interrupted() is called when autograd drops a backward, and what it raises is a warning.
 struct ReducerCallbacks {
-  std::function<void()> after_last_launch;  // when the last bucket has left; may issue collectives
+  std::function<void()> after_last_launch;  // after the last bucket and the used map; may issue collectives
   std::function<double()> post_scale;       // in place of the reducer's post_scale; called once before unpacking
   std::function<void()> on_taken;           // at the end of a backward that was taken, before it launches
   std::function<void(const std::string& why)> on_interrupted;  // an exception has ended an iteration's backward
@@ -128,13 +128,14 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // To be called around a forward with gradients. A backward that reaches one of `outputs`, or another node that was
   // made between the two calls, is this forward's.
   void begin_forward();
-  void arrive(int64_t optimizer_ns) { trace_->arrive(optimizer_ns); }  // before begin_forward() and any wait
+  // For the trace: a step begins here, and the optimizer's before it took so long. Before any wait for other ranks.
+  void arrive(int64_t optimizer_ns) { trace_->arrive(optimizer_ns); }
   void end_forward(const std::vector<at::Tensor>& outputs, bool synchronized);
   // For callers that decide when to synchronize: the next backward does, even if forward ran under no_sync.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void on_ready(size_t index, const at::Tensor& contribution);  // the hook of parameter `index`
   // With manual_finalization: waits and unpacks, on the caller's current streams. To be called once for each
-  // synchronized backward, after it or from a hook in it. REQUIRES: ready_to_finalize().
+  // iteration, after its backward or from a hook in it. REQUIRES: ready_to_finalize().
   void finalize_backward_manual();
   bool ready_to_finalize() const {
     const bool all_launched = iteration.phase == Phase::kBackward && iteration.next_bucket == buckets.size();
@@ -153,8 +154,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
 
   // --- between iterations (between_iterations.cpp) ---
 
-  // A rank that has no backward of its own (join) sends an empty used map, and counts the iteration. Returns
-  // the map's collective, to be waited for; null where there is none.
+  // A rank that has no backward of its own (join) sends an empty used map, and adds one to learned.iterations.
+  // Returns the map's collective, to be waited for; null where there is none.
   c10::intrusive_ptr<Future> shadow_used_map();
   // (Re)places the hooks; needed after construction, and when parameters change their dtype.
   void install_hooks();
@@ -176,7 +177,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
 
   ReducerCallbacks& callbacks() { return callbacks_; }
   // Set between iterations.
-  bool sync_enabled = true;             // outside of no_sync now; forward's answer is end_forward()'s
+  bool sync_enabled = true;             // the program is outside of no_sync now; of a forward end_forward() says it
   bool optimizer_in_backward = false;   // a hook has consumed the gradients: nothing to unpack
   bool skip_all_reduce_unused = false;  // the caller promises that ranks leave the same buckets unused
   bool manual_finalization = false;     // the caller waits and unpacks; set while no backward is expected
@@ -194,7 +195,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     return iteration.phase == Phase::kIdle && !used_map_.gets_no_gradient(index) &&
         grads.averaged_since(index, backward, parameters[index].grad());
   }
-  std::vector<int32_t> used_map() {  // by parameter: ranks that used it, where a map was sent
+  std::vector<int32_t> used_map() {  // by parameter: how many ranks used it; 1 for this one, if no map was sent
     return used_map_.sum(grads.used, [&](Future& future) { wait(future, buckets.size()); });
   }
 

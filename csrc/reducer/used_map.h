@@ -36,7 +36,7 @@ class UsedMap {
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
   // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not reach it.
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
-  // known_unused(), or no rank had a gradient in the first iteration, nor one here that a hook removed from `.grad`.
+  // known_unused(). Or, in the first iteration, no rank had a gradient at the end, and no hook here had removed one.
   bool gets_no_gradient(size_t index) const { return known_unused(index) || (decided() && !static_any_[index]); }
 
   // Starts the sum, if one is needed. Nothing here waits for `device`.
@@ -84,7 +84,7 @@ class UsedMap {
       }
       decided_ = true;
     }
-    Map used = static_used_;  // what a hook removed in iteration 1 may be here now
+    Map used = static_used_;  // a hook that removed a gradient in iteration 1 may leave it now
     for (size_t i = 0; i < local.size(); ++i) used[i] |= local[i] && static_any_[i];
     return used;
   }

@@ -31,7 +31,7 @@ inline void order_streams(c10d::Work& work) {
   work.synchronize();
 }
 
-// Waits until the future's collective has ended. Raises the collective's error, or an error about a lost rank.
+// Waits until the future is complete. Raises the collective's error, or an error about a lost rank.
 using Wait = std::function<void(Future&)>;
 
 }  // namespace minddp

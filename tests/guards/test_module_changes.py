@@ -306,13 +306,13 @@ class _Layers(nn.Module):
         return x
 
 
-def _unseen(rank, world_size, change, raises):
-    """With find_unused_parameters, where a gradient that never comes is no error."""
+def _unseen(rank, world_size, change, raises, before=2, **mode):
+    """Where a gradient that never comes is no error."""
     torch.manual_seed(0)
     net = _Layers()
-    ddp = minddp.DistributedDataParallel(net, find_unused_parameters=True)
+    ddp = minddp.DistributedDataParallel(net, **(mode or {"find_unused_parameters": True}))
     x = torch.full((2, 4), float(rank))
-    for _ in range(2):
+    for _ in range(before):
         ddp(x).sum().backward()
     change(ddp, net)
     net.zero_grad()
@@ -331,6 +331,14 @@ def _unseen(rank, world_size, change, raises):
 @pytest.mark.parametrize(("change", "raises"), [(_insert, True), (_convert, True), (_cast_and_back, False)])
 def test_changes_that_register_nothing(change, raises):
     assert run_ranks(_unseen, 2, change, raises) == [True, True]
+
+
+def _unseen_by_a_static_graph(rank, world_size):
+    return _unseen(rank, world_size, _cast_and_back, False, before=0, static_graph=True)
+
+
+def test_a_static_graph_does_not_take_a_lost_hook_for_an_unused_parameter():
+    assert run_ranks(_unseen_by_a_static_graph, 2) == [True, True]
 
 
 class _Named(nn.Module):
