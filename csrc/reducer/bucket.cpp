@@ -95,7 +95,6 @@ void Bucket::copy_in(size_t begin, size_t end, double scale) {
 }
 
 bool Bucket::repack(size_t i, double scale) {
-  if (state_ == State::kLaunched) return false;
   (*slots_)[i].packed = false;
   state_ = State::kFilling;
   return true;

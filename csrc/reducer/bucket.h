@@ -72,7 +72,7 @@ class Bucket {
   void pack_early(size_t i, const Packing& how) {
     if (slots_->size() > 1 && device_.is_cpu()) fill(i, i + 1, how);
   }
-  // Gradient i has grown since it was packed; false when it is too late to pack it again.
+  // Gradient i has grown since it was packed; false if it cannot be packed again. REQUIRES: not launched.
   virtual bool repack(size_t i, double scale);
   // The current stream (a device's queue of work) waits for the packing, whichever stream ran it.
   virtual void before_launch() { producers_.wait_packed(); }
