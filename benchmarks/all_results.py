@@ -21,6 +21,9 @@ import harness
 _TORCH = "--rounds 100 --inner 2 --variants torch,minddp"
 _NEWEST = "torch-views-batched,torch-views-batched-lazy,minddp,minddp-views,minddp-shm,minddp-views-shm"
 
+_WIRES = "minddp,minddp-int8,minddp-bf16,torch-bf16hook"
+_QUICK, _SLOW = f"--variants torch,{_WIRES} --rounds 3 --fresh", f"--variants {_WIRES} --rounds 2 --steps 2 --fresh"
+
 # By result file (a benchmark that writes several: one of them), the command that makes it.
 COMMANDS = {
     "overhead": f"overhead.py --models many-small {_TORCH}",
@@ -33,6 +36,13 @@ COMMANDS = {
     "wire-mlp38-gloo-2ranks-1gbit": "wire.py --models mlp38 --link 1gbit --rounds 3 --fresh",
     "wire-mlp38-gloo-2ranks-100mbit": "wire.py --models mlp38 --link 100mbit --variants minddp-int8,minddp-bf16 "
     "--rounds 2 --steps 2 --fresh",
+    "wire-mlp38-gloo-2ranks-10gbit": f"wire.py --models mlp38 --link 10gbit {_QUICK}",
+    "wire-mlp38-gloo-2ranks-loopback": f"wire.py --models mlp38 {_QUICK}",
+    "wire-gpt2-small-gloo-2ranks-100mbit": f"wire.py --models gpt2-small --link 100mbit {_SLOW}",
+    "wire-gpt2-small-gloo-2ranks-1gbit": f"wire.py --models gpt2-small --link 1gbit {_QUICK}",
+    "wire-gpt2-small-gloo-2ranks-10gbit": f"wire.py --models gpt2-small --link 10gbit {_QUICK}",
+    "wire-gpt2-small-gloo-2ranks-loopback": f"wire.py --models gpt2-small {_QUICK}",
+    "wire-mlp38-gloo-4ranks-1gbit": f"wire.py --models mlp38,gpt2-small --ranks 4 --link 1gbit {_SLOW}",
     "wire-learning": "wire.py --learning",
     "grad-norm": "grad_norm.py",
     "straggler": "straggler.py",

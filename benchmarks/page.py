@@ -77,6 +77,13 @@ network interface has sent in a step. PowerSGD runs under minddp's class, since 
 buckets wait for each other. The last table is the training loss of a classifier of handwritten digits.
 """
 
+_WIRE_POINTS = (wire.TORCH, wire.DEFAULT, *(Point(f"minddp-{dtype}", "default") for dtype in ("bf16", "int8")))
+_LINKS = """
+The same over other links, for two models and up to 4 ranks on 2 cores: the step, and its ratio to torch's default. On
+one machine without a link (loopback) fewer bytes save nothing, and cost the packing. `make results ARGS=wire` measures
+all of them.
+"""
+
 _SIMULATOR = """
 ## The simulator
 
@@ -218,18 +225,15 @@ def shared_memory() -> str:
 
 
 def wires() -> str:
-    parts = [_WIRES]
-    for path in sorted(harness.RESULTS.glob("wire-*-2ranks-*.json")):
-        result = read(path.stem)
-        settings = result["settings"]
-        found = wire.table(Sweep(path, settings))
-        rows = [
-            [wire.name(point), step.show(1e3, 0), to_default.show(), f"{sent / 1e6:.1f}"]
-            for point, (step, to_default, _, sent, _) in found.items()
-        ]
-        title = f"{settings['model']}, {settings['ranks']} ranks, {settings['link'] or 'loopback'}"
-        parts.append(f"\n{ran(result)}\n{table([title, 'ms', 'of torch', 'MB sent'], rows)}")
+    whole = read("wire-mlp38-gloo-2ranks-1gbit")
+    found = wire.table(Sweep(harness.RESULTS / "wire-mlp38-gloo-2ranks-1gbit.json", whole["settings"]))
+    rows = [
+        [wire.name(point), step.show(1e3, 0), to_default.show(), f"{sent / 1e6:.1f}"]
+        for point, (step, to_default, _, sent, _) in found.items()
+    ]
+    parts = [_WIRES, f"\n{ran(whole)}\n{table(['mlp38, 2 ranks, 1gbit', 'ms', 'of torch', 'MB sent'], rows)}"]
     parts.append("\n![Step time by what travels](../benchmarks/results/wire-mlp38-gloo-2ranks-1gbit.png)\n")
+    parts.append(f"{_LINKS}\n{table(['', *(wire.name(point) for point in _WIRE_POINTS), 'MB sent'], links())}")
     learned = read("wire-learning")
     what = {"digits": "digits, training loss", "gpt": "a small GPT, held-out loss"}
     for task, by_wire in learned["losses"].items():
@@ -240,6 +244,23 @@ def wires() -> str:
         heads = [f"{what[task]}, {learned['steps']:,} steps, 5 seeds", "mean", "least", "largest"]
         parts.append(f"\n{ran(learned)}\n{table(heads, rows)}")
     return "".join(parts)
+
+
+def links() -> list[list[str]]:
+    """By model, ranks and link: milliseconds and the ratio to torch's default, and what the last has sent."""
+    rows: list[tuple[tuple[bool, int, float], list[str]]] = []
+    for path in harness.RESULTS.glob("wire-*ranks-*.json"):
+        settings = read(path.stem)["settings"]
+        found = wire.table(Sweep(path, settings))
+        link = settings["link"] or "loopback"
+        cells = [
+            f"{found[point][0].median * 1e3:.0f} ms, {found[point][1].show()}" if point in found else ""
+            for point in _WIRE_POINTS
+        ]
+        sent = f"{found[_WIRE_POINTS[-1]][3] / 1e6:.1f} of {found[wire.TORCH][3] / 1e6:.1f}"
+        order = settings["model"] != "mlp38", settings["ranks"], -found[wire.TORCH][0].median
+        rows.append((order, [f"{settings['model']}, {settings['ranks']} ranks, {link}", *cells, sent]))
+    return [cells for _, cells in sorted(rows)]
 
 
 def norms() -> str:

@@ -135,7 +135,7 @@ def start_rank(
         "call": pickle.dumps((target, args)),
     }
     data = pickle.dumps(task)
-    line = _connect(_folder() / f"{rank % SERVERS}.socket")
+    line = _connect(start_zygotes() / f"{rank % SERVERS}.socket")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     socket.send_fds(line, [_LENGTH.pack(len(data))], [*streams, pipe.fileno()])
@@ -238,16 +238,11 @@ def hash_seeds() -> str:
     return ",".join(seed.read_text() for seed in seeds)
 
 
-def start_zygotes() -> None:
-    """Now, rather than with the first rank; they last as long as this process."""
-    _folder()
-
-
 _leases: dict[Path, list[socket.socket]] = {}
 
 
-def _folder() -> Path:
-    """Where the sockets of running zygotes are, each of which knows that this process needs it."""
+def start_zygotes() -> Path:
+    """Starts them if none run. Returns where their sockets are. They last as long as this process."""
     if FOLDER not in os.environ:
         make_folder()
     folder = Path(os.environ[FOLDER])

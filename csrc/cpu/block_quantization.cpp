@@ -145,8 +145,8 @@ Scale scale_for(uint32_t largest) {
 }
 
 // `lost`, 256 floats or null, gets what rounding loses.
-void encode(
-    const float* x, uint32_t largest, Rounding rounding, uint64_t position, QuantizedBlock* block, float* lost) {
+void encode(const float* x, uint32_t largest, Rounding rounding, uint64_t position, QuantizedBlock* block,
+    float* lost = nullptr) {
   if (largest >= kInfinity) return encode_special(x, block, lost);
   const auto [scale, inverse] = scale_for(largest);
   if (rounding.stochastic && scale > 0) {
@@ -157,8 +157,11 @@ void encode(
   if (lost) subtract(block, x, lost);
 }
 
-// `lost` becomes what rounding loses.
-void encode(const float* x, uint32_t largest, Rounding rounding, uint64_t position, QuantizedBlock* block,
+// `left`, 256 floats, is kept for the next iteration.
+void keep(const float* left, QuantizedBlock* lost) { encode(left, largest_magnitude(left), Rounding(), 0, lost); }
+
+// The same as encode(); what rounding loses is kept.
+void encode_and_keep(const float* x, uint32_t largest, Rounding rounding, uint64_t position, QuantizedBlock* block,
     QuantizedBlock* lost) {
   if (largest < kInfinity && !rounding.stochastic) {
     const auto [scale, inverse] = scale_for(largest);
@@ -166,7 +169,7 @@ void encode(const float* x, uint32_t largest, Rounding rounding, uint64_t positi
   }
   alignas(64) float left[kN];
   encode(x, largest, rounding, position, block, left);
-  encode(left, largest_magnitude(left), Rounding(), 0, lost, static_cast<float*>(nullptr));
+  keep(left, lost);
 }
 
 void decode_any(const QuantizedBlock* block, float* x) {
@@ -232,9 +235,9 @@ void quantize_as(
     }
     const auto position = uint64_t(begin / kN);
     if (lost)
-      encode(x, largest, rounding, position, blocks, lost++);
+      encode_and_keep(x, largest, rounding, position, blocks, lost++);
     else
-      encode(x, largest, rounding, position, blocks, static_cast<float*>(nullptr));
+      encode(x, largest, rounding, position, blocks);
   }
 }
 
@@ -349,7 +352,7 @@ void add_loss(const at::Tensor& loss, const at::Tensor& lost) {
   for (const float* end = numbers + loss.numel(); numbers < end; numbers += kN, ++block) {
     decode(block, sum);
     add(numbers, kN, sum);
-    encode(sum, largest_magnitude(sum), Rounding(), 0, block, static_cast<float*>(nullptr));
+    keep(sum, block);
   }
 }
 

@@ -1,11 +1,12 @@
 // The rest of the reducer: how it is made, remade and asked.
 #include "cases/context_gradients.h"
 #include "cases/earlier_sums.h"
+#include "cases/gradient_noise.h"
 #include "cases/half_bucket.h"
 #include "cases/lazy_memory.h"
+#include "cases/lone_bucket.h"
 #include "cases/moved_views.h"
 #include "cases/quantized_bucket.h"
-#include "cases/gradient_noise.h"
 #include "cases/shared_parameters.h"
 #include "cases/sparse_bucket.h"
 #include "cases/view_bucket.h"
@@ -79,6 +80,22 @@ void Reducer::take_over(const Reducer& before) {
   grads.take_over(before.grads, indices_in(before.parameters, parameters), group_ == before.group_);
 }
 
+void GradStates::take_over(const GradStates& before, const std::vector<int64_t>& there, bool same_group) {
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (there[i] < 0) continue;
+    used[i] = before.used[there[i]];
+    states_[i] = before.states_[there[i]];
+    if (!same_group) states_[i].result = SameTensor();
+  }
+  interrupted_in_ = before.interrupted_in_;
+}
+
+void GradStates::restore(const GradStates& earlier) {
+  const int interrupted_in = interrupted_in_;
+  *this = earlier;
+  interrupted_in_ = interrupted_in;
+}
+
 // Buckets are made anew, never resized.
 void Reducer::set_buckets(const Buckets& indices_by_bucket) {
   TORCH_CHECK(iteration.phase == Phase::kIdle, "set_buckets: a backward is not finished; call it between iterations");
@@ -99,6 +116,8 @@ void Reducer::set_buckets(const Buckets& indices_by_bucket) {
       buckets.push_back(std::make_unique<HalfBucket>(indices, parameters, names, options));
     else if (options_.gradient_as_bucket_view && wire == first.scalar_type())
       buckets.push_back(std::make_unique<ViewBucket>(indices, parameters, names, options));
+    else if (indices.size() == 1 && first.is_cpu() && wire == first.scalar_type() && !options.allocate)
+      buckets.push_back(std::make_unique<LoneBucket>(indices, parameters, names, options));
     else
       buckets.push_back(std::make_unique<Bucket>(indices, parameters, names, options));
   }
@@ -112,7 +131,8 @@ void Reducer::release_buckets() {
   for (auto& bucket : buckets) bucket->release();
 }
 
-// As torch's class does when it is made: a `.grad` that is read before the first backward is the one that stays.
+// As torch's class does when it is made. So a `.grad` that a program reads before the first backward is a view
+// already.
 void Reducer::adopt_gradients() {
   for (auto& bucket : buckets) bucket->adopt_gradients();
 }
@@ -124,20 +144,20 @@ std::vector<size_t> Reducer::missing() const {
   return indices;
 }
 
-// Looked at when the next forward or step begins, not when backward ends: a second backward may still bring the rest,
-// and a program that needs neither has lost nothing.
+// Looked at when the next forward or step begins, not when backward ends: a second backward may still bring the rest.
+// A program with no further forward and no step loses nothing.
 void Reducer::check_finished() const {
   if (iteration.phase == Phase::kIdle) return;
   // A forward inside of backward is a checkpoint's. Outside, that backward never reached its end.
   bool inside = torch::autograd::get_current_graph_task_id() != -1;
   if (iteration.phase == Phase::kBackward && inside) return;
-  if (iteration.phase == Phase::kLaunched) fail(errors::not_finalized(rank));
+  if (iteration.phase == Phase::kLaunched && !iteration.too_late) fail(errors::not_finalized(rank));
   std::vector<errors::Parameter> absent;
   for (size_t index : missing()) absent.push_back({index, names[index]});
-  // Of a static graph the exception may well have been ours: that the graph has changed.
+  // With a static graph, the exception was perhaps our own: that the graph has changed.
   const auto cause = options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
-      : iteration.phase == Phase::kBackward                    ? errors::Cause::kBackwardRaised
-                                                               : errors::Cause::kUnused;
+      : iteration.phase == Phase::kIncomplete                  ? errors::Cause::kUnused
+                                                               : errors::Cause::kBackwardRaised;
   fail(errors::unfinished_reduction(rank, absent, cause));
 }
 

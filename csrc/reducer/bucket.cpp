@@ -100,27 +100,10 @@ bool Bucket::repack(size_t i, double scale) {
   return true;
 }
 
-// A gradient that is alone in its bucket may swap memory with the buffer: a pass less. CPU only, since on a device
-// streams order who uses memory. False: a copy is needed.
-bool Bucket::exchange(const at::Tensor& result, double scale) {
-  Slot& slot = slots_->front();
-  at::Tensor& grad = slot.grad();
-  if (slots_->size() != 1 || !device_.is_cpu() || options_.allocate || !grad.defined() || grad.requires_grad() ||
-      result.scalar_type() != grad_dtype_ || grad.scalar_type() != grad_dtype_ || !result.is_same(buffer_) ||
-      !is_one_piece(slot, grad))
-    return false;
-  // Two tensors hold the memory, the buffer and the slot's view. With more holders there is no exchange.
-  if (!exchange_memory(grad, buffer_, 2)) return false;
-  slot.view = view_of(buffer_, slot);
-  if (scale != 1.0) grad.mul_(scale);
-  return true;
-}
-
 void Bucket::unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
   c10::NoGradGuard no_grad;
-  // exchange() needs the buffer for itself: the flight is dropped first, and a buffer that a hook may hold is copied.
-  const bool is_ours = std::exchange(flight_, {}).frees_buffer;
-  if (!is_ours || !used[slots_->front().index] || !exchange(result, scale)) copy_out(result, scale, used);
+  copy_out(result, scale, used);
+  flight_ = {};
 }
 
 at::Tensor Bucket::new_gradient(const Slot& slot) const {

@@ -7,12 +7,9 @@
 // `.grad` that layout, too, so most gradients are copied as one piece. Until unpack `.grad` is this rank's own (but
 // see cases/view_bucket.h). Threads: the reducer's; a bucket has no lock.
 //
-// Four cases are buckets of another kind: cases/view_bucket.h, where `.grad` is a view on the buffer;
-// cases/sparse_bucket.h; and two whose gradients travel in fewer bytes, cases/half_bucket.h and
-// cases/quantized_bucket.h.
+// Some cases are buckets of another kind: subclasses in csrc/cases.
 #pragma once
 
-#include "support/exchange_memory.h"
 #include "support/one_piece.h"
 #include "support/scaled_copy.h"
 #include "wait.h"
@@ -68,9 +65,9 @@ class Bucket {
   // copy runs on the current stream, after the streams that made the gradients. Afterwards kPacked.
   void pack(const Packing& how);
   // On the CPU: packs gradient i now, while it is in the cache. Later changes of `.grad` are not sent. On a device
-  // each copy is a kernel launch, so pack() copies all at once. A gradient that is alone is left to pack(), too.
+  // each copy is a kernel launch, so pack() copies all at once.
   void pack_early(size_t i, const Packing& how) {
-    if (slots_->size() > 1 && device_.is_cpu()) fill(i, i + 1, how);
+    if (device_.is_cpu()) fill(i, i + 1, how);
   }
   // Gradient i has grown since it was packed; false if it cannot be packed again. REQUIRES: not launched.
   virtual bool repack(size_t i, double scale);
@@ -109,9 +106,8 @@ class Bucket {
   const Flight& flight() const { return flight_; }
 
  protected:
-  virtual void fill(size_t begin, size_t end, const Packing& how) {
-    copy_in(begin, end, how.scale);
-  }  // slots begin to end - 1
+  // Slots begin to end - 1.
+  virtual void fill(size_t begin, size_t end, const Packing& how) { copy_in(begin, end, how.scale); }
   virtual at::Tensor new_gradient(const Slot& slot) const;
   // abandon() is about to drop a collective that still runs.
   virtual void leave_to_collective() {}
@@ -139,7 +135,6 @@ class Bucket {
   Flight flight_;
 
  private:
-  bool exchange(const at::Tensor& result, double scale);
   bool can_cast(at::ScalarType dtype) const {
     return dtype == grad_dtype_ || (at::isFloatingType(dtype) && at::isFloatingType(options_.buffer_dtype));
   }

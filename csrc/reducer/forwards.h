@@ -3,8 +3,8 @@
 // A forward of the wrapper is synchronized unless it runs under no_sync. A backward is synchronized if it goes
 // through a synchronized forward. Torch assumes that the next backward does. Here the graph's nodes tell: autograd
 // numbers a thread's nodes in order, so a forward's nodes form an interval, and the engine collects a backward's
-// nodes before the first hook. Torch's rule is left where nodes cannot tell: no tensor was found in forward's output,
-// or a forward has had no backward yet and the graph has none of its nodes.
+// nodes before the first hook. Torch's rule still applies where nodes cannot tell: no tensor was found in forward's
+// output, or a forward has had no backward yet and the graph has none of its nodes.
 #pragma once
 
 #include "support/graph_task.h"
@@ -20,7 +20,7 @@ namespace minddp {
 
 enum class Origin {
   kNone,          // no backward runs
-  kSynchronized,  // through a forward that ran outside of no_sync, or claimed by one
+  kSynchronized,  // through a forward that ran outside of no_sync, or taken by one (see Answer)
   kLocal,         // only through forwards that ran under no_sync
   kBypassed,      // through no forward of the wrapper
 };
@@ -52,7 +52,7 @@ class Forwards {
     history_ = {};
   }
   // Counts of synchronized forwards, and of backwards that did not synchronize, since the last iteration. If
-  // they are equal on all ranks, the ranks are in the same backward, even if only some of them took it.
+  // they are equal on all ranks, the ranks are in the same backward, even if it was taken on some ranks only.
   struct History {
     int64_t forwards = 0, local_backwards = 0;
   };
@@ -60,11 +60,11 @@ class Forwards {
 
   struct Answer {
     Origin origin;
-    bool seen = false;   // the graph task holds nodes of a synchronized forward: it is the outer one
+    bool seen = false;   // the graph task holds nodes of a synchronized forward. (A reentrant checkpoint's does not.)
     bool taken = false;  // the graph task holds none; a forward without a backward takes it
   };
   // Origin of the running graph task. The search through its nodes ends at the first one of a synchronized forward.
-  // A forward without a backward takes local backwards; with `takes`, bypassing ones, too.
+  // A synchronized forward that waits for its backward takes local backwards; with `takes`, bypassing ones, too.
   Answer origin(bool takes) const {
     if (armed_ || hidden_) return {Origin::kSynchronized};
     bool local = hidden_local_;

@@ -33,7 +33,7 @@ struct AfterAccumulation : Observer<torch::autograd::FunctionPostHook> {
   const size_t index;
 };
 
-// Hooks on all parameters that are not frozen; the destructor removes them.
+// Hooks on all parameters that require a gradient; the destructor removes them.
 class GradHooks {
  public:
   // `before` may be empty.
@@ -47,8 +47,8 @@ class GradHooks {
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;
 
-  // A cast, or a parametrization, gives a parameter another node. A frozen parameter keeps its
-  // hook: when it is unfrozen, autograd returns the same node.
+  // A cast, or a parametrization, gives a parameter another node. A parameter that is frozen
+  // later keeps its hook: when it is unfrozen, autograd returns the same node.
   void renew(const std::vector<at::Tensor>& parameters) {
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (!parameters[i].requires_grad()) continue;

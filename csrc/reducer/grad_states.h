@@ -16,12 +16,12 @@ namespace minddp {
 
 struct GradState {
   int bypassed_in = -1;          // the last backward that bypassed the wrapper, unless averaged since
-  int arrived_in = -1;           // the last other backward that brought it
+  int arrived_in = -1;           // the last backward that brought the gradient and did not bypass the wrapper
   bool outside_no_sync = false;  // see left_local()
   SameTensor bypassed_grad;      // the `.grad` of `bypassed_in`; the program may have replaced it since
   SameTensor result;             // the `.grad` that holds the last sum (cases/earlier_sums.h)
-  SameTensor before;             // `.grad` when the last synchronized backward began
-  uint32_t version = 0;          // `before`'s version counter at that moment; each write to a tensor raises it
+  SameTensor before;     // `.grad` when the last synchronized backward began, if it was known to be synchronized then
+  uint32_t version = 0;  // `before`'s version counter at that moment; each write to a tensor raises it
 };
 
 class GradStates {
@@ -48,7 +48,7 @@ class GradStates {
   // `before` is cleared when the iteration ends, since torch.utils.swap_tensors refuses tensors that are referred to
   // weakly. `bypassed_grad` and `result` must be kept longer.
   void backward_begins(const std::vector<at::Tensor>& parameters) {
-    if (is_interrupted()) return;  // what was before the interrupted backward counts
+    if (is_interrupted()) return;  // keep what was there before the interrupted backward
     for (size_t i = 0; i < states_.size(); ++i) {
       const at::Tensor& grad = parameters[i].grad();
       if (!grad.defined()) continue;
@@ -81,27 +81,15 @@ class GradStates {
   }
   // Copies another reducer's states. `there[i]` is parameter i's index there, or -1. Results of another group do not
   // count here.
-  void take_over(const GradStates& before, const std::vector<int64_t>& there, bool same_group) {
-    for (size_t i = 0; i < states_.size(); ++i) {
-      if (there[i] < 0) continue;
-      used[i] = before.used[there[i]];
-      states_[i] = before.states_[there[i]];
-      if (!same_group) states_[i].result = SameTensor();
-    }
-    interrupted_in_ = before.interrupted_in_;
-  }
-  // Restores `before`, but keeps a later interruption.
-  void restore(const GradStates& before) {
-    const int interrupted_in = interrupted_in_;
-    *this = before;
-    interrupted_in_ = interrupted_in;
-  }
+  void take_over(const GradStates& before, const std::vector<int64_t>& there, bool same_group);
+  // Goes back to a copy that was made earlier. An interruption since then stays noted.
+  void restore(const GradStates& earlier);
 
   // --- what is asked before optimizer.step() ---
 
   // Parameters whose gradient bypassed the wrapper, each with the backward that brought it. A gradient counts only
-  // while `.grad` is still the same tensor. Callers compare: a
-  // wrapper whose arrived_in is at least this number has brought the gradient itself.
+  // while `.grad` is still the same tensor. Several wrappers may share the parameter. If one's arrived_in is at least
+  // this backward, the gradient went through that one's forward.
   std::vector<std::pair<size_t, int>> bypassed(const std::vector<at::Tensor>& parameters) const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)
@@ -109,7 +97,8 @@ class GradStates {
         found.emplace_back(i, states_[i].bypassed_in);
     return found;
   }
-  // Parameters with a gradient of a forward under no_sync whose backward ran outside of it, not averaged since.
+  // Parameters with a gradient that has not been averaged, whose forward ran under no_sync and whose backward did
+  // not.
   std::vector<size_t> left_local() const {
     std::vector<size_t> found;
     for (size_t i = 0; i < states_.size(); ++i)
@@ -117,10 +106,11 @@ class GradStates {
     return found;
   }
   int arrived_in(size_t index) const { return states_[index].arrived_in; }
-  // The last backward that brought the gradient, or that may have brought it before failing.
+  // As arrived_in(); or a later backward that may have brought the gradient before it failed.
   int touched_in(size_t index) const { return std::max(states_[index].arrived_in, interrupted_in_); }
   // An iteration has ended in `backward` or later, and no local gradient has come since. If an
-  // exception came later, `.grad` must also be as it was when that backward began. REQUIRES: between iterations.
+  // exception has ended a later backward, `.grad` must also be as it was when that one began. REQUIRES: between
+  // iterations.
   bool averaged_since(size_t index, int backward, const at::Tensor& grad) const {
     const GradState& state = states_[index];
     const bool untouched = state.before == grad && state.version == version_of(grad);

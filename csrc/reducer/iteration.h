@@ -2,8 +2,8 @@
 //
 // A gradient usually arrives once per backward. With several backwards in one iteration, or with nested checkpoints
 // that share its parameter, it arrives in several contributions. The first iteration counts them, and sends nothing
-// before its end. From then on a gradient is whole at that count. One more arrival raises the count, if the bucket
-// has not left. The count never falls.
+// before the end of backward. From then on a gradient is whole at that count. One more arrival raises the count, if
+// the bucket has not left. The count never falls.
 #pragma once
 
 #include "forwards.h"
@@ -36,6 +36,7 @@ struct Iteration {
   Phase phase = Phase::kIdle;
   size_t next_bucket = 0;         // the first that is not launched
   bool sends_at_the_end = false;  // a taken backward: more contributions may follow
+  bool too_late = false;          // a gradient has come in kLaunched: only abort_iteration() leads on
   std::vector<int32_t> arrivals;  // by parameter
   Flags absent;                   // marked ready when the iteration began
   Flags grown;                    // autograd has added a gradient; a hook may have removed it from `.grad` since
@@ -58,8 +59,8 @@ struct Learned {
 };
 
 // The backward that runs, from its first sign (enter_backward) to its end. A graph task is one run of autograd's
-// engine. `Backward` covers several graph tasks if threads call backward() at the same time. A reentrant checkpoint
-// runs a graph task inside of another one.
+// engine. If threads call backward() at the same time, `Backward` covers each graph task that has reached an output
+// of a synchronized forward. A reentrant checkpoint runs a graph task inside of another one; that is not noted here.
 struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;

@@ -21,8 +21,8 @@ int current_graph_task() { return torch::autograd::get_current_graph_task_id(); 
 void Reducer::begin_forward() {
   grads.forget_interruption();
   // module.half().float() gives parameters new AccumulateGrad nodes, without our hooks. If absence is allowed, a lost
-  // hook would look like an unused parameter, so all are looked at. Otherwise it is an error: one a forward is
-  // enough.
+  // hook would look like an unused parameter, so all are looked at. Otherwise
+  // a lost hook leads to an error, so it is enough to look at one parameter in each forward.
   size_t looks = used_map_.absence_is_fine() ? parameters.size() : 1;
   for (; hooks_ && iteration.phase == Phase::kIdle && looks > 0; --looks) {
     turn_ = (turn_ + 1) % parameters.size();
@@ -46,7 +46,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   watch(outputs, /*synchronized=*/true);
 }
 
-// An output's hook runs before the gradients of what made it, and before checkpoints inside run. It is the earliest
+// An output's hook runs before autograd computes the gradients of the layers that made the output. It is the earliest
 // moment at which we know which forward a backward goes through. Outputs outlive wrappers, so the reference is weak.
 void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
   watch_outputs(outputs, [weak = weak_from_this(), synchronized] {
@@ -61,8 +61,8 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
 
 // A sign of a backward: it has reached an output of a forward, or one of our gradients is there. The first one
 // decides whose the backward is; a later output of a synchronized forward may still make it synchronized. The
-// argument says whether the forward was synchronized. It is empty if a gradient is the sign: in a reentrant
-// checkpoint the graph task has none of the forward's nodes, so a gradient does not tell its forward.
+// argument says whether the forward was synchronized. It is empty if a gradient is the sign. Then the
+// graph task's nodes tell, but not inside of a reentrant checkpoint: its graph task has none of the forward's nodes.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = current_graph_task();
   const bool synchronized = through_synchronized_forward.value_or(false);
@@ -120,8 +120,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   auto lock = guard();
   enter_backward(std::nullopt);
   if (iteration.phase == Phase::kLaunched) {
-    iteration.phase = Phase::kBackward;  // only abort_iteration() leads on
-    iteration.next_bucket = 0;
+    iteration.too_late = true;
     fail(errors::ready_twice(rank, {index, names[index]}, iteration.arrivals[index] + 1));
   }
   ArrivedGradient arrival{index, contribution, parameters[index].mutable_grad().defined()};
@@ -154,8 +153,8 @@ void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) 
   while (next < buckets.size() && buckets[next]->complete()) launch_or_skip(next);
 }
 
-// A contribution after the one that was thought the last. If the bucket has not left, or been skipped, it is packed
-// again, and the next iterations wait for that arrival.
+// A contribution after the one that was thought the last. If the bucket has neither left nor been skipped, the
+// gradient is packed again, and the next iterations wait for that arrival. Otherwise it is an error.
 void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
   auto [bucket, slot] = place_[index];
   if (bucket < iteration.next_bucket || !buckets[bucket]->repack(slot, pre_scale))
@@ -179,8 +178,8 @@ void Reducer::pack(size_t index, const at::Tensor& contribution) {
 
 // --- buckets leave
 
-// Whether this rank has used none of the bucket's parameters. With skip_all_reduce_unused the caller promises that
-// the other ranks have used none of them either. REQUIRES: the bucket is complete, or backward is over.
+// With skip_all_reduce_unused: whether this rank has used none of the bucket's parameters. The caller promises that
+// then no other rank has. REQUIRES: the bucket is complete, or backward is over.
 bool Reducer::skips(size_t index) const {
   if (!skip_all_reduce_unused || used_map_.mode() == GraphMode::kAllUsed) return false;
   return std::ranges::none_of(*buckets[index]->slots(), [&](const auto& slot) { return grads.used[slot.index]; });
@@ -317,7 +316,6 @@ double Reducer::scale_of_results() {
   }
 }
 
-// kIdle is set last: whoever reads it may rely on all that comes before.
 void Reducer::end_iteration() {
   const std::vector<size_t> before = std::exchange(last_missing_, iteration.missing());
   graph_is_static_ = graph_is_static_ && (!has_recorded() || before == last_missing_);
@@ -325,8 +323,8 @@ void Reducer::end_iteration() {
   grads.averaged([&](size_t i) { return used_map_.gets_no_gradient(i); });
   forwards.iteration_ends();
   for (auto& c : cases_) c->on_end(/*done=*/true);
-  iteration.phase = Phase::kIdle;
   trace_->end_step();
+  iteration.phase = Phase::kIdle;
 }
 
 // --- exceptions
@@ -346,7 +344,7 @@ void Reducer::backward_is_gone(int graph_task) {
   }
 }
 
-// Forgets the iteration. Keeps what is learned (arrivals, unused parameters), and the notes on local and bypassing
+// Forgets the iteration. Keeps `learned`, what is known to be unused, and the notes on local and bypassing
 // gradients.
 void Reducer::abort_iteration() {
   iteration.forget();

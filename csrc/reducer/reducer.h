@@ -14,12 +14,12 @@
 //   kBackward -- the same, if the caller finalizes (manual_finalization) --> kLaunched
 //   kLaunched, or kBackward with all buckets launched -- finalize_backward_manual() --> kIdle
 //   kLaunched -- next forward, or optimizer.step() --> an error: not finalized
-//   kLaunched -- a gradient, too late for the average --> kBackward, with an error
+//   kLaunched -- a gradient, too late for the average --> kLaunched, with an error; only abort_iteration() leads on
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
 //   kIncomplete -- another synchronized backward, which may bring them --> kBackward
 //   kBackward -- an exception ends backward --> kBackward
 //   kBackward -- next forward, or optimizer.step() --> an error: backward has not ended
-//   kIncomplete -- next forward, or optimizer.step() --> an error that names them
+//   kIncomplete -- next forward, or optimizer.step() --> an error that names the missing gradients
 //   any -- abort_iteration() --> kIdle
 //
 // Where a gradient may come from (enum Origin), and what becomes of it:
@@ -27,15 +27,15 @@
 //   | its backward goes through ...           | origin        | the reducer                | step() may use it |
 //   |-----------------------------------------|---------------|----------------------------|-------------------|
 //   | a synchronized forward of the wrapper   | kSynchronized | averages it                | once averaged     |
-//   | none of those, but a synchronized       | kSynchronized | counts it as that one's,   | once averaged     |
-//   | forward waits for its backward          |               | as torch does ("taken")    |                   |
-//   | only forwards under no_sync             | kLocal        | leaves it to the next      | yes               |
+//   | no synchronized forward, but one still  | kSynchronized | counts it as that          | once averaged     |
+//   | waits for its backward ("taken")        |               | forward's, as torch does   |                   |
+//   | otherwise: forwards under no_sync       | kLocal        | leaves it to the next      | yes               |
 //   |                                         |               | synchronized backward      |                   |
-//   | no forward of the wrapper               | kBypassed     | notes it                   | if it is equal on |
+//   | otherwise: no forward of the wrapper    | kBypassed     | notes it                   | if it is equal on |
 //   |                                         |               |                            | all ranks         |
 //
-// A backward that accumulates into none of our parameters sends nothing: an attack on the inputs, a Jacobian, a
-// step of a generator behind a frozen discriminator.
+// A backward that accumulates into none of our parameters sends nothing. For example, the wrapped module is a frozen
+// discriminator, and backward trains a generator through it.
 //
 // A worked example: two ranks, parameters 0, 1 and 2, bucket A = {2}, bucket B = {1, 0}, second iteration.
 //
@@ -54,7 +54,7 @@
 //    must be issued in the same order on every rank, and the order of arrival differs from rank to rank. Out of
 //    order, different buckets would be added up, or ranks would wait for each other for ever.
 //  * From the second iteration on, a parameter that takes no part is marked ready when the iteration begins, if that
-//    is known. Otherwise the ranks that do not use it would launch its bucket at the end of backward, after the
+//    is known. Without this mark, ranks that do not use it would launch its bucket at the end of backward, after the
 //    collectives of other modules (a second wrapper, SyncBatchNorm); ranks that use it would launch it before them.
 //  * A rank sends its whole `.grad`. Earlier averages in it are equal on all ranks, so averaging keeps them.
 //  * A mean is a sum and a division. `pre_scale`, which Python sets to 1/ranks, divides while packing: that costs no
@@ -63,11 +63,11 @@
 //
 // Threads. Hooks and the end-of-backward callback run on autograd's threads: the caller's for the CPU, one for each
 // device otherwise. Several such threads run if parameters are on several devices, or if a program calls backward()
-// in several threads. So each hook, the callback and finalize_backward_manual() take mutex_. Lock order: mutex_, then
-// the GIL. Python callbacks run with mutex_ held and may call the reducer again, so mutex_ is recursive. Nobody may
-// wait for mutex_ while holding the GIL. The other functions take no lock: only the training thread calls them, or a
-// hook that holds mutex_. The transport's threads write only time stamps, which are atomic. One reader takes no lock:
-// the report of where a rank is (bindings.cpp: position). Its numbers may be old.
+// in several threads. So whatever they call takes mutex_, and so does finalize_backward_manual(). Lock order: mutex_,
+// then the GIL. Python callbacks run with mutex_ held and may call the reducer again, so mutex_ is recursive. Nobody
+// may wait for mutex_ while holding the GIL. Most other functions take no lock: only the training thread calls them,
+// or a hook that holds mutex_. The transport's threads write only time stamps, which are atomic. A thread of Python's
+// reads where a rank is, to report it (bindings.cpp: position). It takes no lock, so its numbers may be old.
 //
 // reducer.cpp has what runs in an iteration; between_iterations.cpp has the rest.
 #pragma once
@@ -103,16 +103,16 @@ struct ReducerOptions {
   bool any_grad_dtype = false;                       // parameters change their dtype during backward
   bool refuses_earlier_sums = false;                 // cases/earlier_sums.h
   bool always_reduce = false;                        // go through the process group where it has one rank, too
-  std::string not_in_contexts;                       // cases/context_gradients.h: why not; empty: they are reduced
+  std::string not_in_contexts;  // cases/context_gradients.h: why they are not reduced; empty: they are
 };
 
-// Called on the thread that runs the hook, or that finalizes. What one raises ends backward with that error. But
-// on_interrupted() is called when autograd drops a backward, and what it raises is a warning.
+// Called on the thread that runs the hook, or that finalizes. If one raises, backward or the finalizing call ends
+// with its error. But on_interrupted() is called when autograd drops a backward, and what it raises is a warning.
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // after the last bucket and the used map; may issue collectives
   std::function<double()> post_scale;       // in place of the reducer's post_scale; called once before unpacking
   std::function<void()> on_taken;           // at the end of a backward that was taken, before it launches
-  std::function<void(const std::string& why)> on_interrupted;  // an exception has ended an iteration's backward
+  std::function<void(const std::string& why)> on_interrupted;  // an exception has ended a backward that owed averages
   std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // support/watched_wait.h
 };
 
@@ -128,7 +128,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // To be called around a forward with gradients. A backward that reaches one of `outputs`, or another node that was
   // made between the two calls, is this forward's.
   void begin_forward();
-  // For the trace: a step begins here, and the optimizer's before it took so long. Before any wait for other ranks.
+  // For the trace: a step begins. `optimizer_ns`: how long optimizers' steps have taken so far. To be called before
+  // any wait for other ranks.
   void arrive(int64_t optimizer_ns) { trace_->arrive(optimizer_ns); }
   void end_forward(const std::vector<at::Tensor>& outputs, bool synchronized);
   // For callers that decide when to synchronize: the next backward does, even if forward ran under no_sync.
@@ -139,7 +140,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void finalize_backward_manual();
   bool ready_to_finalize() const {
     const bool all_launched = iteration.phase == Phase::kBackward && iteration.next_bucket == buckets.size();
-    return iteration.phase == Phase::kLaunched || all_launched;
+    return (iteration.phase == Phase::kLaunched && !iteration.too_late) || all_launched;
   }
   // Back to kIdle, whatever has happened. After an error that all ranks met, every rank that goes on must call it.
   void abort_iteration();
@@ -177,7 +178,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
 
   ReducerCallbacks& callbacks() { return callbacks_; }
   // Set between iterations.
-  bool sync_enabled = true;             // the program is outside of no_sync now; of a forward end_forward() says it
+  bool sync_enabled = true;             // the program is outside of no_sync now; for a forward, end_forward() counts
   bool optimizer_in_backward = false;   // a hook has consumed the gradients: nothing to unpack
   bool skip_all_reduce_unused = false;  // the caller promises that ranks leave the same buckets unused
   bool manual_finalization = false;     // the caller waits and unpacks; set while no backward is expected
@@ -195,7 +196,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     return iteration.phase == Phase::kIdle && !used_map_.gets_no_gradient(index) &&
         grads.averaged_since(index, backward, parameters[index].grad());
   }
-  std::vector<int32_t> used_map() {  // by parameter: how many ranks used it; 1 for this one, if no map was sent
+  std::vector<int32_t> used_map() {  // how many ranks used each parameter; if no map was sent: 1 where this rank did
     return used_map_.sum(grads.used, [&](Future& future) { wait(future, buckets.size()); });
   }
 

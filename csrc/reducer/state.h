@@ -1,7 +1,7 @@
 // What the reducer and its cases both see, and the points of an iteration at which cases take part.
 //
 // The core averages dense gradients. A case is what only some programs need: a unit of its own in csrc/cases. The
-// core calls it at the points below. A reader of the core may skip all of them.
+// core calls a Case at the points below. (Other cases are subclasses of Bucket.) A reader of the core may skip them.
 #pragma once
 
 #include "bucket.h"

@@ -36,7 +36,8 @@ class UsedMap {
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
   // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not reach it.
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
-  // known_unused(). Or, in the first iteration, no rank had a gradient at the end, and no hook here had removed one.
+  // known_unused(). Or decided(), and at the end of the first iteration no rank had a gradient, and no hook on this
+  // rank had removed one.
   bool gets_no_gradient(size_t index) const { return known_unused(index) || (decided() && !static_any_[index]); }
 
   // Starts the sum, if one is needed. Nothing here waits for `device`.

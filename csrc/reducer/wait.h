@@ -12,7 +12,8 @@ namespace minddp {
 
 using Future = c10::ivalue::Future;
 
-// `work` holds the inputs. It is set if the process group has reduced the buffer; on the CPU a hook leaves it null.
+// `work` holds the inputs. It is set if the process group does the reduction. For a communication hook it is set on
+// devices only.
 // `frees_buffer`: once the flight is dropped, nobody else holds the buffer.
 struct Flight {
   c10::intrusive_ptr<Future> future;

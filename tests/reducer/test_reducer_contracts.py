@@ -22,6 +22,7 @@ import minddp
 from minddp import DistributedDataParallel as DDP
 from minddp.reduction.weights import Weights
 from minddp.testing import run_ranks
+from tests.streams.late import LateGroup
 
 ALONE = {"bucket_cap_mb": 1e-6}  # every gradient has a bucket of its own
 
@@ -167,6 +168,26 @@ def test_the_divisor_waits_for_its_sum():
     weights.add(1.0)
     weights.send()
     assert weights.post_scale() == 0.25
+
+
+class LateMap(LateGroup):
+    """The sum of used maps takes its time."""
+
+    def allreduce(self, tensors, options=None):
+        work = super().allreduce(tensors, options)
+        if tensors[0].dtype is torch.int32:
+            self.sum_of_maps = work._future = torch.futures.Future()
+            threading.Timer(0.2, self.sum_of_maps.set_result, [tensors]).start()
+        return work
+
+
+def test_backward_waits_for_the_used_map():
+    """Also where this rank does not need it: another may, and this process may end after its last backward."""
+    group = LateMap("cpu")
+    ddp = DDP(nn.Linear(2, 2), process_group=group, find_unused_parameters=True)
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+        assert group.sum_of_maps.done()
 
 
 # ---- how often a gradient comes

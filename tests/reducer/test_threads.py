@@ -27,20 +27,6 @@ class TwoHeads(nn.Module):
         return [head(x) for head in self.heads]
 
 
-def _train(rank, world_size, wrap, arguments, local=False):
-    ddp = wrap(TwoHeads(), **arguments)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
-        if local:
-            with ddp.no_sync():
-                _side_by_side([output.square().mean() for output in ddp(x)])
-        _side_by_side([output.square().mean() for output in ddp(x)])
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in ddp.parameters()]
-
-
 def _side_by_side(losses):
     errors = []
 
@@ -59,6 +45,37 @@ def _side_by_side(losses):
         raise errors[0]
 
 
+def _the_first_ends_first(losses):
+    """The first one goes on when both have begun; the second one goes on when the first has ended."""
+    both_have_begun, first_has_ended = threading.Event(), threading.Event()
+    first, second = (loss.grad_fn.next_functions[0][0].next_functions[0][0].next_functions[1][0] for loss in losses)
+    first.register_prehook(lambda grads: _wait(both_have_begun))
+    second.register_prehook(lambda grads: (both_have_begun.set(), _wait(first_has_ended))[1])
+    thread = threading.Thread(target=losses[1].backward)
+    thread.start()
+    losses[0].backward()
+    first_has_ended.set()
+    thread.join()
+
+
+def _wait(event):
+    assert event.wait(20)
+
+
+def _train(rank, world_size, wrap, arguments, local=False, together=_side_by_side):
+    ddp = wrap(TwoHeads(), **arguments)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+        if local:
+            with ddp.no_sync():
+                together([output.square().mean() for output in ddp(x)])
+        together([output.square().mean() for output in ddp(x)])
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}])
@@ -69,6 +86,16 @@ def test_backwards_side_by_side_train_as_with_torch(world_size, arguments):
         for mine, first, other in zip(weights, ours[0], theirs[0]):
             assert torch.equal(mine, first)
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])
+def test_the_last_of_them_ends_the_iteration(arguments):
+    theirs = run_ranks(_train, 2, TorchDDP, {}, timeout=50)
+    ours = run_ranks(_train, 2, minddp.DistributedDataParallel, arguments, False, _the_first_ends_first, timeout=50)
+    for mine, first, other in zip(ours[1], ours[0], theirs[0]):
+        assert torch.equal(mine, first)
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.timeout(120)
