@@ -61,7 +61,7 @@ _BUCKETS = """
 ## Bucket sizes
 
 Two ranks, joined by a 1 Gbit/s link. Each sweep has seven uniform caps. The first table compares the medians of the
-sweeps below it. Beside each plot in `benchmarks/results` lies a report (`.html`) with all of it.
+sweeps below it. The command also writes a report (`.html`) with all of it.
 """
 
 _NORMS = """

@@ -59,8 +59,8 @@ GradientNoise& Reducer::noise() {
   return *noise_;
 }
 
-// Hooks hold the reducer weakly: autograd's nodes keep the hooks, the reducer keeps the parameters, and parameters
-// keep their nodes. A strong reference would close that circle, and no wrapper would ever be freed.
+// Hooks hold the reducer weakly. The reducer keeps the nodes (GradHooks), and nodes keep their hooks. A strong
+// reference from the hooks to the reducer would close that circle, and no reducer would ever be freed.
 void Reducer::install_hooks() {
   OnReady on_ready = [weak = weak_from_this()](size_t index, const at::Tensor& contribution) {
     if (auto self = weak.lock()) self->on_ready(index, contribution);
@@ -75,7 +75,7 @@ void Reducer::install_hooks() {
   hooks_ = std::make_unique<GradHooks>(parameters, on_ready, wanted ? before_growth : nullptr);
 }
 
-// A parameter may stand at another index than before: registered anew, frozen, or in another order of buckets.
+// A parameter's index may differ from before: others were frozen, or parameters were registered anew.
 void Reducer::take_over(const Reducer& before) {
   grads.take_over(before.grads, indices_in(before.parameters, parameters), group_ == before.group_);
 }
@@ -88,6 +88,7 @@ void GradStates::take_over(const GradStates& before, const std::vector<int64_t>&
     if (!same_group) states_[i].result = SameTensor();
   }
   interrupted_in_ = before.interrupted_in_;
+  if (same_group) ended_in_ = before.ended_in_;
 }
 
 void GradStates::restore(const GradStates& earlier) {
@@ -148,13 +149,13 @@ std::vector<size_t> Reducer::missing() const {
 // A program with no further forward and no step loses nothing.
 void Reducer::check_finished() const {
   if (iteration.phase == Phase::kIdle) return;
-  // A forward inside of backward is a checkpoint's. Outside, that backward never reached its end.
-  bool inside = torch::autograd::get_current_graph_task_id() != -1;
-  if (iteration.phase == Phase::kBackward && inside) return;
+  // A forward inside of backward is a checkpoint's. This backward may still bring what is missing.
+  const bool inside = torch::autograd::get_current_graph_task_id() != -1;
+  if (iteration.phase != Phase::kLaunched && inside) return;
   if (iteration.phase == Phase::kLaunched && !iteration.too_late) fail(errors::not_finalized(rank));
   std::vector<errors::Parameter> absent;
   for (size_t index : missing()) absent.push_back({index, names[index]});
-  // With a static graph, the exception was perhaps our own: that the graph has changed.
+  // With a static graph, backward has perhaps raised our own error that the graph has changed.
   const auto cause = options_.graph_mode == GraphMode::kStatic ? errors::Cause::kGraphChanged
       : iteration.phase == Phase::kIncomplete                  ? errors::Cause::kUnused
                                                                : errors::Cause::kBackwardRaised;

@@ -89,7 +89,7 @@ void Bucket::copy_in(size_t begin, size_t end, double scale) {
       dtype = grad.scalar_type();
       segments_.push_back({grad.const_data_ptr(), dst, grad.numel()});
     } else
-      slot.view.copy_(grad).mul_(scale);
+      slot.view.copy_(grad.mul(scale));
   }
   copy_segments();
 }

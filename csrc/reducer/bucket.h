@@ -5,7 +5,8 @@
 //
 // The buffer has no gaps. Each gradient lies in it in its parameter's memory layout. Autograd's layout contract gives
 // `.grad` that layout, too, so most gradients are copied as one piece. Until unpack `.grad` is this rank's own (but
-// see cases/view_bucket.h). Threads: the reducer's; a bucket has no lock.
+// see cases/view_bucket.h). Threads: a bucket has no lock; while a backward may run, the reducer calls it with mutex_
+// held.
 //
 // Some cases are buckets of another kind: subclasses in csrc/cases.
 #pragma once

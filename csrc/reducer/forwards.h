@@ -37,8 +37,9 @@ class Forwards {
     awaits_backward_ = true;
     hidden_ = !visible;
   }
-  // The current thread made these nodes in a forward, or in a backward through it with create_graph=True. The graph
-  // of a gradient penalty may hold only the latter.
+  // Notes that the current thread's nodes `begin` to `end` - 1 belong to a forward. They were made in that forward,
+  // or in a backward through it with create_graph=True. The graph of a gradient penalty may hold only nodes of such a
+  // backward.
   void add(uint64_t begin, uint64_t end, bool synchronized) {
     spans_.add({begin, end, at::RecordFunction::currentThreadId(), synchronized});
   }
@@ -65,9 +66,10 @@ class Forwards {
   };
   // Origin of the running graph task. The search through its nodes ends at the first one of a synchronized forward.
   // A synchronized forward that waits for its backward takes local backwards; with `takes`, bypassing ones, too.
-  Answer origin(bool takes) const {
+  // `local`: it has reached an output of a forward under no_sync.
+  Answer origin(bool takes, bool local) const {
     if (armed_ || hidden_) return {Origin::kSynchronized};
-    bool local = hidden_local_;
+    local |= hidden_local_;
     const bool synchronized = GraphTaskNodes().any([&](const torch::autograd::Node* node) {
       const NodeSpan* span = spans_.find(*node);
       local |= span != nullptr;

@@ -20,7 +20,7 @@ struct GradState {
   bool outside_no_sync = false;  // see left_local()
   SameTensor bypassed_grad;      // the `.grad` of `bypassed_in`; the program may have replaced it since
   SameTensor result;             // the `.grad` that holds the last sum (cases/earlier_sums.h)
-  SameTensor before;     // `.grad` when the last synchronized backward began, if it was known to be synchronized then
+  SameTensor before;  // `.grad` when the last synchronized backward began; not noted if it became synchronized later
   uint32_t version = 0;  // `before`'s version counter at that moment; each write to a tensor raises it
 };
 
@@ -36,7 +36,7 @@ class GradStates {
   GradState& operator[](size_t index) { return states_[index]; }
   const GradState& operator[](size_t index) const { return states_[index]; }
 
-  // `never_sent`: the static graph excludes the parameter. `within_no_sync`: backward runs under no_sync.
+  // `never_sent`: UsedMap::used_nowhere(). `within_no_sync`: backward runs under no_sync.
   void arrived(
       size_t index, Origin origin, int graph_task, const at::Tensor& grad, bool never_sent, bool within_no_sync) {
     GradState& state = states_[index];
@@ -88,8 +88,8 @@ class GradStates {
   // --- what is asked before optimizer.step() ---
 
   // Parameters whose gradient bypassed the wrapper, each with the backward that brought it. A gradient counts only
-  // while `.grad` is still the same tensor. Several wrappers may share the parameter. If one's arrived_in is at least
-  // this backward, the gradient went through that one's forward.
+  // while `.grad` is still the same tensor. Several wrappers may share the parameter. If another wrapper's arrived_in
+  // is not less than this number, the gradient went through that wrapper's forward.
   std::vector<std::pair<size_t, int>> bypassed(const std::vector<at::Tensor>& parameters) const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)

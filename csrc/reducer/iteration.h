@@ -34,7 +34,7 @@ struct Iteration {
   }
 
   Phase phase = Phase::kIdle;
-  size_t next_bucket = 0;         // the first that is not launched
+  size_t next_bucket = 0;         // the first that has neither been launched nor skipped
   bool sends_at_the_end = false;  // a taken backward: more contributions may follow
   bool too_late = false;          // a gradient has come in kLaunched: only abort_iteration() leads on
   std::vector<int32_t> arrivals;  // by parameter
@@ -59,8 +59,9 @@ struct Learned {
 };
 
 // The backward that runs, from its first sign (enter_backward) to its end. A graph task is one run of autograd's
-// engine. If threads call backward() at the same time, `Backward` covers each graph task that has reached an output
-// of a synchronized forward. A reentrant checkpoint runs a graph task inside of another one; that is not noted here.
+// engine. `graph_tasks` holds the task that gave the first sign, and each other one that has reached an output of a
+// synchronized forward: threads may call backward() at the same time. A reentrant checkpoint runs a graph task inside
+// of another one. Usually it is neither.
 struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;

@@ -61,8 +61,9 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
 
 // A sign of a backward: it has reached an output of a forward, or one of our gradients is there. The first one
 // decides whose the backward is; a later output of a synchronized forward may still make it synchronized. The
-// argument says whether the forward was synchronized. It is empty if a gradient is the sign. Then the
-// graph task's nodes tell, but not inside of a reentrant checkpoint: its graph task has none of the forward's nodes.
+// argument says whether the forward was synchronized. It is empty if a gradient is the sign. Unless it is
+// true, Forwards::origin() searches the graph task's nodes. Inside of a reentrant checkpoint they cannot tell: its
+// graph task has none of the forward's nodes.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = current_graph_task();
   const bool synchronized = through_synchronized_forward.value_or(false);
@@ -72,7 +73,8 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   if (known && !(synchronized && backward.has(graph_task) && !backward.is_synchronized())) return;
   // In a static graph's first iteration, which decides what is unused, no forward takes a bypassing backward.
   const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();
-  Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true} : forwards.origin(takes);
+  Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true}
+                                         : forwards.origin(takes, through_synchronized_forward.has_value());
   for (auto& c : cases_) c->on_backward(answer);
   backward.join(answer);
   backward.takes_part.clear();
@@ -114,8 +116,8 @@ void Reducer::begin_iteration() {
 
 // --- a gradient arrives
 
-// A post hook on AccumulateGrad, so `.grad` includes this contribution, for all who look; a hook on the tensor would
-// run before it is there. Errors leave through autograd, which ends backward with them.
+// Runs as a post hook on AccumulateGrad, so `.grad` includes this contribution already. A hook on the tensor would
+// run before autograd has added it. Errors leave through autograd, which ends backward with them.
 void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   auto lock = guard();
   enter_backward(std::nullopt);
@@ -129,11 +131,11 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   if (arrival.defined && (synchronized || arrival.in_grad)) grads.used[index] = 1;
   if (arrival.defined && arrival.in_grad)
     grads.arrived(index, backward.origin, current_graph_task(), parameters[index].grad(),
-        used_map_.gets_no_gradient(index), /*within_no_sync=*/!sync_enabled);
+        used_map_.used_nowhere(index), /*within_no_sync=*/!sync_enabled);
   if (!synchronized) return;
   if (iteration.phase != Phase::kBackward) begin_iteration();
   iteration.sends_at_the_end |= backward.was_taken;
-  if (contribution.defined() && used_map_.gets_no_gradient(index))
+  if (contribution.defined() && (used_map_.known_unused(index) || used_map_.used_nowhere(index)))
     fail(errors::graph_changed(rank, {index, names[index]}));
   if (used_map_.known_unused(index)) return;
   if (!backward.has(current_graph_task())) learned.nested[index] = 1;
@@ -318,9 +320,10 @@ double Reducer::scale_of_results() {
 
 void Reducer::end_iteration() {
   const std::vector<size_t> before = std::exchange(last_missing_, iteration.missing());
+  last_error.clear();
   graph_is_static_ = graph_is_static_ && (!has_recorded() || before == last_missing_);
   ++learned.iterations;
-  grads.averaged([&](size_t i) { return used_map_.gets_no_gradient(i); });
+  grads.averaged([&](size_t i) { return used_map_.used_nowhere(i); });
   forwards.iteration_ends();
   for (auto& c : cases_) c->on_end(/*done=*/true);
   trace_->end_step();

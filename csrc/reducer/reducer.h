@@ -17,7 +17,7 @@
 //   kLaunched -- a gradient, too late for the average --> kLaunched, with an error; only abort_iteration() leads on
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
 //   kIncomplete -- another synchronized backward, which may bring them --> kBackward
-//   kBackward -- an exception ends backward --> kBackward
+//   kBackward -- an exception ends backward --> kBackward still
 //   kBackward -- next forward, or optimizer.step() --> an error: backward has not ended
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names the missing gradients
 //   any -- abort_iteration() --> kIdle
@@ -27,8 +27,9 @@
 //   | its backward goes through ...           | origin        | the reducer                | step() may use it |
 //   |-----------------------------------------|---------------|----------------------------|-------------------|
 //   | a synchronized forward of the wrapper   | kSynchronized | averages it                | once averaged     |
-//   | no synchronized forward, but one still  | kSynchronized | counts it as that          | once averaged     |
-//   | waits for its backward ("taken")        |               | forward's, as torch does   |                   |
+//   | none, but an earlier synchronized       | kSynchronized | counts it as that          | once averaged     |
+//   | forward has had no backward: it takes   |               | forward's, as torch does   |                   |
+//   | this one ("taken")                      |               |                            |                   |
 //   | otherwise: forwards under no_sync       | kLocal        | leaves it to the next      | yes               |
 //   |                                         |               | synchronized backward      |                   |
 //   | otherwise: no forward of the wrapper    | kBypassed     | notes it                   | if it is equal on |
@@ -47,7 +48,8 @@
 //                                               gradients 1 and 0 become [2, 3] and [3]
 //
 // The first iteration packs like any other, and launches nothing before the end of backward: nobody knows yet how
-// often each gradient arrives. It also teaches the order of arrival, along which buckets are cut anew (trace.h).
+// often each gradient arrives. The order in which gradients arrive in it is noted (trace.h).
+// Python then makes new buckets in that order (set_buckets).
 //
 // What always holds.
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group
@@ -173,12 +175,12 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   void share(const std::shared_ptr<Reducer>& other, bool views);  // cases/shared_parameters.h
   GradientNoise& noise();                                         // cases/gradient_noise.h
-  // Raises when the backward before left gradients un-averaged.
+  // Raises if the previous backward left gradients that are not averaged.
   void check_finished() const;
 
   ReducerCallbacks& callbacks() { return callbacks_; }
   // Set between iterations.
-  bool sync_enabled = true;             // the program is outside of no_sync now; for a forward, end_forward() counts
+  bool sync_enabled = true;  // the program is outside of no_sync now; a forward has its own, see end_forward()
   bool optimizer_in_backward = false;   // a hook has consumed the gradients: nothing to unpack
   bool skip_all_reduce_unused = false;  // the caller promises that ranks leave the same buckets unused
   bool manual_finalization = false;     // the caller waits and unpacks; set while no backward is expected
@@ -193,7 +195,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // A synchronized backward runs. Known once it has reached a watched output or a gradient.
   bool in_backward() const { return !backward.graph_tasks.empty() && backward.is_synchronized(); }
   bool averaged_since(size_t index, int backward) const {
-    return iteration.phase == Phase::kIdle && !used_map_.gets_no_gradient(index) &&
+    return iteration.phase == Phase::kIdle && !used_map_.used_nowhere(index) &&
         grads.averaged_since(index, backward, parameters[index].grad());
   }
   std::vector<int32_t> used_map() {  // how many ranks used each parameter; if no map was sent: 1 where this rank did

@@ -36,9 +36,8 @@ class UsedMap {
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
   // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not reach it.
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
-  // known_unused(). Or decided(), and at the end of the first iteration no rank had a gradient, and no hook on this
-  // rank had removed one.
-  bool gets_no_gradient(size_t index) const { return known_unused(index) || (decided() && !static_any_[index]); }
+  // kStatic, after the first iteration: no rank had a gradient of it then, and no hook on this rank had removed one.
+  bool used_nowhere(size_t index) const { return decided() && !static_any_[index]; }
 
   // Starts the sum, if one is needed. Nothing here waits for `device`.
   void send(c10d::ProcessGroup& group, const Map& local, at::Device device) {
@@ -85,7 +84,7 @@ class UsedMap {
       }
       decided_ = true;
     }
-    Map used = static_used_;  // a hook that removed a gradient in iteration 1 may leave it now
+    Map used = static_used_;  // if a hook removed a gradient in the first iteration, but not now, it counts as used
     for (size_t i = 0; i < local.size(); ++i) used[i] |= local[i] && static_any_[i];
     return used;
   }

@@ -716,3 +716,19 @@ def test_a_backward_that_is_taken_launches_nothing_at_its_beginning():
     wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
     ours, theirs = (run_ranks(_taken_with_absent_parameters, 2, wrap, timeout=60) for wrap in wraps)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _old_local_forward(rank, world_size, wrap):
+    ddp = wrap(_net())
+    optimizer = _sgd(ddp)
+    with ddp.no_sync():
+        losses = [ddp(_batch(rank, i)).sum() for i in range(70)]  # of the last 64 the reducer knows the nodes
+        losses[0].backward()
+    optimizer.step()
+    return _weights(ddp)
+
+
+def test_an_old_forward_under_no_sync_is_local():
+    wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
+    for ours, theirs in zip(*(run_ranks(_old_local_forward, 2, wrap) for wrap in wraps), strict=True):
+        assert all(map(torch.equal, ours, theirs))

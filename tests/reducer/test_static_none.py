@@ -1,8 +1,12 @@
-"""static_graph where backward comes to a parameter, and a function of autograd's gives None for it."""
+"""static_graph: what a rank, or all of them, had no gradient of in the first iteration.
+
+Most here: backward comes to a parameter, and a function of autograd's gives None for it.
+"""
 
 import pytest
 import torch
 import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from minddp import DistributedDataParallel as DDP
 from minddp.testing import run_ranks
@@ -85,3 +89,34 @@ def _kept_local(rank, world_size, past):
 @pytest.mark.parametrize("past", [False, True], ids=["no_sync", "past_the_wrapper"])
 def test_a_local_gradient_of_it_is_not_taken_for_an_average(past):
     run_ranks(_kept_local, 2, past)
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.branch = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, branches):
+        x = self.first(x)
+        return (self.branch(x) if branches else x).pow(2).sum()
+
+
+def _used_elsewhere(rank, world_size, wrap):
+    """Rank 0 alone uses ``branch`` when it synchronizes; rank 1 once under no_sync."""
+    ddp = wrap(Branch(), static_graph=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == 2:
+            with ddp.no_sync():
+                ddp(x_of(rank, step), True).backward()
+        ddp(x_of(rank, step), rank == 0).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+def test_a_local_gradient_of_what_another_rank_uses_is_averaged():
+    for ours, theirs in zip(run_ranks(_used_elsewhere, 2, DDP), run_ranks(_used_elsewhere, 2, TorchDDP)):
+        for mine, other in zip(ours, theirs):
+            torch.testing.assert_close(mine, other)
