@@ -80,8 +80,7 @@ buckets wait for each other. The last table is the training loss of a classifier
 _WIRE_POINTS = (wire.TORCH, wire.DEFAULT, *(Point(f"minddp-{dtype}", "default") for dtype in ("bf16", "int8")))
 _LINKS = """
 The same over other links, for two models and up to 4 ranks on 2 cores: the step, and its ratio to torch's default. On
-one machine without a link (loopback) fewer bytes save nothing, and cost the packing. `make results ARGS=wire` measures
-all of them.
+one machine without a link (loopback) fewer bytes save nothing. `make results ARGS=wire` measures all of them.
 """
 
 _SIMULATOR = """

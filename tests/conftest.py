@@ -14,6 +14,7 @@ Every promise, every capability on 2 ranks and every defect's regression is in b
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import re
@@ -60,6 +61,11 @@ def pytest_collection_modifyitems(config: Any, items: list[pytest.Item]) -> None
     _choose_tier(config, items)
     _choose_turn(config, items)
     _begin_with_long(config, items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()  # what was imported and collected is not walked again
 
 
 def _choose_tier(config: Any, items: list[pytest.Item]) -> None:

@@ -6,8 +6,8 @@ one pytest share them by :data:`FOLDER`'s sockets. A zygote ends when its last u
 
 What always holds: a zygote has one thread and has run no collective when it forks; whatever starts a thread there
 raises with the thread's name. A rank gets its user's environment, folder, ``sys.path``, standard input, output and
-error, and a random state of its own, as a spawned process does; its end is that of any Python program. Only what
-libraries read of the environment while they are imported is the zygote's: ``OMP_NUM_THREADS`` is 1.
+error, and a random state of its own, as a spawned process does. A :class:`Program` ends as any Python program. Only
+what libraries read of the environment while they are imported is the zygote's: ``OMP_NUM_THREADS`` is 1.
 
 Real starts (``spawn``, torchrun, ``python script.py``) stay where the start itself is the subject: `REAL_STARTS`.
 """
@@ -34,6 +34,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable
 from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
@@ -70,8 +71,9 @@ SEEDS = "MINDDP_TEST_HASH_SEEDS"  # the like of 17,4711: those of an earlier run
 SERVERS = 2
 START_SECONDS = 60.0
 PRELOAD = (
-    "numpy", "pytest", "torch", "torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
-    "torch.distributed.algorithms.join", "torch.func", "torch.nn.parallel.distributed", "torch.utils.checkpoint",
+    "numpy", "pytest", "torch", "torch._dynamo", "torch._dynamo.backends.common",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.distributed.algorithms.join",
+    "torch.distributed.optim", "torch.func", "torch.nn.parallel.distributed", "torch.utils.checkpoint",
     "minddp", "minddp.testing",
 )  # fmt: skip
 _LENGTH = struct.Struct("!Q")
@@ -330,6 +332,8 @@ def warm() -> None:
     torch.optim.Adam([parameter], foreach=False).step()
     torch.optim.SGD([parameter]).step()
     torch.func.functional_call(torch.nn.Linear(1, 1), {}, (torch.zeros(1, 1),))
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # of torch's operators: a tenth of a second at each rank's end, for nothing
     gc.collect()
     gc.freeze()  # neither walked nor, in the forked ranks, copied
 
@@ -443,6 +447,17 @@ def _live(data: bytes, descriptors: list[int]) -> None:
         numpy.random.seed()
     target, args = pickle.loads(task["call"])
     target(*args, Connection(pipe))
+    if target is not _run_program:
+        _end()
+
+
+def _end() -> None:
+    """As multiprocessing ends what it has forked: the interpreter is not taken apart, which takes half a second."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def main(folder: str, index: str) -> None:

@@ -392,14 +392,19 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
     """A collective has failed. Where that looks like a lost peer, finds out which, and raises instead of it."""
     suspicious = _LOST_PEER.search(error) is not None
     begin = time.monotonic()
+
+    def may_have_words(fact: Fact, kind: Kind) -> bool:
+        """Its last words are still to be read, if nobody has read any since it was seen to be gone."""
+        gone = begin if kind is Kind.STOPPED else max(begin, time.monotonic() - dog.seconds_gone([fact.rank]))
+        return fact.failure is None and not dog.has_heard_since(gone)
+
     while True:
         dog.waits(wait, urgent=True)
         judged = judge(dog.facts(wait.others()), wait)
         causes = [(fact, kind) for fact, kind in judged if kind in {*CERTAIN, Kind.GONE, Kind.STOPPED}]
-        # Its last words are still to be read, where nobody has waited for this rank until now.
-        wordless = any(fact.failure is None for fact, _ in causes) and not dog.has_heard_since(begin)
+        unread = any(may_have_words(fact, kind) for fact, kind in causes)
         patience = times.NAMING * times.look * suspicious
-        if (causes and not wordless) or dog.lost or time.monotonic() - begin >= patience:
+        if (causes and not unread) or dog.lost or time.monotonic() - begin >= patience:
             break
         time.sleep(0.05)
     absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]

@@ -21,7 +21,7 @@ from ..module.distributed import DistributedDataParallel
 
 __all__ = ["Choice", "advice_table", "advise"]
 
-_STEPS, _CANDIDATES = 12, 2
+_STEPS = 12
 _GAIN = 0.02  # below which a measured gain is taken for noise
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
@@ -52,15 +52,17 @@ def advise(
     loss: Loss,
     *,
     rounds: int = 5,
+    candidates: int = 2,
     settle: Callable[[DistributedDataParallel], object] | None = None,
     **arguments: Any,
 ) -> list[Choice]:
-    """The default and the two best predictions, each with what was measured. Collective.
+    """The default and the best predictions, each with what was measured. Collective.
 
     Args:
         module: stays as it is; each choice wraps a copy.
         loss: runs forward and returns a scalar.
         rounds: in each, every choice runs three steps, of which the first does not count.
+        candidates: how many predictions are tried, the best ones.
         settle: what ``bucket_cap_mb="auto"`` needs before it is measured.
         arguments: of every wrapper (``device_ids``).
 
@@ -74,7 +76,7 @@ def advise(
     if predicted is None:
         raise ValueError("nothing can be predicted: too few collectives, or on a device, whose times nobody knows")
     choices = [Choice({}, predicted.present.seconds)]
-    for other in sorted(predicted.others, key=lambda other: other.seconds)[:_CANDIDATES]:
+    for other in sorted(predicted.others, key=lambda other: other.seconds)[:candidates]:
         name, _, value = other.name.partition("=")
         choices.append(Choice({name: ast.literal_eval(value)}, other.seconds))
         wrappers.append(DistributedDataParallel(copy.deepcopy(module), **arguments, **choices[-1].arguments))

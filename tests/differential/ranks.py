@@ -1,8 +1,8 @@
 """Processes that run one program after another, each rank a process, joined by Gloo on loopback.
 
 What always holds: a run ends within ``seconds``; what still runs then is killed by process id, and the next run
-has new processes. A group that carried an exception is not used again. Processes are forked from a server that has
-imported torch once (``multiprocessing``'s forkserver), so that new ones cost some hundredths of a second.
+has new processes. A group that carried an exception is not used again. Processes are forked from a zygote, so that
+new ones cost some hundredths of a second.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import sys
 import time
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.zygote import Rank, start_rank
 
 __all__ = ["RankProcesses"]
 
@@ -32,8 +32,11 @@ def _serve(rank: int, world: int, port: int, prefix: str, pipe: Connection) -> N
     import torch
     import torch.distributed as dist
 
+    from minddp.guards import times
+
     from .interpreter import GROUP_SECONDS, class_named, run_program
 
+    times.look = 0.2  # groups give up after some seconds here; who asks the other ranks hears of them sooner
     torch.set_num_threads(1)
     wait_for = timedelta(seconds=GROUP_SECONDS)
     store = dist.TCPStore("127.0.0.1", port, None, False, timeout=wait_for)
@@ -57,23 +60,6 @@ def _serve(rank: int, world: int, port: int, prefix: str, pipe: Connection) -> N
             os._exit(0)  # its peers need not wait for the group's timeout
 
 
-def _fork_server() -> Any:
-    """The context whose processes are forks of one that has imported torch and found what this one finds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"{__package__}.preload"])
-    saved = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in saved.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-    return context
-
-
 class RankProcesses:
     """``world`` ranks; :meth:`run` gives each rank's result of one program with one class, within ``seconds``."""
 
@@ -82,10 +68,9 @@ class RankProcesses:
 
         self.world = world
         self.seconds = seconds
-        self._context = _fork_server()
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=30))
         self._generation = 0
-        self._processes: list[Any] = []
+        self._processes: list[Rank] = []
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
@@ -93,12 +78,9 @@ class RankProcesses:
         for _ in range(START_ATTEMPTS):
             self._generation += 1
             for rank in range(self.world):
-                ours, theirs = self._context.Pipe()
-                arguments = (rank, self.world, self._store.port, f"generation{self._generation}", theirs)
-                process = self._context.Process(target=_serve, args=arguments, daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
+                ours, theirs = multiprocessing.Pipe()
+                arguments = (rank, self.world, self._store.port, f"generation{self._generation}")
+                self._processes.append(start_rank(_serve, arguments, rank, theirs))
                 self._pipes.append(ours)
             if self._have_met():
                 return

@@ -1,0 +1,81 @@
+"""How far can a prediction be trusted? What ``ddp.report()`` predicts, beside what is then measured.
+
+    python benchmarks/advice.py                                   # three models, three links; needs root
+    python benchmarks/advice.py --models mlp38 --links loopback
+
+For each model and link: some steps with the default arguments; what the report predicts for them, for the best
+uniform cap, for ``bucket_cap_mb="auto"`` and for ``wire=``; then all of these in turns. A prediction is the step from
+forward's begin to the averages, as it is measured. "Named": the choice predicted to be the quickest is the one that
+was, or within 2 % of it. No optimizer runs.
+
+Result: advice.json in --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import harness
+from harness import Ranks
+
+MODELS = ("mlp38", "gpt2-small", "resnet50")
+LINKS = ("1gbit", "10gbit", "loopback")
+_EVERY = 8  # choices: all that the report predicts
+_CLOSE = 1.02
+
+
+def try_choices(rank: int, world_size: int, model: str, rounds: int) -> list[tuple[str, float, float]]:
+    """Each choice, as it is passed; the seconds that were predicted, and measured."""
+    import torch
+    from models import workload
+
+    from minddp.launching.advise import advise
+    from minddp.launching.tune import tune
+
+    work = workload(model, torch.device("cpu"), rank)
+    choices = advise(
+        work.module, work.call, rounds=rounds, candidates=_EVERY, settle=lambda ddp: tune(ddp, work.call)
+    )
+    return [(choice.text, choice.predicted_seconds, choice.measured_seconds) for choice in choices]
+
+
+def judge(choices: list[tuple[str, float, float]]) -> tuple[float, bool]:
+    """The largest error of a prediction, as a part of what was measured; whether the best choice was named."""
+    named = min(choices, key=lambda choice: choice[1])
+    quickest = min(measured for *_, measured in choices)
+    return max(abs(predicted / measured - 1) for _, predicted, measured in choices), named[2] <= _CLOSE * quickest
+
+
+def show(title: str, choices: list[tuple[str, float, float]]) -> None:
+    """Prints a model's choices over one link."""
+    error, named = judge(choices)
+    print(f"{title}: largest error {error:.1%}, best choice {'named' if named else 'NOT named'}")
+    for name, predicted, measured in choices:
+        off = predicted / measured - 1
+        print(f"    {name:24} predicted {1e3 * predicted:7.1f} ms   measured {1e3 * measured:7.1f} ms   {off:+6.1%}")
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--models", type=harness.names, default=list(MODELS), help="see benchmarks/models.py")
+    parser.add_argument("--links", type=harness.names, default=list(LINKS), help="bandwidths, or loopback")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "advice.json")
+    arguments: argparse.Namespace = parser.parse_args()
+    found: dict[str, list[tuple[str, float, float]]] = {}
+    for link in arguments.links:
+        for model in arguments.models:
+            with Ranks(2, link=None if link == "loopback" else link) as ranks:
+                found[f"{model}, {link}"] = ranks.run(try_choices, model, arguments.rounds)[0]
+            show(f"{model}, {link}", found[f"{model}, {link}"])
+    judged = [judge(choices) for choices in found.values()]
+    close = sum(error <= 0.10 for error, _ in judged)
+    print(f"within 10 %: {close} of {len(judged)}; best choice named: {sum(named for _, named in judged)}")
+    facts: dict[str, Any] = {"command": harness.command(), "machine": harness.machine()}
+    harness.write_json(arguments.output, {**facts, "choices": found})
+
+
+if __name__ == "__main__":
+    harness.run_main(main)
