@@ -51,6 +51,8 @@ endif
 export PATH := $(dir $(abspath $(PY))):$(PATH)
 # The ranks that torchrun starts, and scripts in other folders, find the package built in place.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+# Byte code is kept: otherwise each of hundreds of processes compiles the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # --- the environment ---------------------------------------------------------------------------------
 

@@ -65,16 +65,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "advice.json")
     arguments: argparse.Namespace = parser.parse_args()
     found: dict[str, list[tuple[str, float, float]]] = {}
+    facts: dict[str, Any] = {"command": harness.command(), "machine": harness.machine()}
     for link in arguments.links:
         for model in arguments.models:
             with Ranks(2, link=None if link == "loopback" else link) as ranks:
                 found[f"{model}, {link}"] = ranks.run(try_choices, model, arguments.rounds)[0]
             show(f"{model}, {link}", found[f"{model}, {link}"])
+            harness.write_json(arguments.output, {**facts, "choices": found})  # an interrupted run keeps what it has
     judged = [judge(choices) for choices in found.values()]
     close = sum(error <= 0.10 for error, _ in judged)
     print(f"within 10 %: {close} of {len(judged)}; best choice named: {sum(named for _, named in judged)}")
-    facts: dict[str, Any] = {"command": harness.command(), "machine": harness.machine()}
-    harness.write_json(arguments.output, {**facts, "choices": found})
 
 
 if __name__ == "__main__":

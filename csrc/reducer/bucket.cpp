@@ -119,7 +119,8 @@ void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<
   for (Slot& slot : *slots_) {
     at::Tensor& grad = slot.grad();
     if (!used[slot.index]) continue;  // used on no rank: `.grad` stays
-    if (!grad.defined() || grad.scalar_type() != grad_dtype_) grad = new_gradient(slot);  // or of another dtype
+    if (!grad.defined() || grad.scalar_type() != grad_dtype_)
+      grad = new_gradient(slot);  // missing, or of another dtype
     const void* src = base + slot.offset * flat.element_size();
     if (!is_one_piece(slot, grad)) {
       const int64_t begin = flat.storage_offset() + slot.offset;

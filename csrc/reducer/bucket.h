@@ -81,7 +81,7 @@ class Bucket {
   // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those that do not
   // exist. REQUIRES: kLaunched.
   virtual void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used);
-  // The streams that made gradients wait for what the current stream has queued.
+  // Each stream that has made a gradient waits for what the current stream has queued.
   void hold_back_streams() const { producers_.hold_back(); }
   // Forgets the buffer and its collective, which may still be writing to it.
   void abandon();

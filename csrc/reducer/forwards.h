@@ -61,12 +61,13 @@ class Forwards {
 
   struct Answer {
     Origin origin;
-    bool seen = false;   // the graph task holds nodes of a synchronized forward. (A reentrant checkpoint's does not.)
+    bool seen = false;   // the graph task holds nodes of a synchronized forward. (Inside of a reentrant checkpoint it
+                         // holds none.)
     bool taken = false;  // the graph task holds none; a forward without a backward takes it
   };
   // Origin of the running graph task. The search through its nodes ends at the first one of a synchronized forward.
   // A synchronized forward that waits for its backward takes local backwards; with `takes`, bypassing ones, too.
-  // `local`: it has reached an output of a forward under no_sync.
+  // `local`: the graph task has reached an output of a forward under no_sync.
   Answer origin(bool takes, bool local) const {
     if (armed_ || hidden_) return {Origin::kSynchronized};
     local |= hidden_local_;

@@ -15,7 +15,7 @@
 namespace minddp {
 
 struct GradState {
-  int bypassed_in = -1;          // the last backward that bypassed the wrapper, unless averaged since
+  int bypassed_in = -1;          // the last backward that bypassed the wrapper (see arrived()), unless averaged since
   int arrived_in = -1;           // the last backward that brought the gradient and did not bypass the wrapper
   bool outside_no_sync = false;  // see left_local()
   SameTensor bypassed_grad;      // the `.grad` of `bypassed_in`; the program may have replaced it since
@@ -36,7 +36,8 @@ class GradStates {
   GradState& operator[](size_t index) { return states_[index]; }
   const GradState& operator[](size_t index) const { return states_[index]; }
 
-  // `never_sent`: UsedMap::used_nowhere(). `within_no_sync`: backward runs under no_sync.
+  // `never_sent`: no rank uses it, so a static graph never sends it; then a local gradient counts as bypassing.
+  // `within_no_sync`: backward runs under no_sync.
   void arrived(
       size_t index, Origin origin, int graph_task, const at::Tensor& grad, bool never_sent, bool within_no_sync) {
     GradState& state = states_[index];
@@ -89,7 +90,7 @@ class GradStates {
 
   // Parameters whose gradient bypassed the wrapper, each with the backward that brought it. A gradient counts only
   // while `.grad` is still the same tensor. Several wrappers may share the parameter. If another wrapper's arrived_in
-  // is not less than this number, the gradient went through that wrapper's forward.
+  // is at least the number of that backward, the gradient went through that wrapper's forward.
   std::vector<std::pair<size_t, int>> bypassed(const std::vector<at::Tensor>& parameters) const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)

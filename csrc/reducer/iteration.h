@@ -1,4 +1,6 @@
-// `Iteration` and `Backward` are forgotten as a whole. `Learned` is what iterations have taught, and stays.
+// What the reducer knows of one iteration and of one backward, each forgotten as a whole; and what iterations have
+// taught
+// (`Learned`), which stays.
 //
 // A gradient usually arrives once per backward. With several backwards in one iteration, or with nested checkpoints
 // that share its parameter, it arrives in several contributions. The first iteration counts them, and sends nothing
@@ -61,11 +63,11 @@ struct Learned {
 // The backward that runs, from its first sign (enter_backward) to its end. A graph task is one run of autograd's
 // engine. `graph_tasks` holds the task that gave the first sign, and each other one that has reached an output of a
 // synchronized forward: threads may call backward() at the same time. A reentrant checkpoint runs a graph task inside
-// of another one. Usually it is neither.
+// of another one; `graph_tasks` seldom holds the inner one.
 struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;
-  bool taken = false;        // by a forward that has no backward yet, and no node in this graph
+  bool taken = false;        // a synchronized forward that waits for its backward has taken it
   bool was_taken = false;    // `taken` was true at some time
   bool makes_graph = false;  // create_graph=True
   bool goes_to_all = false;  // a plain backward(); autograd.grad() may bring no gradient at all

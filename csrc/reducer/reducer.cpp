@@ -156,7 +156,8 @@ void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) 
 }
 
 // A contribution after the one that was thought the last. If the bucket has neither left nor been skipped, the
-// gradient is packed again, and the next iterations wait for that arrival. Otherwise it is an error.
+// gradient is packed again, and the next iterations wait for that arrival. Otherwise, or if it cannot be packed
+// again, it is an error.
 void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
   auto [bucket, slot] = place_[index];
   if (bucket < iteration.next_bucket || !buckets[bucket]->repack(slot, pre_scale))
@@ -293,7 +294,8 @@ void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& use
   if (flight.work && !bucket.device().is_cpu()) order_streams(*flight.work);
   at::Tensor result = hook_ ? hook_->result(flight.future->value()) : bucket.buffer();
   if (at::isComplexType(bucket.dtype()) && !result.is_complex())
-    result = at::view_as_complex(result.reshape({-1, 2}));  // as a process group's own future holds it
+    result =
+        at::view_as_complex(result.reshape({-1, 2}));  // a process group's own future holds pairs of real numbers
   if (result.numel() != bucket.numel()) fail(errors::wrong_hook_result(rank, index, result.numel(), bucket.numel()));
   trace_->note(index, BucketEvent::kUnpackBegin);
   if (!optimizer_in_backward) {

@@ -27,9 +27,9 @@
 //   | its backward goes through ...           | origin        | the reducer                | step() may use it |
 //   |-----------------------------------------|---------------|----------------------------|-------------------|
 //   | a synchronized forward of the wrapper   | kSynchronized | averages it                | once averaged     |
-//   | none, but an earlier synchronized       | kSynchronized | counts it as that          | once averaged     |
-//   | forward has had no backward: it takes   |               | forward's, as torch does   |                   |
-//   | this one ("taken")                      |               |                            |                   |
+//   | no synchronized forward, but one waits  | kSynchronized | counts it as that          | once averaged     |
+//   | for its backward: it takes this one     |               | forward's, as torch does   |                   |
+//   | ("taken")                               |               |                            |                   |
 //   | otherwise: forwards under no_sync       | kLocal        | leaves it to the next      | yes               |
 //   |                                         |               | synchronized backward      |                   |
 //   | otherwise: no forward of the wrapper    | kBypassed     | notes it                   | if it is equal on |
@@ -56,8 +56,9 @@
 //    must be issued in the same order on every rank, and the order of arrival differs from rank to rank. Out of
 //    order, different buckets would be added up, or ranks would wait for each other for ever.
 //  * From the second iteration on, a parameter that takes no part is marked ready when the iteration begins, if that
-//    is known. Without this mark, ranks that do not use it would launch its bucket at the end of backward, after the
-//    collectives of other modules (a second wrapper, SyncBatchNorm); ranks that use it would launch it before them.
+//    is known. Without this mark, a rank that does not use the parameter would launch the bucket at the end of
+//    backward, after the collectives of other modules (a second wrapper, SyncBatchNorm). A rank that uses it would
+//    launch the bucket before those collectives.
 //  * A rank sends its whole `.grad`. Earlier averages in it are equal on all ranks, so averaging keeps them.
 //  * A mean is a sum and a division. `pre_scale`, which Python sets to 1/ranks, divides while packing: that costs no
 //    pass over memory, and keeps half precision in range. `post_scale` is applied while unpacking: a factor
@@ -109,7 +110,8 @@ struct ReducerOptions {
 };
 
 // Called on the thread that runs the hook, or that finalizes. If one raises, backward or the finalizing call ends
-// with its error. But on_interrupted() is called when autograd drops a backward, and what it raises is a warning.
+// with its error. on_interrupted() is different: it is called when an exception has ended a backward, and if it
+// raises, the error becomes a warning.
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // after the last bucket and the used map; may issue collectives
   std::function<double()> post_scale;       // in place of the reducer's post_scale; called once before unpacking
@@ -127,8 +129,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
 
   // --- in an iteration (reducer.cpp) ---
 
-  // To be called around a forward with gradients. A backward that reaches one of `outputs`, or another node that was
-  // made between the two calls, is this forward's.
+  // begin_forward() is called before a forward with gradients, end_forward() after it. A backward that reaches one of
+  // `outputs`, or another node made between the two calls, is this forward's.
   void begin_forward();
   // For the trace: a step begins. `optimizer_ns`: how long optimizers' steps have taken so far. To be called before
   // any wait for other ranks.
@@ -152,7 +154,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     return hook_ ? hook_->start(index, buffer) : all_reduce(index, buffer);
   }
   Flight all_reduce(size_t index, const at::Tensor& buffer);
-  // Waited for at the end of the next synchronized backward.
+  // Waited for before the next iteration ends.
   void wait_after_backward(c10::intrusive_ptr<Future> future) { extra_futures_.push_back(std::move(future)); }
 
   // --- between iterations (between_iterations.cpp) ---
@@ -180,7 +182,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
 
   ReducerCallbacks& callbacks() { return callbacks_; }
   // Set between iterations.
-  bool sync_enabled = true;  // the program is outside of no_sync now; a forward has its own, see end_forward()
+  bool sync_enabled = true;             // the program is outside of no_sync now; for a forward see end_forward()
   bool optimizer_in_backward = false;   // a hook has consumed the gradients: nothing to unpack
   bool skip_all_reduce_unused = false;  // the caller promises that ranks leave the same buckets unused
   bool manual_finalization = false;     // the caller waits and unpacks; set while no backward is expected
@@ -198,7 +200,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     return iteration.phase == Phase::kIdle && !used_map_.used_nowhere(index) &&
         grads.averaged_since(index, backward, parameters[index].grad());
   }
-  std::vector<int32_t> used_map() {  // how many ranks used each parameter; if no map was sent: 1 where this rank did
+  std::vector<int32_t> used_map() {  // how many ranks used each parameter; without a map: 1 if this one did
     return used_map_.sum(grads.used, [&](Future& future) { wait(future, buckets.size()); });
   }
 
@@ -228,8 +230,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   Bucket::Packing packing(const at::Tensor& contribution) const {
     return {pre_scale, may_grow(), grads.used, contribution};
   }
-  // Nobody knows yet how often a gradient arrives in this iteration. What has been packed is packed again if it
-  // grows; nothing is sent before the end of backward.
+  // True while nobody knows how often a gradient arrives: in the first iteration, and in a taken backward. Then what
+  // has been packed is packed again if it grows, and no bucket leaves before the end of backward.
   bool may_grow() const { return !has_recorded() || iteration.sends_at_the_end; }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   // One rank, and nothing needs the buffer: the gradients are the result already.

@@ -84,7 +84,8 @@ class UsedMap {
       }
       decided_ = true;
     }
-    Map used = static_used_;  // if a hook removed a gradient in the first iteration, but not now, it counts as used
+    Map used = static_used_;
+    // Used, too: a parameter whose gradient a hook removed in the first iteration, but not now.
     for (size_t i = 0; i < local.size(); ++i) used[i] |= local[i] && static_any_[i];
     return used;
   }

@@ -34,6 +34,7 @@ from . import device_waits, optimizer_guard, times, watchdog
 from .evidence import (
     CERTAIN,
     Awaited,
+    Fact,
     Judged,
     Kind,
     Wait,

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import advice
 import harness
 import overhead
 
@@ -79,3 +80,10 @@ def test_arguments_that_contradict_are_refused_before_anything_starts():
         harness.Ranks(1, link="1gbit")
     with pytest.raises(harness.BenchmarkError, match="engine 'mpi' is not one of gloo, nccl, shm"):
         harness.Ranks(2, "mpi")
+
+
+def test_a_choice_is_named_if_none_is_quicker_by_more_than_noise():
+    choices = [("the defaults", 1.0, 1.1), ("wire='int8'", 0.8, 0.80), ("wire='bf16'", 0.9, 0.79)]
+    error, named = advice.judge(choices)
+    assert named and error == pytest.approx(0.9 / 0.79 - 1)
+    assert not advice.judge([*choices, ("bucket_cap_mb='auto'", 0.95, 0.7)])[1]
