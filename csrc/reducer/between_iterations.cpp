@@ -88,7 +88,6 @@ void GradStates::take_over(const GradStates& before, const std::vector<int64_t>&
     if (!same_group) states_[i].result = SameTensor();
   }
   interrupted_in_ = before.interrupted_in_;
-  if (same_group) ended_in_ = before.ended_in_;
 }
 
 void GradStates::restore(const GradStates& earlier) {

@@ -362,7 +362,8 @@ class Engine(StepCheck):
     def yield_ownership(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another wrapper has been made around some of ``parameters``: an iteration left unfinished here is over. One
         that waits for finalize_backward() is not, nor is a forward that waits for its backward."""
-        if self.reducer.phase() == _C.Phase.LAUNCHED or not self._is_unfinished():
+        waits = self.reducer.phase() == _C.Phase.LAUNCHED and self.reducer.ready_to_finalize()
+        if waits or not self._is_unfinished():
             return
         if not self.parameter_ids().isdisjoint(map(id, parameters)):
             self.abort_iteration()

@@ -470,6 +470,11 @@ def _once_more(rank, world_size, how):
     reference = OURS(_net())
     reference(_x(rank)).square().sum().backward()
     _assert_same(_grads(ddp), _grads(reference))
+    loss = ddp(_x(rank)).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="variable ready only once"):
+        loss.backward()
+    OURS(ddp.module)(_x(rank)).square().sum().backward()  # another wrapper is not held up
     return True
 
 
