@@ -232,7 +232,7 @@ void Reducer::finish_backward(int graph_task) {
   const Backward ended = std::exchange(backward, {});
   const bool local = ended.origin == Origin::kLocal || ended.origin == Origin::kBypassed;
   if (ended.makes_graph && ended.origin != Origin::kBypassed)
-    forwards.add(ended.begin, at::sequence_number::peek(), !local);
+    forwards.add(ended.begin, at::sequence_number::peek(), !local && !ended.taken);  // taken: of another forward
   if (local) forwards.local_backward_ends();
   if (iteration.phase != Phase::kBackward || local) return;  // a local one ends no iteration
   trace_->note(StepEvent::kBackwardEnd);

@@ -732,3 +732,24 @@ def test_an_old_forward_under_no_sync_is_local():
     wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
     for ours, theirs in zip(*(run_ranks(_old_local_forward, 2, wrap) for wrap in wraps), strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+def _penalty_under_no_sync(rank, world_size, wrap):
+    """A penalty's gradient is taken by the forward that waits; what is made of it stays the other forward's."""
+    ddp = wrap(_net())
+    loss = ddp(_batch(rank)).sum()
+    x = _batch(rank, 1).requires_grad_()
+    with ddp.no_sync():
+        y = ddp(x).square()
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    loss.backward()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        (gradient.square().sum() + y.sum()).backward()
+    return [p.grad for p in ddp.parameters()]
+
+
+def test_a_penalty_under_no_sync_is_local():
+    wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
+    for ours, theirs in zip(*(run_ranks(_penalty_under_no_sync, 2, wrap) for wrap in wraps), strict=True):
+        assert all(map(torch.equal, ours, theirs))
