@@ -173,8 +173,8 @@ def _naive(work: Workload) -> Step:
 
 def _late(work: Workload, bucket_cap_mb: float = math.inf) -> Step:
     world_size = dist.get_world_size()
-    groups = group_by_cap(work.sizes(), bucket_cap_mb)
-    parameters = [[work.parameters()[index] for index in group] for group in groups]
+    every = work.parameters()
+    parameters = [[every[index] for index in group] for group in group_by_cap(work.sizes(), bucket_cap_mb)]
     buffers = [torch.empty(sum(p.numel() for p in group), device=group[0].device) for group in parameters]
     views = [
         [piece.view_as(p) for piece, p in zip(buffer.split([p.numel() for p in group]), group, strict=True)]

@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import runpy
 import selectors
 import shutil
 import signal
@@ -41,7 +42,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REAL_STARTS", "Program", "Rank", "hash_seeds", "run_module", "start_rank", "start_zygotes", "started"]
+__all__ = [
+    "REAL_STARTS", "Program", "Rank", "hash_seeds", "run_and_end", "run_module",
+    "start_rank", "start_zygotes", "started",
+]  # fmt: skip
 
 # Tests that start processes as a user does, with the reason; everything else goes through `start_rank`.
 REAL_STARTS = {
@@ -216,13 +220,25 @@ class Program:
 
 def run_module(name: str, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     """``python -m name arguments...`` from a zygote, in this process's folder; its end and what it wrote."""
-    source = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
-    program = Program(source, *arguments)
+    program = Program(f"from tests.zygote import run_and_end; run_and_end({name!r})", *arguments)
     try:
         out, err = program.communicate(timeout)
     finally:
         program.kill()
     return subprocess.CompletedProcess([name, *arguments], program.wait(), out, err)
+
+
+def run_and_end(name: str) -> None:
+    """``python -m name`` in this process, and its end, without taking the interpreter apart."""
+    code: Any = None
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    _end(code or 0)
 
 
 def _run_program(source: str, arguments: tuple[str, ...], pipe: Connection) -> None:
@@ -332,6 +348,9 @@ def warm() -> None:
     torch.optim.Adam([parameter], foreach=False).step()
     torch.optim.SGD([parameter]).step()
     torch.func.functional_call(torch.nn.Linear(1, 1), {}, (torch.zeros(1, 1),))
+    if torch.version.cuda is None:  # torch.manual_seed() keeps the caller's stack for each device that is not there
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            device.manual_seed_all = lambda seed: None  # type: ignore[attr-defined,method-assign]
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False  # of torch's operators: a tenth of a second at each rank's end, for nothing
     gc.collect()
@@ -451,13 +470,13 @@ def _live(data: bytes, descriptors: list[int]) -> None:
         _end()
 
 
-def _end() -> None:
+def _end(code: int = 0) -> None:
     """As multiprocessing ends what it has forked: the interpreter is not taken apart, which takes half a second."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def main(folder: str, index: str) -> None:

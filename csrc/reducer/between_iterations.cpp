@@ -131,8 +131,7 @@ void Reducer::release_buckets() {
   for (auto& bucket : buckets) bucket->release();
 }
 
-// As torch's class does when it is made. So a `.grad` that a program reads before the first backward is a view
-// already.
+// torch's class does the same at construction. So `.grad` is a view even before the first backward.
 void Reducer::adopt_gradients() {
   for (auto& bucket : buckets) bucket->adopt_gradients();
 }
@@ -164,7 +163,7 @@ void Reducer::check_finished() const {
 c10::intrusive_ptr<Future> Reducer::shadow_used_map() {
   std::fill(grads.used.begin(), grads.used.end(), 0);
   send_used_map();
-  used_map_.follow([&](Future& future) { wait(future, buckets.size()); });
+  used_map_.follow(for_used_map());
   ++trace_->iteration;
   ++learned.iterations;
   return used_map_.future();

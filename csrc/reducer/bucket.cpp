@@ -45,7 +45,8 @@ void Bucket::release() {
 // Dtype and length as other ranks send them, so that the collectives match.
 at::Tensor Bucket::zeros() const { return at::zeros({numel_}, buffer_options()); }
 
-// Waits for every stream that made a gradient; the collective's stream will wait for this one.
+// The current stream waits for every stream that made a gradient. The collective's stream will wait for the current
+// one.
 void Bucket::pack(const Packing& how) {
   c10::NoGradGuard no_grad;
   producers_.wait();

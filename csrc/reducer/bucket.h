@@ -131,8 +131,8 @@ class Bucket {
   at::Tensor buffer_;
   State state_ = State::kFilling;
   Producers producers_;  // streams that made this iteration's gradients
-  // Held until unpack: it keeps the buffer, and what a hook put in its place, alive while other threads or the device
-  // still write to it.
+  // Held until unpack. Other threads or the device may write to the buffer until then, or to the tensor that a
+  // communication hook sends in its place. The flight keeps that memory alive.
   Flight flight_;
 
  private:

@@ -3,8 +3,9 @@
 // A forward of the wrapper is synchronized unless it runs under no_sync. A backward is synchronized if it goes
 // through a synchronized forward. Torch assumes that the next backward does. Here the graph's nodes tell: autograd
 // numbers a thread's nodes in order, so a forward's nodes form an interval, and the engine collects a backward's
-// nodes before the first hook. Torch's rule still applies where nodes cannot tell: no tensor was found in forward's
-// output, or a forward has had no backward yet and the graph has none of its nodes.
+// nodes before the first hook. Torch's rule still applies in two cases. One: no tensor was found in the
+// output of a synchronized forward. Two: a synchronized forward still waits for its backward, and the graph has no
+// node of such a forward. A forward waits until an iteration ends.
 #pragma once
 
 #include "support/graph_task.h"
@@ -43,9 +44,9 @@ class Forwards {
   void add(uint64_t begin, uint64_t end, bool synchronized) {
     spans_.add({begin, end, at::RecordFunction::currentThreadId(), synchronized});
   }
-  // The next backward synchronizes, even if forward ran under no_sync (Reducer::prepare_for_backward).
+  // See Reducer::prepare_for_backward().
   void arm() { armed_ = true; }
-  bool awaits_backward() const { return awaits_backward_; }
+  bool awaits_backward() const { return awaits_backward_; }  // false once an iteration has ended
   void stop_waiting() { awaits_backward_ = false; }
   void local_backward_ends() { ++history_.local_backwards; }
   void iteration_ends() {
@@ -53,7 +54,7 @@ class Forwards {
     history_ = {};
   }
   // Counts of synchronized forwards, and of backwards that did not synchronize, since the last iteration. If
-  // they are equal on all ranks, the ranks are in the same backward, even if it was taken on some ranks only.
+  // each count is the same on all ranks, the ranks are in the same backward, even if only some ranks have taken it.
   struct History {
     int64_t forwards = 0, local_backwards = 0;
   };

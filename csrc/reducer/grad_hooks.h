@@ -74,7 +74,7 @@ class GradHooks {
   }
 
  private:
-  // NodePtr is a shared_ptr up to torch 2.11, an intrusive_ptr in 2.13. It owns the node, because a parameter keeps
+  // NodePtr is a shared_ptr or an intrusive_ptr, by torch's version. It owns the node, because a parameter keeps
   // only a weak reference to its AccumulateGrad.
   using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
   struct Hooked {

@@ -46,8 +46,8 @@ class GradStates {
     if (bypassed) state.bypassed_grad = grad;
     if (origin == Origin::kLocal && !within_no_sync) state.outside_no_sync = true;
   }
-  // `before` is cleared when the iteration ends, since torch.utils.swap_tensors refuses tensors that are referred to
-  // weakly. `bypassed_grad` and `result` must be kept longer.
+  // Notes `before`. A SameTensor holds its tensor weakly, and torch.utils.swap_tensors refuses such a tensor. So
+  // averaged() clears `before`; `bypassed_grad` and `result` must be kept longer.
   void backward_begins(const std::vector<at::Tensor>& parameters) {
     if (is_interrupted()) return;  // keep what was there before the interrupted backward
     for (size_t i = 0; i < states_.size(); ++i) {
@@ -89,8 +89,8 @@ class GradStates {
   // --- what is asked before optimizer.step() ---
 
   // Parameters whose gradient bypassed the wrapper, each with the backward that brought it. A gradient counts only
-  // while `.grad` is still the same tensor. Several wrappers may share the parameter. If another wrapper's arrived_in
-  // is at least the number of that backward, the gradient went through that wrapper's forward.
+  // while `.grad` is still the same tensor. Several wrappers may share the parameter. The caller passes over a
+  // gradient that another wrapper's forward made: there, arrived_in() is at least the number of its backward.
   std::vector<std::pair<size_t, int>> bypassed(const std::vector<at::Tensor>& parameters) const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)
@@ -98,8 +98,8 @@ class GradStates {
         found.emplace_back(i, states_[i].bypassed_in);
     return found;
   }
-  // Parameters with a gradient that has not been averaged, whose forward ran under no_sync and whose backward did
-  // not.
+  // Parameters with a local gradient: the forward ran under no_sync, the backward ran outside of it. torch's class
+  // does not average it either. Python warns once.
   std::vector<size_t> left_local() const {
     std::vector<size_t> found;
     for (size_t i = 0; i < states_.size(); ++i)

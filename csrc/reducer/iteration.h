@@ -1,11 +1,11 @@
-// What the reducer knows of one iteration and of one backward, each forgotten as a whole; and what iterations have
-// taught
-// (`Learned`), which stays.
+// What the reducer knows of one iteration (`Iteration`) and of one backward (`Backward`). Each is forgotten as a
+// whole. `Learned` holds what iterations have taught, and stays.
 //
-// A gradient usually arrives once per backward. With several backwards in one iteration, or with nested checkpoints
-// that share its parameter, it arrives in several contributions. The first iteration counts them, and sends nothing
-// before the end of backward. From then on a gradient is whole at that count. One more arrival raises the count, if
-// the bucket has not left. The count never falls.
+// A gradient usually arrives once per backward. With several backwards in one iteration (of several threads, or where
+// the first left gradients missing), or with nested checkpoints that share its parameter, it arrives in several
+// contributions. The first iteration counts them, and sends nothing before the end of backward. From then on a
+// gradient is whole at that count. One more arrival raises the count, if the bucket has not left. The count never
+// falls: where fewer arrive, the bucket leaves at the end of backward.
 #pragma once
 
 #include "forwards.h"
@@ -38,7 +38,7 @@ struct Iteration {
   Phase phase = Phase::kIdle;
   size_t next_bucket = 0;         // the first that has neither been launched nor skipped
   bool sends_at_the_end = false;  // a taken backward: more contributions may follow
-  bool too_late = false;          // a gradient has come in kLaunched: only abort_iteration() leads on
+  bool too_late = false;          // a gradient has come in kLaunched: only abort_iteration() leaves it
   std::vector<int32_t> arrivals;  // by parameter
   Flags absent;                   // marked ready when the iteration began
   Flags grown;                    // autograd has added a gradient; a hook may have removed it from `.grad` since
@@ -63,14 +63,14 @@ struct Learned {
 // The backward that runs, from its first sign (enter_backward) to its end. A graph task is one run of autograd's
 // engine. `graph_tasks` holds the task that gave the first sign, and each other one that has reached an output of a
 // synchronized forward: threads may call backward() at the same time. A reentrant checkpoint runs a graph task inside
-// of another one; `graph_tasks` seldom holds the inner one.
+// of another one; `graph_tasks` holds the inner one only if it gave the first sign.
 struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;
   bool taken = false;        // a synchronized forward that waits for its backward has taken it
   bool was_taken = false;    // `taken` was true at some time
   bool makes_graph = false;  // create_graph=True
-  bool goes_to_all = false;  // a plain backward(); autograd.grad() may bring no gradient at all
+  bool goes_to_all = false;  // backward() without `inputs`: it brings each gradient that its graph has
   uint64_t begin = 0;        // number of the first node that it makes
   Flags takes_part;          // see GradHooks::taking_part; empty: not asked for
 

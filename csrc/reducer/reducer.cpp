@@ -21,8 +21,9 @@ int current_graph_task() { return torch::autograd::get_current_graph_task_id(); 
 void Reducer::begin_forward() {
   grads.forget_interruption();
   // module.half().float() gives parameters new AccumulateGrad nodes, without our hooks. If absence is allowed, a lost
-  // hook would look like an unused parameter, so all are looked at. Otherwise
-  // a lost hook leads to an error, so it is enough to look at one parameter in each forward.
+  // hook would look like an unused parameter, so each forward looks at all of them. Otherwise a lost hook leads to an
+  // error, and never to a wrong average. Then each forward looks at one parameter, in turn. If it has lost its hook,
+  // all hooks are renewed.
   size_t looks = used_map_.absence_is_fine() ? parameters.size() : 1;
   for (; hooks_ && iteration.phase == Phase::kIdle && looks > 0; --looks) {
     turn_ = (turn_ + 1) % parameters.size();
@@ -32,15 +33,15 @@ void Reducer::begin_forward() {
   trace_->note(StepEvent::kForwardBegin);
 }
 
-// If no output tensor is found (a dataclass, tensors kept elsewhere), there is no hook, and the next backward counts
-// as this forward's. Outputs without a node (a frozen module's) count as found.
+// If no output tensor is found (a dataclass, tensors kept elsewhere), there is no hook. Then each backward counts as
+// this forward's, until an iteration ends. Outputs without a node (a frozen module's) count as found.
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
   forwards.end(synchronized, /*visible=*/!outputs.empty());
   trace_->note(StepEvent::kForwardEnd);
   watch(outputs, synchronized);
 }
 
-// torch's contract for callers that replace forward: armed here, disarmed by the end of the iteration.
+// torch has this call for callers that replace forward. Backwards synchronize from here to the end of the iteration.
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   forwards.arm();
   watch(outputs, /*synchronized=*/true);
@@ -59,11 +60,11 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
 
 // --- backward begins
 
-// A sign of a backward: it has reached an output of a forward, or one of our gradients is there. The first one
-// decides whose the backward is; a later output of a synchronized forward may still make it synchronized. The
-// argument says whether the forward was synchronized. It is empty if a gradient is the sign. Unless it is
-// true, Forwards::origin() searches the graph task's nodes. Inside of a reentrant checkpoint they cannot tell: its
-// graph task has none of the forward's nodes.
+// Called at each sign of a backward: it has reached an output of a forward, or has brought one of our gradients. The
+// first sign decides whose the backward is; a later output of a synchronized forward may still make it synchronized.
+// The argument says whether the forward was synchronized. It is empty if a gradient is the sign. Unless it is true,
+// Forwards::origin() searches the graph task's nodes. Inside of a reentrant checkpoint they cannot tell: its graph
+// task has none of the forward's nodes.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = current_graph_task();
   const bool synchronized = through_synchronized_forward.value_or(false);
@@ -95,8 +96,8 @@ void Reducer::await_end_of(int graph_task) {
   at_end_of_backward(weak_from_this(), graph_task, &Reducer::finish_backward, &Reducer::backward_is_gone);
 }
 
-// kIncomplete goes on: another backward brings what the first left out. Parameters that take no part are marked ready
-// now. They differ between ranks; the order of launches must not.
+// An iteration in kIncomplete goes on: another backward brings what the first one left out. A new iteration marks the
+// parameters that take no part as ready. They differ between ranks; the order of launches must not.
 void Reducer::begin_iteration() {
   const bool goes_on = iteration.phase == Phase::kIncomplete;
   if (!goes_on) iteration.forget();
@@ -155,9 +156,9 @@ void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) 
   while (next < buckets.size() && buckets[next]->complete()) launch_or_skip(next);
 }
 
-// A contribution after the one that was thought the last. If the bucket has neither left nor been skipped, the
-// gradient is packed again, and the next iterations wait for that arrival. Otherwise, or if it cannot be packed
-// again, it is an error.
+// A contribution after the one that was thought the last, or to a parameter that was thought absent. If the bucket
+// has neither left nor been skipped, the gradient is packed again, and the next iterations wait for that arrival.
+// Otherwise, or if it cannot be packed again, it is an error.
 void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
   auto [bucket, slot] = place_[index];
   if (bucket < iteration.next_bucket || !buckets[bucket]->repack(slot, pre_scale))
@@ -223,16 +224,17 @@ Flight Reducer::all_reduce(size_t index, const at::Tensor& buffer) {
 
 // Autograd calls it when a graph task that enter_backward has registered is over, on the thread that ran its last
 // node, with the caller's streams current. If several threads run backward(), the last task ends the backward. A task
-// that `backward` does not hold any more ends nothing: an exception in another one, or abort_iteration(), has cleared
-// it.
+// that is no longer in `backward` ends nothing: an exception in another task, or abort_iteration(), has cleared
+// `backward`.
 void Reducer::finish_backward(int graph_task) {
   auto lock = guard();
   if (!backward.has(graph_task)) return;
   if (backward.graph_tasks.size() > 1) return void(std::erase(backward.graph_tasks, graph_task));
   const Backward ended = std::exchange(backward, {});
   const bool local = ended.origin == Origin::kLocal || ended.origin == Origin::kBypassed;
+  // A taken backward went through no synchronized forward, so the nodes that it made belong to none.
   if (ended.makes_graph && ended.origin != Origin::kBypassed)
-    forwards.add(ended.begin, at::sequence_number::peek(), !local && !ended.taken);  // taken: of another forward
+    forwards.add(ended.begin, at::sequence_number::peek(), !local && !ended.taken);
   if (local) forwards.local_backward_ends();
   if (iteration.phase != Phase::kBackward || local) return;  // a local one ends no iteration
   trace_->note(StepEvent::kBackwardEnd);
@@ -272,16 +274,14 @@ void Reducer::finalize_backward_manual() {
 void Reducer::finalize_backward() {
   const double scale = scale_of_results();
   std::optional<UsedMap::Map> used;
-  auto read = [&] {
-    used = used_map_.globally_used(grads.used, iteration.arrivals, iteration.grown, [&] { return used_map(); });
-  };
+  auto read = [&] { used = used_map_.globally_used(grads.used, iteration.arrivals, for_used_map()); };
   for (size_t i = 0; i < buckets.size(); ++i) {
     if (!used && used_map_.matters_to(*buckets[i]->slots(), grads.used)) read();
     unpack(i, scale, used ? *used : grads.used);
   }
   if (!used) read();
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets.size());
-  used_map_.join([&](Future& future) { wait(future, buckets.size()); });
+  used_map_.join(for_used_map());
   end_iteration();
 }
 
@@ -314,7 +314,7 @@ double Reducer::scale_of_results() {
   } catch (...) {  // all ranks raise: the next iteration starts clean
     for (size_t i = 0; i < buckets.size(); ++i)
       if (buckets[i]->state() == Bucket::State::kLaunched) wait(*buckets[i]->flight().future, i);
-    used_map_.join([&](Future& future) { wait(future, buckets.size()); });
+    used_map_.join(for_used_map());
     abort_iteration();
     throw;
   }

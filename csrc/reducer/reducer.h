@@ -3,20 +3,22 @@
 // Overview. Gradients are grouped into buckets. A hook on every parameter's autograd node reports each gradient. A
 // gradient is whole when its last contribution has come. On the CPU, each gradient is packed when it is whole. On a
 // device, a bucket is packed when its last gradient is whole. A packed bucket is handed to the process group once all
-// buckets before it have left. At the end of backward the reducer waits for the
-// collectives, bucket by bucket, and writes the results to `.grad`.
+// buckets before it have left. At the end of backward the reducer waits for the collectives, bucket by bucket, and
+// writes the results to `.grad`.
 //
 // Life of an iteration (enum Phase). It begins with the first gradient of a synchronized backward, and ends with the
 // averages:
 //
-//   kIdle -- first gradient of a backward through a synchronized forward --> kBackward
+//   kIdle -- first gradient of a synchronized backward --> kBackward
 //   kBackward -- end of backward; every gradient came, or absence is allowed --> kIdle
 //   kBackward -- the same, if the caller finalizes (manual_finalization) --> kLaunched
 //   kLaunched, or kBackward with all buckets launched -- finalize_backward_manual() --> kIdle
 //   kLaunched -- next forward, or optimizer.step() --> an error: not finalized
-//   kLaunched -- a gradient, too late for the average --> kLaunched, with an error; only abort_iteration() leads on
+//   kLaunched -- a gradient of any backward, too late for the average --> kLaunched, with an error; only
+//                abort_iteration() leaves it
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
 //   kIncomplete -- another synchronized backward, which may bring them --> kBackward
+//   kIdle -- an exception ends a synchronized backward before its first gradient --> kIdle; nothing was sent
 //   kBackward -- an exception ends backward --> kBackward still
 //   kBackward -- next forward, or optimizer.step() --> an error: backward has not ended
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names the missing gradients
@@ -27,13 +29,13 @@
 //   | its backward goes through ...           | origin        | the reducer                | step() may use it |
 //   |-----------------------------------------|---------------|----------------------------|-------------------|
 //   | a synchronized forward of the wrapper   | kSynchronized | averages it                | once averaged     |
-//   | no synchronized forward, but one waits  | kSynchronized | counts it as that          | once averaged     |
-//   | for its backward: it takes this one     |               | forward's, as torch does   |                   |
-//   | ("taken")                               |               |                            |                   |
+//   | no synchronized forward. But such a     | kSynchronized | counts it as that          | once averaged     |
+//   | forward still waits for its backward,   |               | forward's, as torch does   |                   |
+//   | and takes this backward ("taken")       |               |                            |                   |
 //   | otherwise: forwards under no_sync       | kLocal        | leaves it to the next      | yes               |
 //   |                                         |               | synchronized backward      |                   |
-//   | otherwise: no forward of the wrapper    | kBypassed     | notes it                   | if it is equal on |
-//   |                                         |               |                            | all ranks         |
+//   | otherwise: no forward of the wrapper    | kBypassed     | leaves it to the next      | if it is equal on |
+//   |                                         |               | synchronized backward      | all ranks         |
 //
 // A backward that accumulates into none of our parameters sends nothing. For example, the wrapped module is a frozen
 // discriminator, and backward trains a generator through it.
@@ -48,8 +50,8 @@
 //                                               gradients 1 and 0 become [2, 3] and [3]
 //
 // The first iteration packs like any other, and launches nothing before the end of backward: nobody knows yet how
-// often each gradient arrives. The order in which gradients arrive in it is noted (trace.h).
-// Python then makes new buckets in that order (set_buckets).
+// often each gradient arrives. The order in which gradients arrive in it is noted (support/trace.h).
+// Before a later forward Python makes new buckets, once, along rank 0's order on all ranks (set_buckets).
 //
 // What always holds.
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group
@@ -58,19 +60,20 @@
 //  * From the second iteration on, a parameter that takes no part is marked ready when the iteration begins, if that
 //    is known. Without this mark, a rank that does not use the parameter would launch the bucket at the end of
 //    backward, after the collectives of other modules (a second wrapper, SyncBatchNorm). A rank that uses it would
-//    launch the bucket before those collectives.
+//    launch the bucket before those collectives. So the order of collectives would differ between ranks.
 //  * A rank sends its whole `.grad`. Earlier averages in it are equal on all ranks, so averaging keeps them.
-//  * A mean is a sum and a division. `pre_scale`, which Python sets to 1/ranks, divides while packing: that costs no
-//    pass over memory, and keeps half precision in range. `post_scale` is applied while unpacking: a factor
+//  * A mean is a sum and a division. For a mean Python sets `pre_scale` to 1/ranks. It divides while packing: that
+//    costs no pass over memory, and keeps half precision in range. `post_scale` is applied while unpacking: a factor
 //    that is not known while gradients are packed.
 //
 // Threads. Hooks and the end-of-backward callback run on autograd's threads: the caller's for the CPU, one for each
 // device otherwise. Several such threads run if parameters are on several devices, or if a program calls backward()
-// in several threads. So whatever they call takes mutex_, and so does finalize_backward_manual(). Lock order: mutex_,
-// then the GIL. Python callbacks run with mutex_ held and may call the reducer again, so mutex_ is recursive. Nobody
-// may wait for mutex_ while holding the GIL. Most other functions take no lock: only the training thread calls them,
-// or a hook that holds mutex_. The transport's threads write only time stamps, which are atomic. A thread of Python's
-// reads where a rank is, to report it (bindings.cpp: position). It takes no lock, so its numbers may be old.
+// in several threads. So whatever they call takes mutex_, and holds it while it waits for the collectives at the end
+// of backward. finalize_backward_manual() takes it, too. Lock order: mutex_, then the GIL. Python callbacks run with
+// mutex_ held and may call the reducer again, so mutex_ is recursive. Nobody may wait for mutex_ while holding the
+// GIL. Most other functions take no lock: only the training thread calls them, or a hook that holds mutex_. The
+// transport's threads write only time stamps, which are atomic. A thread of Python's reads where a rank is, to report
+// it (bindings.cpp: position). It takes no lock, so its numbers may be old.
 //
 // reducer.cpp has what runs in an iteration; between_iterations.cpp has the rest.
 #pragma once
@@ -103,10 +106,10 @@ struct ReducerOptions {
   bool warns_of_overflow = false;                    // cases/half_bucket.h
   bool gradient_as_bucket_view = false;              // cases/view_bucket.h
   bool lazy_bucket_allocation = false;               // cases/lazy_memory.h
-  bool any_grad_dtype = false;                       // parameters change their dtype during backward
-  bool refuses_earlier_sums = false;                 // cases/earlier_sums.h
-  bool always_reduce = false;                        // go through the process group where it has one rank, too
-  std::string not_in_contexts;  // cases/context_gradients.h: why they are not reduced; empty: they are
+  bool any_grad_dtype = false;        // mixed precision: a parameter and its gradient change their dtype in a step
+  bool refuses_earlier_sums = false;  // cases/earlier_sums.h
+  bool always_reduce = false;         // go through the process group where it has one rank, too
+  std::string not_in_contexts;  // cases/context_gradients.h: why its gradients are refused; empty: they are reduced
 };
 
 // Called on the thread that runs the hook, or that finalizes. If one raises, backward or the finalizing call ends
@@ -115,7 +118,7 @@ struct ReducerOptions {
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // after the last bucket and the used map; may issue collectives
   std::function<double()> post_scale;       // in place of the reducer's post_scale; called once before unpacking
-  std::function<void()> on_taken;           // at the end of a backward that was taken, before it launches
+  std::function<void()> on_taken;           // at the end of a backward that is taken, before its buckets leave
   std::function<void(const std::string& why)> on_interrupted;  // an exception has ended a backward that owed averages
   std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // support/watched_wait.h
 };
@@ -136,7 +139,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // any wait for other ranks.
   void arrive(int64_t optimizer_ns) { trace_->arrive(optimizer_ns); }
   void end_forward(const std::vector<at::Tensor>& outputs, bool synchronized);
-  // For callers that decide when to synchronize: the next backward does, even if forward ran under no_sync.
+  // For callers that decide when to synchronize: each backward does until an iteration ends, even if its forward ran
+  // under no_sync.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void on_ready(size_t index, const at::Tensor& contribution);  // the hook of parameter `index`
   // With manual_finalization: waits and unpacks, on the caller's current streams. To be called once for each
@@ -149,18 +153,20 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // Back to kIdle, whatever has happened. After an error that all ranks met, every rank that goes on must call it.
   void abort_iteration();
 
-  // Starts a bucket's reduction, through the hook if there is one. all_reduce() goes without; a hook may call it.
+  // Starts a bucket's reduction, by the communication hook if there is one. all_reduce() does not use the hook; the
+  // hook may call it.
   Flight reduce(size_t index, const at::Tensor& buffer) {
     return hook_ ? hook_->start(index, buffer) : all_reduce(index, buffer);
   }
   Flight all_reduce(size_t index, const at::Tensor& buffer);
-  // Waited for before the next iteration ends.
+  // The reducer waits for `future` before the current iteration ends, or the next one if none runs.
   void wait_after_backward(c10::intrusive_ptr<Future> future) { extra_futures_.push_back(std::move(future)); }
 
   // --- between iterations (between_iterations.cpp) ---
 
   // A rank that has no backward of its own (join) sends an empty used map, and adds one to learned.iterations.
-  // Returns the map's collective, to be waited for; null where there is none.
+  // Returns the map's collective, to be waited for; null where there is none. In a static graph's first iteration it
+  // waits itself.
   c10::intrusive_ptr<Future> shadow_used_map();
   // (Re)places the hooks; needed after construction, and when parameters change their dtype.
   void install_hooks();
@@ -177,13 +183,13 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   void share(const std::shared_ptr<Reducer>& other, bool views);  // cases/shared_parameters.h
   GradientNoise& noise();                                         // cases/gradient_noise.h
-  // Raises if the previous backward left gradients that are not averaged.
+  // Raises if an iteration has begun and is not over.
   void check_finished() const;
 
   ReducerCallbacks& callbacks() { return callbacks_; }
   // Set between iterations.
   bool sync_enabled = true;             // the program is outside of no_sync now; for a forward see end_forward()
-  bool optimizer_in_backward = false;   // a hook has consumed the gradients: nothing to unpack
+  bool optimizer_in_backward = false;   // a communication hook has consumed the gradients: nothing to unpack
   bool skip_all_reduce_unused = false;  // the caller promises that ranks leave the same buckets unused
   bool manual_finalization = false;     // the caller waits and unpacks; set while no backward is expected
   double pre_scale = 1.0, post_scale = 1.0;
@@ -201,7 +207,9 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
         grads.averaged_since(index, backward, parameters[index].grad());
   }
   std::vector<int32_t> used_map() {  // how many ranks used each parameter; without a map: 1 if this one did
-    return used_map_.sum(grads.used, [&](Future& future) { wait(future, buckets.size()); });
+    std::vector<int32_t> map = used_map_.sum(for_used_map());
+    map.resize(parameters.size());
+    return map;
   }
 
  private:
@@ -224,14 +232,17 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void unpack(size_t index, double scale, const std::vector<int32_t>& used);
   double scale_of_results();
   void end_iteration();
-  void send_used_map() { used_map_.send(*group_, grads.used, parameters[0].device()); }
+  void send_used_map() { used_map_.send(*group_, grads.used, iteration.grown, parameters[0].device()); }
+  Wait for_used_map() {
+    return [this](Future& future) { wait(future, buckets.size()); };
+  }
   void wait(Future& future, size_t bucket);
 
   Bucket::Packing packing(const at::Tensor& contribution) const {
     return {pre_scale, may_grow(), grads.used, contribution};
   }
-  // True while nobody knows how often a gradient arrives: in the first iteration, and in a taken backward. Then what
-  // has been packed is packed again if it grows, and no bucket leaves before the end of backward.
+  // True while nobody knows how often a gradient arrives: in the first iteration, and in a taken backward. While it
+  // is true, a packed gradient that grows is packed again, and no bucket leaves before the end of backward.
   bool may_grow() const { return !has_recorded() || iteration.sends_at_the_end; }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   // One rank, and nothing needs the buffer: the gradients are the result already.

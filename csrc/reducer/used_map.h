@@ -36,16 +36,19 @@ class UsedMap {
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
   // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not reach it.
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
-  // kStatic, after the first iteration: no rank had a gradient of it then, and no hook on this rank had removed one.
+  // kStatic, after the first iteration: no rank had a gradient of it then, also not one that a hook had removed.
   bool used_nowhere(size_t index) const { return decided() && !static_any_[index]; }
 
-  // Starts the sum, if one is needed. Nothing here waits for `device`.
-  void send(c10d::ProcessGroup& group, const Map& local, at::Device device) {
+  // Starts the sum of `local`, if one is needed. `grown`: nonzero if backward brought a gradient. A static graph
+  // sends it after `local`. Nothing here waits for `device`.
+  void send(c10d::ProcessGroup& group, const Map& local, const std::vector<char>& grown, at::Device device) {
     flight_ = {};
-    if (nothing_to_agree_on_ || decided()) return;
+    sent_ = local;
+    if (mode_ == GraphMode::kStatic) sent_.insert(sent_.end(), grown.begin(), grown.end());
+    if (is_settled()) return;
     RECORD_FUNCTION("minddp::search_unused_parameters", std::vector<c10::IValue>());
     // The memory is pinned: otherwise the host would wait for the copy.
-    sum_ = at::tensor(local, at::dtype(at::kInt).pinned_memory(!device.is_cpu())).to(device, /*non_blocking=*/true);
+    sum_ = at::tensor(sent_, at::dtype(at::kInt).pinned_memory(!device.is_cpu())).to(device, /*non_blocking=*/true);
     flight_ = allreduce(group, sum_, /*wait=*/nullptr);
   }
   // Waits before the iteration ends: another rank may need this map, and this process may be about to end. On a
@@ -58,9 +61,9 @@ class UsedMap {
   void forget() { flight_ = {}; }
   // The last send's future; null if nothing was sent.
   c10::intrusive_ptr<Future> future() const { return flight_.future; }
-  // The last send's sum over ranks; `local` if nothing was sent.
-  Map sum(const Map& local, const Wait& wait) const {
-    if (!flight_.future) return local;
+  // The sum over ranks of what was sent last. If no sum was needed: what this rank would have sent.
+  Map sum(const Wait& wait) const {
+    if (!flight_.future) return sent_;
     join(wait);
     at::Tensor map = sum_.cpu();
     return {map.const_data_ptr<int32_t>(), map.const_data_ptr<int32_t>() + map.numel()};
@@ -71,39 +74,52 @@ class UsedMap {
     return std::ranges::any_of(slots, [&](const auto& slot) { return !local[slot.index]; });
   }
   // Nonzero for parameters whose gradient some rank has, at the end of a synchronized backward. `arrivals`: how often
-  // backward reached each parameter here. `grown`: nonzero if it brought a gradient. `sum()` waits for the other
-  // ranks' maps, and may throw.
-  Map globally_used(const Map& local, const Map& arrivals, const std::vector<char>& grown, const auto& sum) {
+  // backward reached each parameter here. May wait for the other ranks' maps, and throw.
+  Map globally_used(const Map& local, const Map& arrivals, const Wait& wait) {
     if (mode_ == GraphMode::kAllUsed) return Map(local.size(), 1);
-    if (mode_ == GraphMode::kFindUnused) return std::ranges::count(local, 0) ? sum() : local;
+    if (mode_ == GraphMode::kFindUnused) return std::ranges::count(local, 0) ? sum(wait) : local;
     if (!decided()) {
-      static_used_ = static_any_ = sum();
-      for (size_t i = 0; i < local.size(); ++i) {
-        static_here_.push_back(local[i] + arrivals[i]);
-        static_any_[i] |= grown[i];
-      }
+      learn(wait);
+      for (size_t i = 0; i < local.size(); ++i) static_here_.push_back(local[i] + arrivals[i]);
       decided_ = true;
     }
-    Map used = static_used_;
-    // Used, too: a parameter whose gradient a hook removed in the first iteration, but not now.
-    for (size_t i = 0; i < local.size(); ++i) used[i] |= local[i] && static_any_[i];
+    if (!hooks_remove_) return static_used_;
+    Map used = sum(wait);
+    for (size_t i = 0; i < local.size(); ++i) used[i] = static_used_[i] || (used[i] && static_any_[i]);
     return used;
   }
   // kStatic: a rank without a backward in the first iteration takes the others' map for its own.
   void follow(const Wait& wait) {
     if (decided() || mode_ != GraphMode::kStatic) return;
-    static_here_ = static_used_ = static_any_ = sum({}, wait);
+    learn(wait);
+    static_here_ = static_any_;
     decided_ = true;
   }
 
  private:
+  // Nobody needs another rank's map. Where hooks had removed gradients, they may remove others in later iterations.
+  bool is_settled() const { return nothing_to_agree_on_ || (decided() && !hooks_remove_); }
+  // From the first iteration's sum.
+  void learn(const Wait& wait) {
+    const Map both = sum(wait);
+    const auto grown = both.begin() + both.size() / 2;
+    static_used_.assign(both.begin(), grown);
+    static_any_.assign(grown, both.end());
+    for (size_t i = 0; i < static_any_.size(); ++i) {
+      hooks_remove_ |= static_any_[i] && !static_used_[i];
+      static_any_[i] |= static_used_[i];
+    }
+  }
+
   const GraphMode mode_;
   const bool nothing_to_agree_on_;
   std::atomic<bool> decided_ = false;  // set once the maps below are there: another thread may read them
   // kStatic, from the first iteration, nonzero where:
-  Map static_used_;  // some rank had a gradient
-  Map static_any_;   // the same, or this rank had one that a hook removed from `.grad`
-  Map static_here_;  // this rank had one, or backward reached it
+  Map static_used_;            // some rank had a gradient
+  Map static_any_;             // the same, or had one that a hook removed from `.grad`
+  Map static_here_;            // this rank had one, or backward reached it
+  bool hooks_remove_ = false;  // of some parameter, hooks had removed the gradient on each rank that had one
+  Map sent_;
   at::Tensor sum_;
   Flight flight_;
 };

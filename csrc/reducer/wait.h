@@ -22,9 +22,10 @@ struct Flight {
 };
 
 // Makes a device's current streams wait for a collective whose future is complete. On a device, a complete future may
-// only mean that the collective is enqueued. NCCL's future knows its devices, and orders their streams. synchronize()
-// makes NCCL's Work release the inputs; its wait() would block the host under TORCH_NCCL_BLOCKING_WAIT. The future of
-// a group in Python may know no device: then wait() orders streams.
+// only mean that the collective is enqueued. NCCL's future knows its devices, and orders their streams.
+// work.synchronize() makes NCCL release the inputs. work.wait() would do so, too, but blocks the host under
+// TORCH_NCCL_BLOCKING_WAIT. The future of a process group that is written in Python may know no device: then
+// work.wait() orders the streams.
 inline void order_streams(c10d::Work& work) {
   const auto future = work.getFuture();
   if (future->devices().empty()) return void(work.wait());

@@ -29,6 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
@@ -334,6 +335,7 @@ def current(group: Any) -> Watchdog | None:
 
 def _hear_uncaught() -> None:
     """From now on, before what else is called then. Who sets these hooks later may call what was there before."""
+    Finalize(None, _child_ends, exitpriority=100)
     of_main, of_threads = sys.excepthook, threading.excepthook
 
     def main_ends(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -372,3 +374,14 @@ def _last_words() -> None:
     if _current is not None:
         with suppress(Exception):
             _current.end()
+
+
+def _child_ends() -> None:
+    """A process of ``multiprocessing`` ends, and no ``sys.excepthook`` hears of it. ``torch.multiprocessing.spawn``
+    sends the exception to the parent and calls ``sys.exit(1)``; other functions let it through."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        error = error.__context__ if error.code else None
+    if error is not None and _current is not None:
+        with suppress(Exception):
+            _current.tell(f"its program ended with {location.exception_text(error)}", ends=True, wait=_EXIT_SECONDS)

@@ -29,7 +29,7 @@ SEED = int(os.environ.get("MINDDP_SEED", "10"))
 def test_drawn_programs_train_the_same(part):
     """Each of pytest's workers takes parts."""
     drawn = range(part, PROGRAMS, PARTS)
-    hunt = Hunt(SEED, drawn, worlds=(2, 3) if part % 2 else (2,), shrink_seconds=15).run()
+    hunt = Hunt(SEED, drawn, worlds=(2, 3) if part == 0 else (2,), shrink_seconds=15).run()
     assert not hunt.findings, f"{hunt.counts()}\n{hunt.report()}"
     assert hunt.done == len(drawn)
 

@@ -274,3 +274,31 @@ def _shown_by_the_hook(rank, world_size, port):
 def test_a_caught_exception_that_is_shown_ends_nobody():
     with _store_host() as (_, port):
         _run(_shown_by_the_hook, port)
+
+
+_SPAWNS = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp, minddp
+
+def train(rank, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4))
+    ddp(torch.ones(1, 4)).sum().backward()
+    if rank == 1:
+        raise ValueError("no such file")
+    try:
+        ddp(torch.ones(1, 4)).sum().backward()
+    except minddp.LostPeer as lost:
+        print(lost, flush=True)
+
+for process in mp.start_processes(train, (int(sys.argv[1]),), 2, join=False, start_method="fork").processes:
+    process.join()  # ProcessContext.join() would end the other rank at once
+"""
+
+
+def test_the_exception_of_a_spawned_rank_is_told():
+    program = Program(_SPAWNS, str(free_port()))
+    try:
+        told, errors = program.communicate(timeout=60)
+    finally:
+        program.kill()
+    assert "its program ended with ValueError: no such file" in told, errors

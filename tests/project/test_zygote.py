@@ -131,6 +131,7 @@ import sys, time
 from multiprocessing import Pipe
 from tests import zygote
 from tests.project.test_zygote import _stay
+zygote.SERVERS = 1
 ours, theirs = Pipe()
 rank = zygote.start_rank(_stay, (), 0, theirs)
 ours.recv()
@@ -142,7 +143,7 @@ time.sleep(60)
 @pytest.mark.long
 @pytest.mark.timeout(60)
 def test_nothing_outlives_a_killed_user(tmp_path: Path) -> None:
-    """Neither the rank, which sleeps, nor the zygotes, which were this user's alone."""
+    """Neither the rank, which sleeps, nor the zygote, which was this user's alone."""
     environment = {**os.environ, zygote.FOLDER: str(tmp_path), "PYTHONPATH": str(HERE)}
     user = subprocess.Popen([sys.executable, "-c", _USER], env=environment, stdout=subprocess.PIPE, text=True)
     try:
@@ -160,7 +161,7 @@ def test_nothing_outlives_a_killed_user(tmp_path: Path) -> None:
 def _listens(folder: Path) -> bool:
     try:
         with socket.socket(socket.AF_UNIX) as line:
-            line.connect(str(folder / "1.socket"))
+            line.connect(str(folder / "0.socket"))
     except OSError:
         return False
     return True

@@ -120,3 +120,30 @@ def test_a_local_gradient_of_what_another_rank_uses_is_averaged():
     for ours, theirs in zip(run_ranks(_used_elsewhere, 2, DDP), run_ranks(_used_elsewhere, 2, TorchDDP)):
         for mine, other in zip(ours, theirs):
             torch.testing.assert_close(mine, other)
+
+
+def _removed(rank, world_size, steps):
+    """Rank 0 alone uses ``branch``; in some steps a hook there removes its gradients. Where they are, by step."""
+    torch.manual_seed(0)
+    net, step, there = Branch(), 0, []
+
+    def removes(parameter):
+        if step in steps:
+            parameter.grad = None
+
+    for parameter in net.branch.parameters():
+        parameter.register_post_accumulate_grad_hook(removes)
+    ddp = DDP(net, static_graph=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        ddp(x_of(rank, step), rank == 0).backward()
+        optimizer.step()
+        there.append(net.branch.weight.grad is not None)
+    ddp.check_replicas()
+    return there
+
+
+@pytest.mark.parametrize(("steps", "there"), [({0}, [0, 1, 1, 1]), ({0, 2}, [0, 1, 0, 1]), ({1}, [1, 1, 1, 1])])
+def test_a_gradient_that_a_hook_removes_on_one_rank(steps, there):
+    assert run_ranks(_removed, 2, steps) == [there] * 2
