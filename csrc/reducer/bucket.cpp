@@ -132,8 +132,8 @@ void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<
   scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
 }
 
-// A collective whose future is complete is waited for, which orders streams. One that still runs keeps the buffer by
-// its own references; nothing here uses that memory again.
+// On a device a complete future may only mean that the collective is enqueued, so streams are made to wait. One that
+// still runs keeps the buffer by its own references; nothing here uses that memory again.
 void Bucket::abandon() {
   producers_.wait_packed();
   if (flight_.future && flight_.future->completed()) {

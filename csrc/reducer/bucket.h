@@ -36,7 +36,7 @@ class Bucket {
     at::Tensor parameter;
     int64_t offset;  // in elements
     std::vector<int64_t> strides;
-    at::Tensor view;              // parameter-shaped view on the buffer (not a view to autograd)
+    at::Tensor view;              // parameter-shaped view on the buffer, of which autograd does not know
     bool packed = false;          // in this iteration
     at::Tensor* place = nullptr;  // where the gradient is; null: in `.grad`
     at::Tensor& grad() const { return place ? *place : parameter.mutable_grad(); }
@@ -60,17 +60,18 @@ class Bucket {
   virtual ~Bucket() = default;
 
   virtual void begin_backward();  // back to kFilling, all gradients pending
-  // One more gradient is whole, on the current stream, or known to be absent. True if it was the last one.
+  // One more gradient is whole (the current stream made it), or is known to be absent. True if it was the last one.
   bool mark_ready() { return producers_.note(), --pending_ == 0; }
-  // Copies gradients that are not packed yet into the buffer, times the scale. A missing gradient counts as zero. The
-  // copy runs on the current stream, after the streams that made the gradients. Afterwards kPacked.
+  // Copies to the buffer all gradients that are not packed yet, times the scale. A missing gradient counts as zero.
+  // The copy runs on the current stream, after the streams that made the gradients. Afterwards kPacked.
   void pack(const Packing& how);
-  // On the CPU: packs gradient i now, while it is in the cache. Later changes of `.grad` are not sent. On a device
-  // each copy is a kernel launch, so pack() copies all at once.
+  // On the CPU: packs the gradient of slot i now, while it is in the cache. Later changes of `.grad` are not sent. On
+  // a device each copy is a kernel launch, so pack() copies all at once.
   void pack_early(size_t i, const Packing& how) {
     if (device_.is_cpu()) fill(i, i + 1, how);
   }
-  // Gradient i has grown since it was packed; false if it cannot be packed again. REQUIRES: not launched.
+  // The gradient of slot i has grown since it was packed: it is marked, so that the next pack copies it again. False
+  // if it cannot be packed again. `scale` is for the cases. REQUIRES: not launched.
   virtual bool repack(size_t i, double scale);
   // The current stream (a device's queue of work) waits for the packing, whichever stream ran it.
   virtual void before_launch() { producers_.wait_packed(); }
@@ -141,7 +142,7 @@ class Bucket {
   }
 
   size_t pending_ = 0;
-  std::vector<CopySegment> segments_;  // reserved once: packing allocates nothing
+  std::vector<CopySegment> segments_;  // reserved once, so that gathering them allocates nothing
 };
 
 // set_ instead of as_strided: no autograd view, so users may detach_() gradients.

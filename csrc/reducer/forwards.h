@@ -1,11 +1,13 @@
 // Whose backward is it? Which forwards ran, and whether a backward goes through one of them.
 //
 // A forward of the wrapper is synchronized unless it runs under no_sync. A backward is synchronized if it goes
-// through a synchronized forward. Torch assumes that the next backward does. Here the graph's nodes tell: autograd
-// numbers a thread's nodes in order, so a forward's nodes form an interval, and the engine collects a backward's
-// nodes before the first hook. Torch's rule still applies in two cases. One: no tensor was found in the
-// output of a synchronized forward. Two: a synchronized forward still waits for its backward, and the graph has no
-// node of such a forward. A forward waits until an iteration ends.
+// through a synchronized forward. Torch assumes that the next backward after a forward goes through it. Here the
+// graph's nodes tell: autograd numbers a thread's nodes in order, so a forward's nodes form an interval, and the
+// engine collects a backward's nodes before the first hook. Torch's rule still applies in two cases. One: no tensor
+// was found in the output of a synchronized forward. Two: a synchronized forward still waits for its backward, and
+// the graph has no node of any synchronized forward. A forward waits until an iteration ends, or until another
+// wrapper with the same parameters has averaged (cases/shared_parameters.h). And a program may ask for it:
+// prepare_for_backward().
 #pragma once
 
 #include "support/graph_task.h"
@@ -29,7 +31,7 @@ enum class Origin {
 class Forwards {
  public:
   void begin() { begin_ = at::sequence_number::peek(); }
-  // `visible`: tensors were found in forward's output. If not, a backward that follows counts as this forward's.
+  // `visible`: tensors were found in forward's output. If not, each backward that follows counts as this forward's.
   void end(bool synchronized, bool visible) {
     add(begin_, at::sequence_number::peek(), synchronized);
     hidden_local_ = !synchronized && !visible;
@@ -53,8 +55,8 @@ class Forwards {
     armed_ = awaits_backward_ = hidden_ = hidden_local_ = false;
     history_ = {};
   }
-  // Counts of synchronized forwards, and of backwards that did not synchronize, since the last iteration. If
-  // each count is the same on all ranks, the ranks are in the same backward, even if only some ranks have taken it.
+  // Counts of synchronized forwards, and of backwards that did not synchronize, since the last iteration. Ranks
+  // with equal counts are in the same backward, even if it was taken on some ranks only. minddp/guards compares them.
   struct History {
     int64_t forwards = 0, local_backwards = 0;
   };

@@ -74,8 +74,8 @@ class GradHooks {
   }
 
  private:
-  // NodePtr is a shared_ptr or an intrusive_ptr, by torch's version. It owns the node, because a parameter keeps
-  // only a weak reference to its AccumulateGrad.
+  // NodePtr is a shared_ptr or an intrusive_ptr, by torch's version. A Hooked owns its node, because a parameter
+  // keeps only a weak reference to its AccumulateGrad.
   using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
   struct Hooked {
     NodePtr node;

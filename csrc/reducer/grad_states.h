@@ -15,12 +15,12 @@
 namespace minddp {
 
 struct GradState {
-  int bypassed_in = -1;          // the last backward that bypassed the wrapper (see arrived()), unless averaged since
+  int bypassed_in = -1;          // the last backward that bypassed the wrapper; none once the gradient is averaged
   int arrived_in = -1;           // the last backward that brought the gradient and did not bypass the wrapper
   bool outside_no_sync = false;  // see left_local()
   SameTensor bypassed_grad;      // the `.grad` of `bypassed_in`; the program may have replaced it since
   SameTensor result;             // the `.grad` that holds the last sum (cases/earlier_sums.h)
-  SameTensor before;  // `.grad` when the last synchronized backward began; not noted if it became synchronized later
+  SameTensor before;     // `.grad` when the last synchronized backward began, unless that became synchronized later
   uint32_t version = 0;  // `before`'s version counter at that moment; each write to a tensor raises it
 };
 
@@ -36,18 +36,18 @@ class GradStates {
   GradState& operator[](size_t index) { return states_[index]; }
   const GradState& operator[](size_t index) const { return states_[index]; }
 
-  // `never_sent`: no rank uses it, so a static graph never sends it; then a local gradient counts as bypassing.
-  // `within_no_sync`: backward runs under no_sync.
+  // `never_averaged`: no rank used the parameter in a static graph's first iteration, so no average is ever written
+  // to it. Then a local gradient counts as bypassing. `within_no_sync`: backward runs under no_sync.
   void arrived(
-      size_t index, Origin origin, int graph_task, const at::Tensor& grad, bool never_sent, bool within_no_sync) {
+      size_t index, Origin origin, int graph_task, const at::Tensor& grad, bool never_averaged, bool within_no_sync) {
     GradState& state = states_[index];
-    const bool bypassed = origin == Origin::kBypassed || (never_sent && origin == Origin::kLocal);
+    const bool bypassed = origin == Origin::kBypassed || (never_averaged && origin == Origin::kLocal);
     (bypassed ? state.bypassed_in : state.arrived_in) = graph_task;
     if (bypassed) state.bypassed_grad = grad;
     if (origin == Origin::kLocal && !within_no_sync) state.outside_no_sync = true;
   }
-  // Notes `before`. A SameTensor holds its tensor weakly, and torch.utils.swap_tensors refuses such a tensor. So
-  // averaged() clears `before`; `bypassed_grad` and `result` must be kept longer.
+  // Notes `before`. A SameTensor is a weak reference, and torch.utils.swap_tensors refuses tensors that have one. So
+  // averaged() clears `before`. `bypassed_grad` and `result` must be kept longer.
   void backward_begins(const std::vector<at::Tensor>& parameters) {
     if (is_interrupted()) return;  // keep what was there before the interrupted backward
     for (size_t i = 0; i < states_.size(); ++i) {
@@ -67,30 +67,30 @@ class GradStates {
   bool is_interrupted() const { return interrupted_in_ != kNone; }
   // The iteration ends in this backward: its last buckets leave now.
   void iteration_ends_in(int graph_task) { ended_in_ = graph_task; }
-  // All that was accumulated is averaged now, except what is never sent.
-  void averaged(const auto& never_sent) {
+  // All that was accumulated is averaged now, except what is never averaged.
+  void averaged(const auto& never_averaged) {
     std::fill(used.begin(), used.end(), 0);
     for (size_t i = 0; i < states_.size(); ++i) {
       states_[i].outside_no_sync = false;
       states_[i].before = SameTensor();
-      if (!never_sent(i)) states_[i].bypassed_in = kNone;
+      if (!never_averaged(i)) states_[i].bypassed_in = kNone;
     }
   }
   void given_up() {
     interrupted_in_ = ended_in_ = kNone;
     forget_before();
   }
-  // Copies another reducer's states. `there[i]` is parameter i's index there, or -1. Results of another group do not
-  // count here.
+  // Copies another reducer's states. `there[i]` is parameter i's index there, or -1. `result` is copied only
+  // within the same group.
   void take_over(const GradStates& before, const std::vector<int64_t>& there, bool same_group);
-  // Goes back to a copy that was made earlier. An interruption since then stays noted.
+  // Goes back to a copy that was made earlier (cases/context_gradients.h). An interruption since then stays noted.
   void restore(const GradStates& earlier);
 
   // --- what is asked before optimizer.step() ---
 
   // Parameters whose gradient bypassed the wrapper, each with the backward that brought it. A gradient counts only
-  // while `.grad` is still the same tensor. Several wrappers may share the parameter. The caller passes over a
-  // gradient that another wrapper's forward made: there, arrived_in() is at least the number of its backward.
+  // while `.grad` is still the same tensor. Several wrappers may share the parameter. The caller
+  // ignores a gradient that another wrapper has seen: that wrapper's arrived_in() is at least the number given here.
   std::vector<std::pair<size_t, int>> bypassed(const std::vector<at::Tensor>& parameters) const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)
@@ -109,9 +109,8 @@ class GradStates {
   int arrived_in(size_t index) const { return states_[index].arrived_in; }
   // As arrived_in(); or a later backward that may have brought the gradient before it failed.
   int touched_in(size_t index) const { return std::max(states_[index].arrived_in, interrupted_in_); }
-  // An iteration has ended in `backward` or later, and no local gradient has come since. If an
-  // exception has ended a later backward, `.grad` must also be as it was when that one began. REQUIRES: between
-  // iterations.
+  // An iteration has ended in backward number `backward` or later, and no local gradient has come since. If a later
+  // backward has failed, `.grad` must also be as it was when that backward began. REQUIRES: between iterations.
   bool averaged_since(size_t index, int backward, const at::Tensor& grad) const {
     const GradState& state = states_[index];
     const bool untouched = state.before == grad && state.version == version_of(grad);

@@ -1,9 +1,9 @@
 // What the reducer knows of one iteration (`Iteration`) and of one backward (`Backward`). Each is forgotten as a
 // whole. `Learned` holds what iterations have taught, and stays.
 //
-// A gradient usually arrives once per backward. With several backwards in one iteration (of several threads, or where
-// the first left gradients missing), or with nested checkpoints that share its parameter, it arrives in several
-// contributions. The first iteration counts them, and sends nothing before the end of backward. From then on a
+// A gradient usually arrives once per backward. It arrives in several contributions if an iteration has several
+// backwards (in several threads, or because the first left gradients missing), or if several reentrant checkpoints
+// use its parameter. The first iteration counts them, and sends nothing before the end of backward. From then on a
 // gradient is whole at that count. One more arrival raises the count, if the bucket has not left. The count never
 // falls: where fewer arrive, the bucket leaves at the end of backward.
 #pragma once
@@ -60,10 +60,11 @@ struct Learned {
   }
 };
 
-// The backward that runs, from its first sign (enter_backward) to its end. A graph task is one run of autograd's
+// The backward that runs, from its first sign to its end. It gives a sign when it reaches an output of a forward, and
+// when it brings a gradient (Reducer::enter_backward). A graph task is one run of autograd's
 // engine. `graph_tasks` holds the task that gave the first sign, and each other one that has reached an output of a
 // synchronized forward: threads may call backward() at the same time. A reentrant checkpoint runs a graph task inside
-// of another one; `graph_tasks` holds the inner one only if it gave the first sign.
+// of another one; The same two conditions hold for the inner one.
 struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;

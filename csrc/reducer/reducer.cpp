@@ -21,9 +21,9 @@ int current_graph_task() { return torch::autograd::get_current_graph_task_id(); 
 void Reducer::begin_forward() {
   grads.forget_interruption();
   // module.half().float() gives parameters new AccumulateGrad nodes, without our hooks. If absence is allowed, a lost
-  // hook would look like an unused parameter, so each forward looks at all of them. Otherwise a lost hook leads to an
-  // error, and never to a wrong average. Then each forward looks at one parameter, in turn. If it has lost its hook,
-  // all hooks are renewed.
+  // hook would look like an unused parameter, so each forward looks at all of them. If absence is an error, a lost
+  // hook cannot lead to a wrong average. In that case each forward looks at one parameter only, in turn. If one hook
+  // is lost, all are renewed.
   size_t looks = used_map_.absence_is_fine() ? parameters.size() : 1;
   for (; hooks_ && iteration.phase == Phase::kIdle && looks > 0; --looks) {
     turn_ = (turn_ + 1) % parameters.size();
@@ -34,7 +34,8 @@ void Reducer::begin_forward() {
 }
 
 // If no output tensor is found (a dataclass, tensors kept elsewhere), there is no hook. Then each backward counts as
-// this forward's, until an iteration ends. Outputs without a node (a frozen module's) count as found.
+// this forward's, until an iteration or the next such forward ends. Outputs without a node (a frozen module's) count
+// as found.
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
   forwards.end(synchronized, /*visible=*/!outputs.empty());
   trace_->note(StepEvent::kForwardEnd);
@@ -61,7 +62,7 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
 // --- backward begins
 
 // Called at each sign of a backward: it has reached an output of a forward, or has brought one of our gradients. The
-// first sign decides whose the backward is; a later output of a synchronized forward may still make it synchronized.
+// first sign decides the backward's origin; a later output of a synchronized forward may still make it synchronized.
 // The argument says whether the forward was synchronized. It is empty if a gradient is the sign. Unless it is true,
 // Forwards::origin() searches the graph task's nodes. Inside of a reentrant checkpoint they cannot tell: its graph
 // task has none of the forward's nodes.
@@ -97,7 +98,8 @@ void Reducer::await_end_of(int graph_task) {
 }
 
 // An iteration in kIncomplete goes on: another backward brings what the first one left out. A new iteration marks the
-// parameters that take no part as ready. They differ between ranks; the order of launches must not.
+// parameters that take no part as ready. Which ones they are may differ between ranks; the order of launches
+// must not (reducer.h).
 void Reducer::begin_iteration() {
   const bool goes_on = iteration.phase == Phase::kIncomplete;
   if (!goes_on) iteration.forget();
@@ -156,9 +158,9 @@ void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) 
   while (next < buckets.size() && buckets[next]->complete()) launch_or_skip(next);
 }
 
-// A contribution after the one that was thought the last, or to a parameter that was thought absent. If the bucket
-// has neither left nor been skipped, the gradient is packed again, and the next iterations wait for that arrival.
-// Otherwise, or if it cannot be packed again, it is an error.
+// Handles a contribution after the one that was thought the last, or to a parameter that was thought absent. If the
+// bucket has neither left nor been skipped, the gradient is packed again, and the next iterations wait for that
+// arrival. Otherwise, or if it cannot be packed again, it is an error.
 void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
   auto [bucket, slot] = place_[index];
   if (bucket < iteration.next_bucket || !buckets[bucket]->repack(slot, pre_scale))
@@ -167,7 +169,8 @@ void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
   take(index, contribution);
 }
 
-// A parameter that is unused here is left to pack().
+// Packs the whole bucket if this was its last gradient. Otherwise, on the CPU, packs this gradient. A parameter that
+// this rank has not used is packed with its bucket.
 void Reducer::take(size_t index, const at::Tensor& contribution) {
   auto [b, slot] = place_[index];
   if (buckets[b]->complete() && !skips(b)) return pack(b, contribution);
@@ -182,8 +185,8 @@ void Reducer::pack(size_t index, const at::Tensor& contribution) {
 
 // --- buckets leave
 
-// With skip_all_reduce_unused: whether this rank has used none of the bucket's parameters. The caller promises that
-// then no other rank has. REQUIRES: the bucket is complete, or backward is over.
+// True if skip_all_reduce_unused is set and this rank has used none of the bucket's parameters. The caller promises
+// that in this case no other rank has used any of them. REQUIRES: the bucket is complete, or backward is over.
 bool Reducer::skips(size_t index) const {
   if (!skip_all_reduce_unused || used_map_.mode() == GraphMode::kAllUsed) return false;
   return std::ranges::none_of(*buckets[index]->slots(), [&](const auto& slot) { return grads.used[slot.index]; });
@@ -232,7 +235,7 @@ void Reducer::finish_backward(int graph_task) {
   if (backward.graph_tasks.size() > 1) return void(std::erase(backward.graph_tasks, graph_task));
   const Backward ended = std::exchange(backward, {});
   const bool local = ended.origin == Origin::kLocal || ended.origin == Origin::kBypassed;
-  // A taken backward went through no synchronized forward, so the nodes that it made belong to none.
+  // A taken backward went through no synchronized forward, so neither does a backward through the nodes that it made.
   if (ended.makes_graph && ended.origin != Origin::kBypassed)
     forwards.add(ended.begin, at::sequence_number::peek(), !local && !ended.taken);
   if (local) forwards.local_backward_ends();
@@ -334,7 +337,8 @@ void Reducer::end_iteration() {
 
 // --- exceptions
 
-// On an exception autograd destroys the callback without calling it; destroying its last copy calls this.
+// On an exception autograd destroys the end-of-backward callback without calling it. The destructor of its last copy
+// calls this function. An error in finish_backward() does not lead here.
 void Reducer::backward_is_gone(int graph_task) {
   auto lock = guard();
   if (!backward.has(graph_task)) return;

@@ -2,9 +2,9 @@
 //
 // Overview. Gradients are grouped into buckets. A hook on every parameter's autograd node reports each gradient. A
 // gradient is whole when its last contribution has come. On the CPU, each gradient is packed when it is whole. On a
-// device, a bucket is packed when its last gradient is whole. A packed bucket is handed to the process group once all
-// buckets before it have left. At the end of backward the reducer waits for the collectives, bucket by bucket, and
-// writes the results to `.grad`.
+// device (an accelerator), a bucket is packed when its last gradient is whole. A packed bucket is handed to the
+// process group once all buckets before it have left. At the end of backward the reducer waits for the collectives,
+// bucket by bucket, and writes the results to `.grad`.
 //
 // Life of an iteration (enum Phase). It begins with the first gradient of a synchronized backward, and ends with the
 // averages:
@@ -29,13 +29,16 @@
 //   | its backward goes through ...           | origin        | the reducer                | step() may use it |
 //   |-----------------------------------------|---------------|----------------------------|-------------------|
 //   | a synchronized forward of the wrapper   | kSynchronized | averages it                | once averaged     |
-//   | no synchronized forward. But such a     | kSynchronized | counts it as that          | once averaged     |
-//   | forward still waits for its backward,   |               | forward's, as torch does   |                   |
-//   | and takes this backward ("taken")       |               |                            |                   |
+//   | no synchronized forward, but one still  | kSynchronized | counts it as that          | once averaged     |
+//   | waits for its backward. It takes this   |               | forward's, as torch does   |                   |
+//   | one ("taken")                           |               |                            |                   |
 //   | otherwise: forwards under no_sync       | kLocal        | leaves it to the next      | yes               |
 //   |                                         |               | synchronized backward      |                   |
 //   | otherwise: no forward of the wrapper    | kBypassed     | leaves it to the next      | if it is equal on |
 //   |                                         |               | synchronized backward      | all ranks         |
+//
+// Two more backwards are kSynchronized: after prepare_for_backward(), and after a synchronized forward in whose
+// output no tensor was found. forwards.h has the rules.
 //
 // A backward that accumulates into none of our parameters sends nothing. For example, the wrapped module is a frozen
 // discriminator, and backward trains a generator through it.
@@ -50,21 +53,23 @@
 //                                               gradients 1 and 0 become [2, 3] and [3]
 //
 // The first iteration packs like any other, and launches nothing before the end of backward: nobody knows yet how
-// often each gradient arrives. The order in which gradients arrive in it is noted (support/trace.h).
-// Before a later forward Python makes new buckets, once, along rank 0's order on all ranks (set_buckets).
+// often each gradient arrives. The order of arrival is noted (support/trace.h). The first buckets follow the reverse
+// order of registration. Before a later forward Python makes new ones (set_buckets), in rank 0's order of arrival on
+// all ranks: once, or several times with bucket_cap_mb="auto".
 //
 // What always holds.
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group
 //    must be issued in the same order on every rank, and the order of arrival differs from rank to rank. Out of
 //    order, different buckets would be added up, or ranks would wait for each other for ever.
-//  * From the second iteration on, a parameter that takes no part is marked ready when the iteration begins, if that
-//    is known. Without this mark, a rank that does not use the parameter would launch the bucket at the end of
-//    backward, after the collectives of other modules (a second wrapper, SyncBatchNorm). A rank that uses it would
-//    launch the bucket before those collectives. So the order of collectives would differ between ranks.
+//  * From the second iteration on, a parameter that takes no part is marked ready when the iteration begins, if this
+//    rank knows it then: from the backward's graph, or from a static graph's first iteration. Without this mark, a
+//    rank that does not use the parameter would launch the bucket at the end of backward, after the collectives of
+//    other modules (a second wrapper, SyncBatchNorm). A rank that uses it would launch the bucket before those
+//    collectives. So the order of collectives would differ between ranks.
 //  * A rank sends its whole `.grad`. Earlier averages in it are equal on all ranks, so averaging keeps them.
-//  * A mean is a sum and a division. For a mean Python sets `pre_scale` to 1/ranks. It divides while packing: that
-//    costs no pass over memory, and keeps half precision in range. `post_scale` is applied while unpacking: a factor
-//    that is not known while gradients are packed.
+//  * A mean is a sum and a division. For a mean Python sets `pre_scale` to 1/ranks. The division is part of packing:
+//    that costs no pass over memory, and keeps half precision in range. `post_scale` is applied while unpacking. If
+//    that factor is not known before the sums are there, the callback `post_scale` gives it.
 //
 // Threads. Hooks and the end-of-backward callback run on autograd's threads: the caller's for the CPU, one for each
 // device otherwise. Several such threads run if parameters are on several devices, or if a program calls backward()
@@ -72,7 +77,7 @@
 // of backward. finalize_backward_manual() takes it, too. Lock order: mutex_, then the GIL. Python callbacks run with
 // mutex_ held and may call the reducer again, so mutex_ is recursive. Nobody may wait for mutex_ while holding the
 // GIL. Most other functions take no lock: only the training thread calls them, or a hook that holds mutex_. The
-// transport's threads write only time stamps, which are atomic. A thread of Python's reads where a rank is, to report
+// transport's threads write only time stamps, which are atomic. A Python thread reads this rank's position, to report
 // it (bindings.cpp: position). It takes no lock, so its numbers may be old.
 //
 // reducer.cpp has what runs in an iteration; between_iterations.cpp has the rest.
@@ -106,15 +111,15 @@ struct ReducerOptions {
   bool warns_of_overflow = false;                    // cases/half_bucket.h
   bool gradient_as_bucket_view = false;              // cases/view_bucket.h
   bool lazy_bucket_allocation = false;               // cases/lazy_memory.h
-  bool any_grad_dtype = false;        // mixed precision: a parameter and its gradient change their dtype in a step
+  bool any_grad_dtype = false;        // mixed precision: parameters and gradients change dtype within an iteration
   bool refuses_earlier_sums = false;  // cases/earlier_sums.h
-  bool always_reduce = false;         // go through the process group where it has one rank, too
-  std::string not_in_contexts;  // cases/context_gradients.h: why its gradients are refused; empty: they are reduced
+  bool always_reduce = false;         // use the process group even if it has one rank only
+  std::string not_in_contexts;        // distributed autograd: the text that refuses its gradients; empty: reduced
 };
 
-// Called on the thread that runs the hook, or that finalizes. If one raises, backward or the finalizing call ends
-// with its error. on_interrupted() is different: it is called when an exception has ended a backward, and if it
-// raises, the error becomes a warning.
+// Called on autograd's threads, or on the thread that calls finalize_backward_manual(). If one raises, backward or
+// the finalizing call ends with its error. on_interrupted() is different: it is called when an exception has ended a
+// backward, and if it raises, the error becomes a warning.
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // after the last bucket and the used map; may issue collectives
   std::function<double()> post_scale;       // in place of the reducer's post_scale; called once before unpacking
@@ -139,8 +144,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // any wait for other ranks.
   void arrive(int64_t optimizer_ns) { trace_->arrive(optimizer_ns); }
   void end_forward(const std::vector<at::Tensor>& outputs, bool synchronized);
-  // For callers that decide when to synchronize: each backward does until an iteration ends, even if its forward ran
-  // under no_sync.
+  // For callers that decide when to synchronize. From this call until an iteration ends each backward synchronizes,
+  // even one through a forward under no_sync.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
   void on_ready(size_t index, const at::Tensor& contribution);  // the hook of parameter `index`
   // With manual_finalization: waits and unpacks, on the caller's current streams. To be called once for each
@@ -150,7 +155,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     const bool all_launched = iteration.phase == Phase::kBackward && iteration.next_bucket == buckets.size();
     return (iteration.phase == Phase::kLaunched && !iteration.too_late) || all_launched;
   }
-  // Back to kIdle, whatever has happened. After an error that all ranks met, every rank that goes on must call it.
+  // Back to kIdle, whatever has happened; the buckets' collectives are abandoned. If training goes on after an error,
+  // every rank must call it.
   void abort_iteration();
 
   // Starts a bucket's reduction, by the communication hook if there is one. all_reduce() does not use the hook; the
@@ -179,7 +185,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void take_over(const Reducer& before);
   void set_buckets(const Buckets& buckets);  // REQUIRES: each parameter once, one dtype and device a bucket
   void release_buckets();
-  void adopt_gradients();  // with gradient_as_bucket_view: makes gradients that exist already views of the buffers
+  void adopt_gradients();  // with gradient_as_bucket_view: turns existing gradients into views of the buffers
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   void share(const std::shared_ptr<Reducer>& other, bool views);  // cases/shared_parameters.h
   GradientNoise& noise();                                         // cases/gradient_noise.h
@@ -189,7 +195,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   ReducerCallbacks& callbacks() { return callbacks_; }
   // Set between iterations.
   bool sync_enabled = true;             // the program is outside of no_sync now; for a forward see end_forward()
-  bool optimizer_in_backward = false;   // a communication hook has consumed the gradients: nothing to unpack
+  bool optimizer_in_backward = false;   // a communication hook runs the optimizer, so nothing is unpacked
   bool skip_all_reduce_unused = false;  // the caller promises that ranks leave the same buckets unused
   bool manual_finalization = false;     // the caller waits and unpacks; set while no backward is expected
   double pre_scale = 1.0, post_scale = 1.0;
@@ -242,7 +248,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     return {pre_scale, may_grow(), grads.used, contribution};
   }
   // True while nobody knows how often a gradient arrives: in the first iteration, and in a taken backward. While it
-  // is true, a packed gradient that grows is packed again, and no bucket leaves before the end of backward.
+  // is true, no bucket leaves before the end of backward, so a gradient that grows can always be packed again.
   bool may_grow() const { return !has_recorded() || iteration.sends_at_the_end; }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   // One rank, and nothing needs the buffer: the gradients are the result already.

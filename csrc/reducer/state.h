@@ -59,7 +59,8 @@ class CommHook {
 class Case {
  public:
   virtual ~Case() = default;
-  // A backward has reached us; `answer` says whose it counts as.
+  // A backward has given its first sign, or has become synchronized. `answer` has its origin, which a case may
+  // change.
   virtual void on_backward(Forwards::Answer& answer) {}
   // Autograd is about to add to `.grad`. on_growth() is called on all cases, if one of them wants_growth().
   virtual bool wants_growth() const { return false; }

@@ -1,8 +1,8 @@
 // What it means that a gradient is missing at the end of backward.
 //
 // If that is allowed, ranks must agree on which parameters any rank used. They add their maps after the last bucket.
-// Every rank joins this sum. The result is read just before the first bucket that needs it. Every rank waits for it
-// before the iteration ends.
+// Every rank joins this sum. The result is read just before the first bucket whose unpacking needs it. Every rank
+// waits for it before the iteration ends.
 #pragma once
 
 #include "transport/allreduce.h"
@@ -36,7 +36,7 @@ class UsedMap {
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
   // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not reach it.
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
-  // kStatic, after the first iteration: no rank had a gradient of it then, also not one that a hook had removed.
+  // kStatic, after the first iteration: no rank had a gradient of it then, not even one that a hook removed.
   bool used_nowhere(size_t index) const { return decided() && !static_any_[index]; }
 
   // Starts the sum of `local`, if one is needed. `grown`: nonzero if backward brought a gradient. A static graph
@@ -51,8 +51,8 @@ class UsedMap {
     sum_ = at::tensor(sent_, at::dtype(at::kInt).pinned_memory(!device.is_cpu())).to(device, /*non_blocking=*/true);
     flight_ = allreduce(group, sum_, /*wait=*/nullptr);
   }
-  // Waits before the iteration ends: another rank may need this map, and this process may be about to end. On a
-  // device the current stream waits.
+  // Waits for the sum, even if this rank does not need it: if its process ended now, another rank would not get this
+  // rank's map. On a device the current stream waits.
   void join(const Wait& wait) const {
     if (!flight_.future) return;
     wait(*flight_.future);
@@ -97,7 +97,7 @@ class UsedMap {
   }
 
  private:
-  // Nobody needs another rank's map. Where hooks had removed gradients, they may remove others in later iterations.
+  // No rank needs another rank's map. With hooks_remove_ that never holds: hooks may remove other gradients later.
   bool is_settled() const { return nothing_to_agree_on_ || (decided() && !hooks_remove_); }
   // From the first iteration's sum.
   void learn(const Wait& wait) {
@@ -118,7 +118,7 @@ class UsedMap {
   Map static_used_;            // some rank had a gradient
   Map static_any_;             // the same, or had one that a hook removed from `.grad`
   Map static_here_;            // this rank had one, or backward reached it
-  bool hooks_remove_ = false;  // of some parameter, hooks had removed the gradient on each rank that had one
+  bool hooks_remove_ = false;  // of a parameter, hooks removed the gradient on every rank that had one
   Map sent_;
   at::Tensor sum_;
   Flight flight_;

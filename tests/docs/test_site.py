@@ -1,4 +1,4 @@
-"""Opens every page of the site in a headless Chromium, narrow and wide, in light and in dark.
+"""Opens every page of the site in a headless Chromium, narrow in light and wide in dark.
 
 Skipped where Sphinx, playwright or Chromium is missing; `make docs` makes the site that is opened.
 """
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "docs" / "html"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE, DESKTOP = (390, 844), (1440, 900)
+BROWSERS = 4  # each opens some of the pages
 
 # The first test makes the site where nobody has: that takes as long as Sphinx does.
 pytestmark = pytest.mark.timeout(600)
@@ -69,6 +70,9 @@ class Page(HTMLParser):
                 self.links.append(str(values[key]))
 
 
+parsed = functools.cache(Page)
+
+
 def pages(site: Path) -> list[Path]:
     return sorted(path for path in site.rglob("*.html") if "_static" not in path.parts)
 
@@ -77,7 +81,7 @@ def test_every_page_has_the_sidebar_of_today(site: Path) -> None:
     """Sphinx leaves a page alone that has not changed, and with it what it says of the others."""
     listed = {(site / f"{name}.html").resolve() for names in sections().values() for name in names}
     for path in pages(site):
-        linked = {(path.parent / link.partition("#")[0]).resolve() for link in Page(path).links}
+        linked = {(path.parent / link.partition("#")[0]).resolve() for link in parsed(path).links}
         assert listed <= linked | {path.resolve()}, path
 
 
@@ -89,11 +93,11 @@ def test_the_api_has_the_methods_of_the_wrappers_parts(site: Path) -> None:
 
 
 def test_no_link_is_broken(site: Path) -> None:
-    parsed = {path: Page(path) for path in pages(site)}
-    assert len(parsed) > 50
+    every = set(pages(site))
+    assert len(every) > 50
     broken = []
-    for path, page in parsed.items():
-        for link in page.links:
+    for path in sorted(every):
+        for link in parsed(path).links:
             url = urlparse(link)
             if url.scheme or link.startswith(("//", "data:")):
                 continue
@@ -102,7 +106,7 @@ def test_no_link_is_broken(site: Path) -> None:
             file = file / "index.html" if file.is_dir() else file
             if not file.exists():
                 broken.append(f"{path.relative_to(site)}: {link}")
-            elif place and file in parsed and unquote(place) not in parsed[file].places:
+            elif place and file in every and unquote(place) not in parsed(file).places:
                 broken.append(f"{path.relative_to(site)}: {link}: no such place")
     assert not broken, "\n".join(broken)
 
@@ -115,7 +119,8 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on PATH")
-def test_every_page_in_a_browser(site: Path, address: str) -> None:
+@pytest.mark.parametrize("part", range(BROWSERS))
+def test_every_page_in_a_browser(site: Path, address: str, part: int) -> None:
     """No error in the console, nothing wider than the window, and dark where the reader's system is."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="pip install minddp[docs]")
     wrong: list[str] = []
@@ -125,20 +130,20 @@ def test_every_page_in_a_browser(site: Path, address: str) -> None:
         tab.on("console", lambda text: wrong.append(f"{tab.url}: {text.text}") if text.type == "error" else None)
         tab.on("pageerror", lambda error: wrong.append(f"{tab.url}: {error}"))
         tab.on("requestfailed", lambda request: failed(wrong, tab.url, request))
-        for path in pages(site):
+        for path in pages(site)[part::BROWSERS]:
             tab.goto(address + path.relative_to(site).as_posix())
-            for width, height in (PHONE, DESKTOP):
+            # Colours change no width, and widths no colour.
+            for (width, height), scheme in ((PHONE, "light"), (DESKTOP, "dark")):
                 tab.set_viewport_size({"width": width, "height": height})
-                for scheme in ("light", "dark"):
-                    tab.emulate_media(color_scheme=scheme)
-                    wide, window, background, broken, glaring = tab.evaluate(MEASURE)
-                    wrong += [f"{tab.url}: {word!r} of a heading is broken at {width} pixels" for word in broken]
-                    if scheme == "dark":
-                        wrong += [f"{tab.url}: {picture} is as bright as by day" for picture in glaring]
-                    if wide > window:
-                        wrong.append(f"{tab.url}: {wide} pixels wide, the window has {window}")
-                    if (brightness(background) > 128) != (scheme == "light"):
-                        wrong.append(f"{tab.url}: background {background} in {scheme} mode")
+                tab.emulate_media(color_scheme=scheme)
+                wide, window, background, broken, glaring = tab.evaluate(MEASURE)
+                wrong += [f"{tab.url}: {word!r} of a heading is broken at {width} pixels" for word in broken]
+                if scheme == "dark":
+                    wrong += [f"{tab.url}: {picture} is as bright as by day" for picture in glaring]
+                if wide > window:
+                    wrong.append(f"{tab.url}: {wide} pixels wide, the window has {window}")
+                if (brightness(background) > 128) != (scheme == "light"):
+                    wrong.append(f"{tab.url}: background {background} in {scheme} mode")
         browser.close()
     assert not wrong, "\n".join(wrong)
 
