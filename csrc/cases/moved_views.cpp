@@ -25,8 +25,8 @@ void MovedViews::on_begin() {
   }
 }
 
-// It begins where another parameter's view does, or lies across its own, transposed. Where the view's parameter
-// has the same gradient, the program has made them one, and they stay so.
+// It begins where another parameter's view does. Where the view's parameter has the same gradient, the program has
+// made them one, and they stay so.
 bool MovedViews::is_displaced(const at::Tensor& grad) const {
   const auto begin_alike = [](const at::Tensor& a, const at::Tensor& b) {
     return a.defined() && a.has_storage() && a.const_data_ptr() == b.const_data_ptr();
@@ -35,8 +35,7 @@ bool MovedViews::is_displaced(const at::Tensor& grad) const {
     const at::Tensor& buffer = bucket->buffer();
     if (!buffer.defined() || !buffer.has_storage() || !buffer.is_alias_of(grad)) continue;
     for (auto& slot : *bucket->slots())
-      if (begin_alike(slot.view, grad))
-        return !begin_alike(slot.parameter.grad(), grad) || slot.view.strides() != grad.strides();
+      if (begin_alike(slot.view, grad)) return !begin_alike(slot.parameter.grad(), grad);
   }
   return false;
 }

@@ -102,27 +102,30 @@ void Reducer::set_buckets(const Buckets& indices_by_bucket) {
   buckets.clear();
   for (const auto& indices : indices_by_bucket) {
     for (size_t slot = 0; slot < indices.size(); ++slot) place_[indices[slot]] = {buckets.size(), slot};
-    const at::Tensor& first = parameters[indices[0]];
-    const at::ScalarType wire = options_.wire_dtypes.empty() ? first.scalar_type() : options_.wire_dtypes[indices[0]];
-    const bool sparse = expect_sparse_[indices[0]];
-    const Bucket::Options options{
-        sparse ? first.scalar_type() : wire, options_.any_grad_dtype, rank, transport_memory(group_, first.device())};
-    if (sparse)
-      buckets.push_back(std::make_unique<SparseBucket>(indices, parameters, names, options));
-    else if (wire == at::kByte)
-      buckets.push_back(
-          std::make_unique<QuantizedBucket>(indices, parameters, names, options, options_.quantization));
-    else if (wire == at::kHalf && first.scalar_type() != wire && options_.warns_of_overflow)
-      buckets.push_back(std::make_unique<HalfBucket>(indices, parameters, names, options));
-    else if (options_.gradient_as_bucket_view && wire == first.scalar_type())
-      buckets.push_back(std::make_unique<ViewBucket>(indices, parameters, names, options));
-    else if (indices.size() == 1 && first.is_cpu() && wire == first.scalar_type() && !options.allocate)
-      buckets.push_back(std::make_unique<LoneBucket>(indices, parameters, names, options));
-    else
-      buckets.push_back(std::make_unique<Bucket>(indices, parameters, names, options));
+    buckets.push_back(make_bucket(indices));
   }
   trace_ = std::make_shared<Trace>(*trace_);  // callbacks of earlier collectives keep the old one
   trace_->resize(parameters.size(), buckets.size());
+}
+
+// The first kind that fits. The last one always does.
+std::unique_ptr<Bucket> Reducer::make_bucket(const std::vector<size_t>& indices) const {
+  const at::Tensor& first = parameters[indices[0]];
+  const at::ScalarType dtype = first.scalar_type();
+  const at::ScalarType wire = options_.wire_dtypes.empty() ? dtype : options_.wire_dtypes[indices[0]];
+  const bool sparse = expect_sparse_[indices[0]], casts = wire != dtype;
+  const Bucket::Options options{
+      sparse ? dtype : wire, options_.any_grad_dtype, rank, transport_memory(group_, first.device())};
+  if (sparse) return std::make_unique<SparseBucket>(indices, parameters, names, options);
+  if (wire == at::kByte)
+    return std::make_unique<QuantizedBucket>(indices, parameters, names, options, options_.quantization);
+  if (wire == at::kHalf && casts && options_.warns_of_overflow)
+    return std::make_unique<HalfBucket>(indices, parameters, names, options);
+  if (options_.gradient_as_bucket_view && !casts)
+    return std::make_unique<ViewBucket>(indices, parameters, names, options);
+  if (indices.size() == 1 && first.is_cpu() && !casts && !options.allocate)
+    return std::make_unique<LoneBucket>(indices, parameters, names, options);
+  return std::make_unique<Bucket>(indices, parameters, names, options);
 }
 
 // Memory alone: the next pack allocates again, so nothing else has to know.

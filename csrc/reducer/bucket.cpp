@@ -112,7 +112,7 @@ at::Tensor Bucket::new_gradient(const Slot& slot) const {
   return at::empty_strided(p.sizes(), slot.strides, p.options().dtype(grad_dtype_).requires_grad(false));
 }
 
-// The reverse of copy_in; a gradient that is its view needs no copy.
+// The reverse of copy_in. A gradient that is a view of `result` is passed over, unless it must be scaled.
 void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
   at::Tensor flat = result.reshape({-1}).contiguous();
   const char* base = static_cast<const char*>(flat.const_data_ptr());
@@ -132,8 +132,8 @@ void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<
   scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
 }
 
-// On a device a complete future may only mean that the collective is enqueued, so streams are made to wait. One that
-// still runs keeps the buffer by its own references; nothing here uses that memory again.
+// On a device a complete future may only mean that the collective is enqueued, so streams are made to wait. A
+// collective that still runs holds references to the buffer. Nothing here uses that memory again.
 void Bucket::abandon() {
   producers_.wait_packed();
   if (flight_.future && flight_.future->completed()) {

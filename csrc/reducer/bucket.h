@@ -127,7 +127,8 @@ class Bucket {
   const Options options_;
   const at::ScalarType grad_dtype_;
   const at::Device device_;
-  const std::shared_ptr<std::vector<Slot>> slots_ = std::make_shared<std::vector<Slot>>();  // shared with hooks
+  const std::shared_ptr<std::vector<Slot>> slots_ =
+      std::make_shared<std::vector<Slot>>();  // shared with cases/comm_hook.h
   int64_t numel_ = 0;
   at::Tensor buffer_;
   State state_ = State::kFilling;

@@ -5,9 +5,9 @@
 // graph's nodes tell: autograd numbers a thread's nodes in order, so a forward's nodes form an interval, and the
 // engine collects a backward's nodes before the first hook. Torch's rule still applies in two cases. One: no tensor
 // was found in the output of a synchronized forward. Two: a synchronized forward still waits for its backward, and
-// the graph has no node of any synchronized forward. A forward waits until an iteration ends, or until another
-// wrapper with the same parameters has averaged (cases/shared_parameters.h). And a program may ask for it:
-// prepare_for_backward().
+// the graph has no node of any synchronized forward. A program may also ask for torch's rule: prepare_for_backward().
+// A forward waits until an iteration ends, or until another wrapper with the same parameters has averaged
+// (cases/shared_parameters.h).
 #pragma once
 
 #include "support/graph_task.h"
@@ -31,7 +31,8 @@ enum class Origin {
 class Forwards {
  public:
   void begin() { begin_ = at::sequence_number::peek(); }
-  // `visible`: tensors were found in forward's output. If not, each backward that follows counts as this forward's.
+  // `visible`: tensors were found in forward's output. If not, a backward that follows counts as this
+  // forward's (Reducer::end_forward).
   void end(bool synchronized, bool visible) {
     add(begin_, at::sequence_number::peek(), synchronized);
     hidden_local_ = !synchronized && !visible;
@@ -41,8 +42,8 @@ class Forwards {
     hidden_ = !visible;
   }
   // Notes that the current thread's nodes `begin` to `end` - 1 belong to a forward. They were made in that forward,
-  // or in a backward through it with create_graph=True. The graph of a gradient penalty may hold only nodes of such a
-  // backward.
+  // or in a backward through it with create_graph=True. The graph of a gradient penalty can consist of such nodes
+  // alone.
   void add(uint64_t begin, uint64_t end, bool synchronized) {
     spans_.add({begin, end, at::RecordFunction::currentThreadId(), synchronized});
   }
@@ -55,8 +56,9 @@ class Forwards {
     armed_ = awaits_backward_ = hidden_ = hidden_local_ = false;
     history_ = {};
   }
-  // Counts of synchronized forwards, and of backwards that did not synchronize, since the last iteration. Ranks
-  // with equal counts are in the same backward, even if it was taken on some ranks only. minddp/guards compares them.
+  // Counts of synchronized forwards, and of backwards that did not synchronize, since the last iteration. A backward
+  // changes them only when it has ended, so ranks in the same backward have equal counts, even if it was taken on
+  // some of them only. minddp/guards compares them.
   struct History {
     int64_t forwards = 0, local_backwards = 0;
   };

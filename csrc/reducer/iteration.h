@@ -64,7 +64,7 @@ struct Learned {
 // when it brings a gradient (Reducer::enter_backward). A graph task is one run of autograd's
 // engine. `graph_tasks` holds the task that gave the first sign, and each other one that has reached an output of a
 // synchronized forward: threads may call backward() at the same time. A reentrant checkpoint runs a graph task inside
-// of another one; The same two conditions hold for the inner one.
+// of another one. The inner one is there only if it gave the first sign, or has reached such an output.
 struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;

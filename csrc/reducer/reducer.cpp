@@ -33,9 +33,10 @@ void Reducer::begin_forward() {
   trace_->note(StepEvent::kForwardBegin);
 }
 
-// If no output tensor is found (a dataclass, tensors kept elsewhere), there is no hook. Then each backward counts as
-// this forward's, until an iteration or the next such forward ends. Outputs without a node (a frozen module's) count
-// as found.
+// If no output tensor is found (a dataclass, tensors kept elsewhere), there is no hook. If the forward was
+// synchronized, each backward then counts as its own, until an iteration or the next synchronized forward ends. If it
+// ran under no_sync, a backward then counts as local, unless it goes through a synchronized forward or is taken.
+// Outputs without a node (a frozen module's) count as found.
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
   forwards.end(synchronized, /*visible=*/!outputs.empty());
   trace_->note(StepEvent::kForwardEnd);

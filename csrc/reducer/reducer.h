@@ -19,7 +19,7 @@
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
 //   kIncomplete -- another synchronized backward, which may bring them --> kBackward
 //   kIdle -- an exception ends a synchronized backward before its first gradient --> kIdle; nothing was sent
-//   kBackward -- an exception ends backward --> kBackward still
+//   kBackward -- an exception ends backward --> kBackward still (kIdle if the post_scale callback has raised it)
 //   kBackward -- next forward, or optimizer.step() --> an error: backward has not ended
 //   kIncomplete -- next forward, or optimizer.step() --> an error that names the missing gradients
 //   any -- abort_iteration() --> kIdle
@@ -69,7 +69,8 @@
 //  * A rank sends its whole `.grad`. Earlier averages in it are equal on all ranks, so averaging keeps them.
 //  * A mean is a sum and a division. For a mean Python sets `pre_scale` to 1/ranks. The division is part of packing:
 //    that costs no pass over memory, and keeps half precision in range. `post_scale` is applied while unpacking. If
-//    that factor is not known before the sums are there, the callback `post_scale` gives it.
+//    that factor is known only at the end of backward (a sum of weights over ranks), the callback `post_scale` gives
+//    it.
 //
 // Threads. Hooks and the end-of-backward callback run on autograd's threads: the caller's for the CPU, one for each
 // device otherwise. Several such threads run if parameters are on several devices, or if a program calls backward()
@@ -117,14 +118,14 @@ struct ReducerOptions {
   std::string not_in_contexts;        // distributed autograd: the text that refuses its gradients; empty: reduced
 };
 
-// Called on autograd's threads, or on the thread that calls finalize_backward_manual(). If one raises, backward or
-// the finalizing call ends with its error. on_interrupted() is different: it is called when an exception has ended a
-// backward, and if it raises, the error becomes a warning.
+// Called on autograd's threads, or on the thread that calls finalize_backward_manual(); on_stall() on each thread
+// that waits. If one raises, backward or the finalizing call ends with its error. on_interrupted() is different: an
+// exception has ended a backward already, so an error of its own becomes a warning.
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // after the last bucket and the used map; may issue collectives
   std::function<double()> post_scale;       // in place of the reducer's post_scale; called once before unpacking
   std::function<void()> on_taken;           // at the end of a backward that is taken, before its buckets leave
-  std::function<void(const std::string& why)> on_interrupted;  // an exception has ended a backward that owed averages
+  std::function<void(const std::string& why)> on_interrupted;                             // see backward_is_gone()
   std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // support/watched_wait.h
 };
 
@@ -174,9 +175,9 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // Returns the map's collective, to be waited for; null where there is none. In a static graph's first iteration it
   // waits itself.
   c10::intrusive_ptr<Future> shadow_used_map();
-  // (Re)places the hooks; needed after construction, and when parameters change their dtype.
+  // Makes new hooks on all parameters.
   void install_hooks();
-  // Needed when parameters may have got other nodes. Does not bring back hooks that remove_hooks() has removed.
+  // Moves the hooks of parameters that have another node. Does not bring back hooks that remove_hooks() has removed.
   void renew_hooks() {
     if (hooks_) hooks_->renew(parameters);
   }
@@ -189,7 +190,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   void share(const std::shared_ptr<Reducer>& other, bool views);  // cases/shared_parameters.h
   GradientNoise& noise();                                         // cases/gradient_noise.h
-  // Raises if an iteration has begun and is not over.
+  // Raises if an iteration has begun and is not over. Inside of a backward it may still end well, except in
+  // kLaunched.
   void check_finished() const;
 
   ReducerCallbacks& callbacks() { return callbacks_; }
@@ -220,6 +222,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
 
  private:
   bool has_recorded() const { return learned.iterations > 0; }
+  std::unique_ptr<Bucket> make_bucket(const std::vector<size_t>& indices) const;
   void watch(const std::vector<at::Tensor>& outputs, bool synchronized);
   void enter_backward(std::optional<bool> through_synchronized_forward);
   void await_end_of(int graph_task);
@@ -247,8 +250,9 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   Bucket::Packing packing(const at::Tensor& contribution) const {
     return {pre_scale, may_grow(), grads.used, contribution};
   }
-  // True while nobody knows how often a gradient arrives: in the first iteration, and in a taken backward. While it
-  // is true, no bucket leaves before the end of backward, so a gradient that grows can always be packed again.
+  // True while nobody knows how often a gradient arrives: in the first iteration, and from a taken backward to the
+  // end of its iteration. While it is true, no bucket leaves before the end of backward, so a gradient that grows can
+  // be packed again.
   bool may_grow() const { return !has_recorded() || iteration.sends_at_the_end; }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   // One rank, and nothing needs the buffer: the gradients are the result already.

@@ -35,12 +35,13 @@ class UsedMap {
   bool decided() const { return decided_; }  // kStatic, after the first iteration
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
   // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not reach it.
+  // (Without a backward then, this rank goes by the other ranks' maps: follow().)
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
   // kStatic, after the first iteration: no rank had a gradient of it then, not even one that a hook removed.
   bool used_nowhere(size_t index) const { return decided() && !static_any_[index]; }
 
   // Starts the sum of `local`, if one is needed. `grown`: nonzero if backward brought a gradient. A static graph
-  // sends it after `local`. Nothing here waits for `device`.
+  // sends both as one map, `local` first. Nothing here waits for `device`.
   void send(c10d::ProcessGroup& group, const Map& local, const std::vector<char>& grown, at::Device device) {
     flight_ = {};
     sent_ = local;
@@ -97,7 +98,8 @@ class UsedMap {
   }
 
  private:
-  // No rank needs another rank's map. With hooks_remove_ that never holds: hooks may remove other gradients later.
+  // No rank needs another rank's map. With hooks_remove_ ranks need the maps in every iteration: a gradient that
+  // hooks removed on every rank in the first one may stay on some rank later.
   bool is_settled() const { return nothing_to_agree_on_ || (decided() && !hooks_remove_); }
   // From the first iteration's sum.
   void learn(const Wait& wait) {

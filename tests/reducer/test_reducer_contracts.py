@@ -521,13 +521,25 @@ def test_a_backward_through_gradients_is_their_backwards():
     run_ranks(_second_order, 2)
 
 
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.kept = nn.Linear(4, 4), nn.Linear(4, 1), None
+
+    def forward(self, x):
+        self.kept = self.first(x)
+        return self.last(x).sum()
+
+
 def _local_sgd(rank, world_size):
-    ddp = DDP(Two())
+    """Through the output, and through a tensor of forward's that is no output."""
+    ddp = DDP(Keeps())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for step in range(3):
         optimizer.zero_grad()
         with ddp.no_sync():
-            ddp(_x(rank, step)).backward()
+            loss = ddp(_x(rank, step))
+            (loss if step else ddp.module.kept.sum()).backward()
         assert not ddp.reducer.bypassed()
         optimizer.step()
 
