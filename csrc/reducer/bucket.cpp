@@ -65,8 +65,9 @@ void Bucket::check(const Slot& slot, const at::Tensor& grad, bool sparse) const 
           errors::kind(sparse, grad_dtype_, device_)));
 }
 
-// Gradients of one dtype in one piece are gathered to segments, so that one call of the copying pass serves them all;
-// the others are copied by torch's operators, one by one. Slots that are packed already are passed over.
+// A gradient that is one piece of memory becomes a segment. One call of the copying pass serves consecutive segments
+// of one dtype. Every other gradient is copied on its own, by torch's operators. Slots that are packed already are
+// passed over.
 void Bucket::copy_in(size_t begin, size_t end, double scale) {
   c10::NoGradGuard no_grad;
   if (!buffer_.defined()) allocate();

@@ -1,6 +1,6 @@
 // One bucket: a flat buffer, its views, and the two passes over memory.
 //
-//   pack    .grad of every parameter -> buffer              (copy + scale + cast; on the CPU as each arrives)
+//   pack    .grad of every parameter -> buffer              (copy + scale + cast; on the CPU when each is whole)
 //   unpack  buffer, after the collective -> .grad           (copy + scale + cast)
 //
 // The buffer has no gaps. Each gradient lies in it in its parameter's memory layout. Autograd's layout contract gives

@@ -82,8 +82,9 @@ class Forwards {
       return span && span->synchronized;
     });
     if (synchronized) return {Origin::kSynchronized, true};
-    // As in torch, a synchronized forward that waits for its backward takes the next one. That may be right: a
-    // reentrant checkpoint hides the forward's nodes, since it makes its graph during backward.
+    // As in torch, a synchronized forward that waits for its backward takes the next one. It may really be that
+    // forward's: a reentrant checkpoint makes its graph only during backward, so the graph task has none of the
+    // forward's nodes.
     if (awaits_backward_ && (takes || local)) return {Origin::kSynchronized, false, true};
     return {local ? Origin::kLocal : Origin::kBypassed};
   }

@@ -20,8 +20,8 @@ struct GradState {
   bool outside_no_sync = false;  // see left_local()
   SameTensor bypassed_grad;      // the `.grad` of `bypassed_in`; the program may have replaced it since
   SameTensor result;             // the `.grad` that holds the last sum (cases/earlier_sums.h)
-  // What `.grad` was when the last backward began. Not noted if that backward became synchronized later, or if the
-  // one before it had failed.
+  // What `.grad` was when the last backward began that was synchronized from its first sign. While an interruption is
+  // noted, the older value is kept.
   SameTensor before;
   uint32_t version = 0;  // `before`'s version counter at that moment; each write to a tensor raises it
 };

@@ -81,6 +81,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   for (auto& c : cases_) c->on_backward(answer);
   backward.join(answer);
   backward.takes_part.clear();
+  // Only a graph task that has nodes of the forward, or has reached its output, tells who takes part.
   const bool asks = hooks_ && used_map_.mode() == GraphMode::kFindUnused && has_recorded();
   if (asks && (answer.seen || (through_synchronized_forward && backward.is_synchronized())))
     backward.takes_part = hooks_->taking_part();
@@ -199,8 +200,9 @@ void Reducer::launch_or_skip(size_t index) {
   ++iteration.next_bucket;
 }
 
-// A bucket may be launched without its gradients (unused here, used elsewhere): it is packed now, with zeros where
-// there is no `.grad`. The collective runs on other threads; nothing after this call may write to the buffer.
+// At the end of backward a bucket may not be complete: this rank has not used a parameter, or fewer contributions
+// came than expected. It is packed now, with zeros where there is no `.grad`. The collective runs on other threads;
+// nothing after this call may write to the buffer.
 void Reducer::launch(size_t index) {
   Bucket& bucket = *buckets[index];
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});

@@ -13,7 +13,7 @@
 //   kBackward -- end of backward; every gradient came, or absence is allowed --> kIdle
 //   kBackward -- the same, if the caller finalizes (manual_finalization) --> kLaunched
 //   kLaunched, or kBackward with all buckets launched -- finalize_backward_manual() --> kIdle
-//   kLaunched -- next forward, or optimizer.step() --> an error: not finalized
+//   kLaunched -- next forward, or optimizer.step() --> an error: not finalized (or: backward has raised)
 //   kLaunched -- a gradient of any backward, too late for the average --> kLaunched, with an error; only
 //                abort_iteration() leaves it
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
@@ -39,6 +39,9 @@
 //
 // Two more backwards are kSynchronized: after prepare_for_backward(), and after a synchronized forward in whose
 // output no tensor was found. forwards.h has the rules.
+//
+// A static graph never averages what no rank used in its first iteration: there a kLocal gradient counts as
+// kBypassed.
 //
 // A backward that accumulates into none of our parameters sends nothing. For example, the wrapped module is a frozen
 // discriminator, and backward trains a generator through it.
@@ -115,7 +118,7 @@ struct ReducerOptions {
   bool any_grad_dtype = false;        // mixed precision: parameters and gradients change dtype within an iteration
   bool refuses_earlier_sums = false;  // cases/earlier_sums.h
   bool always_reduce = false;         // use the process group even if it has one rank only
-  std::string not_in_contexts;        // distributed autograd: the text that refuses its gradients; empty: reduced
+  std::string not_in_contexts;        // the error for gradients of distributed autograd; if empty, they are averaged
 };
 
 // Called on autograd's threads, or on the thread that calls finalize_backward_manual(); on_stall() on each thread
@@ -175,7 +178,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   // Returns the map's collective, to be waited for; null where there is none. In a static graph's first iteration it
   // waits itself.
   c10::intrusive_ptr<Future> shadow_used_map();
-  // Makes new hooks on all parameters.
+  // Makes new hooks on all parameters that require a gradient.
   void install_hooks();
   // Moves the hooks of parameters that have another node. Does not bring back hooks that remove_hooks() has removed.
   void renew_hooks() {
@@ -190,8 +193,8 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   void share(const std::shared_ptr<Reducer>& other, bool views);  // cases/shared_parameters.h
   GradientNoise& noise();                                         // cases/gradient_noise.h
-  // Raises if an iteration has begun and is not over. Inside of a backward it may still end well, except in
-  // kLaunched.
+  // Raises if an iteration has begun and is not over. Inside of a backward it raises in kLaunched alone: in other
+  // phases this backward may still complete the iteration.
   void check_finished() const;
 
   ReducerCallbacks& callbacks() { return callbacks_; }

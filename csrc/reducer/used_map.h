@@ -18,9 +18,9 @@
 
 namespace minddp {
 
-// What it means that a parameter has no gradient at the end of backward.
+// What it means that backward has not reached a parameter, or has brought no gradient to it.
 enum class GraphMode {
-  kAllUsed,     // an error, unless a further backward brings it
+  kAllUsed,     // not reached: an error, unless a further backward does; no gradient: it counts as zero
   kFindUnused,  // allowed. If no rank used the parameter, `.grad` stays as it was. If some rank did, a missing
                 // `.grad` counts as zero
   kStatic,      // as kFindUnused at first; from then on, what was used in the first iteration must come
@@ -120,7 +120,7 @@ class UsedMap {
   Map static_used_;            // some rank had a gradient
   Map static_any_;             // the same, or had one that a hook removed from `.grad`
   Map static_here_;            // this rank had one, or backward reached it
-  bool hooks_remove_ = false;  // of a parameter, hooks removed the gradient on every rank that had one
+  bool hooks_remove_ = false;  // for some parameter, hooks removed the gradient on every rank that had one
   Map sent_;
   at::Tensor sum_;
   Flight flight_;

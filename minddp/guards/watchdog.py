@@ -316,11 +316,13 @@ def _cut_connections(port: int) -> None:
 
 
 _current: Watchdog | None = None
+_finalized_in = 0  # the process whose end `_child_ends` hears of
+_inherited = 0  # see _note_inherited
 
 
 def current(group: Any) -> Watchdog | None:
     """The watchdog of the default group that there is now, made at the first call; ``None``: nobody can be asked."""
-    global _current
+    global _current, _finalized_in
     if type(group) is not dist.ProcessGroup or not dist.is_initialized():
         return None
     store = dist.distributed_c10d._get_default_store()
@@ -330,12 +332,14 @@ def current(group: Any) -> Watchdog | None:
         _hear_uncaught()
     if _current is None or not _current.same_group(store):
         _current = Watchdog(store, dist.get_rank(), dist.get_world_size())
+        if _finalized_in != os.getpid():  # multiprocessing forgets it in what it forks
+            Finalize(None, _child_ends, exitpriority=100)
+            _finalized_in = os.getpid()
     return _current
 
 
 def _hear_uncaught() -> None:
     """From now on, before what else is called then. Who sets these hooks later may call what was there before."""
-    Finalize(None, _child_ends, exitpriority=100)
     of_main, of_threads = sys.excepthook, threading.excepthook
 
     def main_ends(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -376,12 +380,22 @@ def _last_words() -> None:
             _current.end()
 
 
+def _note_inherited() -> None:
+    """A program may fork while it handles an exception, which its children then seem to handle until their end."""
+    global _inherited
+    _inherited = id(sys.exc_info()[1])
+
+
+_note_inherited()
+os.register_at_fork(after_in_child=_note_inherited)
+
+
 def _child_ends() -> None:
     """A process of ``multiprocessing`` ends, and no ``sys.excepthook`` hears of it. ``torch.multiprocessing.spawn``
     sends the exception to the parent and calls ``sys.exit(1)``; other functions let it through."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         error = error.__context__ if error.code else None
-    if error is not None and _current is not None:
+    if error is not None and id(error) != _inherited and _current is not None:
         with suppress(Exception):
             _current.tell(f"its program ended with {location.exception_text(error)}", ends=True, wait=_EXIT_SECONDS)

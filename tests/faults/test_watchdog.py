@@ -283,22 +283,35 @@ def train(rank, port):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4))
     ddp(torch.ones(1, 4)).sum().backward()
-    if rank == 1:
+    if rank == 1 and sys.argv[2] == "raises":
         raise ValueError("no such file")
+    if rank == 1:
+        return
     try:
         ddp(torch.ones(1, 4)).sum().backward()
     except minddp.LostPeer as lost:
         print(lost, flush=True)
 
-for process in mp.start_processes(train, (int(sys.argv[1]),), 2, join=False, start_method="fork").processes:
+try:
+    raise KeyError("a first attempt")
+except KeyError:
+    context = mp.start_processes(train, (int(sys.argv[1]),), 2, join=False, start_method="fork")
+for process in context.processes:
     process.join()  # ProcessContext.join() would end the other rank at once
 """
 
 
-def test_the_exception_of_a_spawned_rank_is_told():
-    program = Program(_SPAWNS, str(free_port()))
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [("raises", "ended with ValueError: no such file"), ("returns", "has ended")],
+    ids=["raises", "returns"],
+)
+def test_the_exception_of_a_spawned_rank_is_told(ends, words):
+    """And not the one that its parent was handling."""
+    program = Program(_SPAWNS, str(free_port()), ends)
     try:
         told, errors = program.communicate(timeout=60)
     finally:
         program.kill()
-    assert "its program ended with ValueError: no such file" in told, errors
+    assert f"its program {words}" in told, told + errors
+    assert "a first attempt" not in told

@@ -8,7 +8,7 @@ import os
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minddp import planner
@@ -103,6 +103,7 @@ def test_kinds_never_share_a_bucket_and_the_plan_is_still_optimal(instance, cost
     assert plan.finish_seconds == pytest.approx(brute_force(ready, nbytes, cost, kinds)[0], abs=1e-9)
 
 
+@example(([0.0, 0.0, 2.0, 3.0], [1, 3, 2, 2]), [3, 0, 3, 0, 2, 4, 4, 4, 3].__getitem__, list("xxyyx"), 1.0)
 @settings(max_examples=100, deadline=None)
 @given(
     gradients(5),
