@@ -1,4 +1,4 @@
-"""Opens every page of the site in a headless Chromium, narrow in light and wide in dark.
+"""Opens every page of the site in a headless Chromium, narrow and wide, in light and in dark.
 
 Skipped where Sphinx, playwright or Chromium is missing; `make docs` makes the site that is opened.
 """
@@ -132,18 +132,18 @@ def test_every_page_in_a_browser(site: Path, address: str, part: int) -> None:
         tab.on("requestfailed", lambda request: failed(wrong, tab.url, request))
         for path in pages(site)[part::BROWSERS]:
             tab.goto(address + path.relative_to(site).as_posix())
-            # Colours change no width, and widths no colour.
-            for (width, height), scheme in ((PHONE, "light"), (DESKTOP, "dark")):
+            for width, height in (PHONE, DESKTOP):
                 tab.set_viewport_size({"width": width, "height": height})
-                tab.emulate_media(color_scheme=scheme)
-                wide, window, background, broken, glaring = tab.evaluate(MEASURE)
-                wrong += [f"{tab.url}: {word!r} of a heading is broken at {width} pixels" for word in broken]
-                if scheme == "dark":
-                    wrong += [f"{tab.url}: {picture} is as bright as by day" for picture in glaring]
-                if wide > window:
-                    wrong.append(f"{tab.url}: {wide} pixels wide, the window has {window}")
-                if (brightness(background) > 128) != (scheme == "light"):
-                    wrong.append(f"{tab.url}: background {background} in {scheme} mode")
+                for scheme in ("light", "dark"):
+                    tab.emulate_media(color_scheme=scheme)
+                    wide, window, background, broken, glaring = tab.evaluate(MEASURE)
+                    wrong += [f"{tab.url}: {word!r} of a heading is broken at {width} pixels" for word in broken]
+                    if scheme == "dark":
+                        wrong += [f"{tab.url}: {picture} is as bright as by day" for picture in glaring]
+                    if wide > window:
+                        wrong.append(f"{tab.url}: {wide} pixels wide, the window has {window}")
+                    if (brightness(background) > 128) != (scheme == "light"):
+                        wrong.append(f"{tab.url}: background {background} in {scheme} mode")
         browser.close()
     assert not wrong, "\n".join(wrong)
 
