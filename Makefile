@@ -254,6 +254,7 @@ else
 	$(MAKE) $(CUDA_BUILD)/.built
 	@echo "Registers of each kernel:" && grep -E "ptxas info *: Used [0-9]+ registers" $(CUDA_BUILD)/ptxas.txt | sort | uniq -c
 	@! grep -E "[1-9][0-9]* bytes (stack frame|spill)" $(CUDA_BUILD)/ptxas.txt && echo "no stack, no spills"
+	@! grep -l "trap;" $(CUDA_BUILD)/kept/*.ptx && echo "no traps: none uses an address of the host's"
 	PYTHONPATH=$(CURDIR)/$(CUDA_BUILD)/lib .venv-cuda/bin/python -P -c '$(CHECK_CUDA)'
 endif
 
@@ -264,9 +265,9 @@ endif
 
 # In folders of its own, so that the extension built in place stays the one for the environment in use.
 $(CUDA_BUILD)/.built: $(SOURCES) $(wildcard minddp/*.py minddp/*/*.py) | .venv-cuda/.installed
-	@mkdir -p $(CUDA_BUILD)
+	@mkdir -p $(CUDA_BUILD)/kept
 	set -o pipefail; PATH=$(CURDIR)/.venv-cuda/bin:$(dir $(NVCC)):$$PATH MINDDP_CUDA=1 TORCH_CUDA_ARCH_LIST="$(CUDA_ARCHS)" \
-	  NVCC_APPEND_FLAGS="-Xptxas=-v" .venv-cuda/bin/python setup.py -q build --build-base $(CUDA_BUILD) \
+	  NVCC_APPEND_FLAGS="-Xptxas=-v --keep --keep-dir $(CURDIR)/$(CUDA_BUILD)/kept" .venv-cuda/bin/python setup.py -q build --build-base $(CUDA_BUILD) \
 	  --build-lib $(CUDA_BUILD)/lib 2>&1 | tee $(CUDA_BUILD)/ptxas.txt
 	@touch $@
 

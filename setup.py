@@ -47,6 +47,9 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "minddp/__init__.py").read_text(), re.MULTILINE)[1]
 CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+# Some compilers link their C++ library statically. Beside torch's, it must stay inside: two of one name are taken for
+# one, and whatever formats a number then may crash.
+LINK_FLAGS = ["-Wl,--exclude-libs,ALL"] if sys.platform == "linux" else []
 # Most of a compilation is torch's headers, so what includes the same of them is compiled at once: the first that a
 # file's path, from csrc on, matches. Names in anonymous namespaces are one unit's, not one file's.
 UNITS = {"bindings": r"(shm/)?bindings", "loops": "cpu/", "shm": "shm/", "reducer": ""}
@@ -121,6 +124,7 @@ def extension(cuda: bool) -> Extension:
             *([("MINDDP_WITH_RPC", "1")] if torch.distributed.rpc.is_available() else []),
         ],
         "extra_compile_args": {"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
+        "extra_link_args": LINK_FLAGS,
         "depends": sources("csrc/**/*.h", "csrc/**/*.cuh", "csrc/**/*.cpp"),
     }
     if not cuda:

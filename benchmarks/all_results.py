@@ -50,6 +50,7 @@ COMMANDS = {
     "shm": "shm.py --model mlp67-light",
     "paper": "paper.py --models mlp38,gpt2-small --rounds 3 --link 1gbit",
     "simulate-mlp38": "simulate.py --model mlp38 --link 1gbit",
+    **{f"gpu-check-{call.lower()}": f"gpu_check.py {call}" for call in "ABC"},  # takes a GPU
 }
 _ANOTHER_FILE = ("overhead-large", "overhead-torch-2.15")  # than the script's own
 _WITH_NEWEST = ("overhead-torch-2.15",)

@@ -16,8 +16,9 @@ machine with a network:
     pip install --target build/gpu-tools "setuptools>=77" ninja numpy pytest pytest-timeout
 
 What lies there is found by all that a call starts. A call leaves one folder of at most 8 files (``--results``): a
-table, its numbers, the extension with its record, and in call C traces of a step. ``--carry`` is such a folder of a
-call before: its extension is taken where there is none, and what it has passed is not done again.
+table, its numbers by part with the digest of the sources, the extension with its record, and in call C traces of a
+step. ``--carry`` is such a folder of a call before: its extension is taken where there is none, and what it has
+passed is not done again.
 
 Each part is a process of its own with a limit of its own: one that fails or hangs ends no other. ``--again`` does
 again what has passed. Nothing of minddp is imported here: it need not be built yet.
@@ -26,6 +27,7 @@ again what has passed. Nothing of minddp is imported here: it need not be built 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -73,36 +75,40 @@ BUILT = ("_C*.so", "_build.json")
 BUILD = Part("the extension with CUDA, where it is not current", 200, ("build",), "measure", True, BUILT)
 TRACES = tuple(f"trace-{variant}.json.gz" for variant in ("torch", "minddp", "minddp-views"))
 KERNEL = "tests/cuda/test_cuda_scaled_copy.py"
-FEW = (KERNEL, "-k", "gpu and (in_place or special or complex)", "--timeout=150")
+BLOCKS = "tests/cuda/test_cuda_quantization.py"
+FEW = (KERNEL, BLOCKS, "-k", "gpu and (in_place or special or complex or bits)", "--timeout=150")
 SYNC_BATCH_NORM = "tests/sync_batchnorm/test_sync_batchnorm.py::test_equals_batch_norm_over_the_whole_batch"
 STEPS = "tests/cuda/test_cuda_steps.py"
 CALLS: dict[str, dict[str, Part]] = {
     "A": {
         "build": BUILD,
         "late group": Part("every mode, with all-reduces that end late", 50, ("tests/cuda/test_cuda_late_group.py",)),
-        "kernel": Part("the kernel against ATen's arithmetic", 50, (KERNEL,), on_cpu=True),
-        "memcheck": Part("the kernel's accesses, by compute-sanitizer", 50, FEW, "memcheck"),
-        "initcheck": Part("the same for memory that nobody wrote", 50, FEW, "initcheck"),
-        "reducer": Part("gradients by NCCL and Gloo, streams, launches", 80, ("tests/cuda/test_cuda_ddp.py",)),
+        "kernel": Part("the copy's kernel against ATen's arithmetic", 50, (KERNEL,), on_cpu=True),
+        "memcheck": Part("the kernels' accesses, by compute-sanitizer", 60, FEW, "memcheck"),
+        "initcheck": Part("the same for memory that nobody wrote", 60, FEW, "initcheck"),
+        "reducer": Part("gradients by NCCL and Gloo, streams, launches", 60, ("tests/cuda/test_cuda_ddp.py",)),
     },
     "B": {
         "build": BUILD,
-        "late": Part("hooks on side streams that end late: exactly 3 times", 90, (STEPS, "-k", "late")),
+        "late": Part("hooks on side streams that end late: exactly 3 times", 60, (STEPS, "-k", "late")),
         "memory": Part("what lives on after zero_grad", 40, (STEPS, "-k", "memory")),
-        "profile": Part("what a step launches, copies and waits for", 110, (STEPS, "-k", "profile")),
-        "capture": Part("steps captured in graphs, replayed", 80, (STEPS, "-k", "captured")),
+        "profile": Part("what a step launches, copies and waits for", 60, (STEPS, "-k", "profile")),
+        "capture": Part("steps captured in graphs, replayed", 60, (STEPS, "-k", "captured")),
         "batch norm": Part("SyncBatchNorm over the whole batch", 50, (SYNC_BATCH_NORM,)),
         "functional": Part("differentiable collectives", 60, ("tests/cuda/test_functional_cuda.py",)),
+        "wires": Part("wire= and ordered= have the CPU's bits", 90, (BLOCKS,), on_cpu=True),
         "scaler": Part("GradScaler beside the bare module", 40, (STEPS, "-k", "scaler")),
     },
     "C": {
         "build": BUILD,
-        "many-small": Part("what 400 small parameters cost, beside torch", 90, ("many-small",), "measure", True),
-        "traces": Part("a step of GPT-2, as Chrome traces", 60, ("traces",), "measure", False, TRACES),
-        "resnet50": Part("ResNet-50, 256 images of 224 px, AMP", 90, ("resnet50-224",), "measure"),
-        "gpt2": Part("GPT-2, 8 x 1,024 tokens", 70, ("gpt2-1024",), "measure"),
-        "7B layers": Part("four layers as those of a 7B model", 70, ("layers-7b",), "measure"),
-        "bandwidth": Part("packing and unpacking beside a copy", 90, ("bandwidth",), "measure", True),
+        "many-small": Part("what 400 small parameters cost, beside torch", 80, ("many-small",), "measure", True),
+        "traces": Part("a step of GPT-2, as Chrome traces", 40, ("traces",), "measure", False, TRACES),
+        "resnet50": Part("ResNet-50, 256 images of 224 px, AMP", 60, ("resnet50-224",), "measure"),
+        "gpt2": Part("GPT-2, 8 x 1,024 tokens", 60, ("gpt2-1024",), "measure"),
+        "7B layers": Part("four layers as those of a 7B model", 110, ("layers-7b",), "measure"),
+        "bandwidth": Part("packing and unpacking beside a copy", 40, ("bandwidth",), "measure", True),
+        "blocks": Part("packing as 8-bit codes beside packing", 40, ("blocks",), "measure", True),
+        "wire": Part("GPT-2 with gradients in fewer bytes", 50, ("wire",), "measure", True),
     },
 }
 
@@ -239,7 +245,7 @@ def run_call(call: str, device: str, output: Path, again: bool, carry: Path | No
     output.parent.mkdir(parents=True, exist_ok=True)
     parts = {name: part for name, part in CALLS[call].items() if device == "cuda" or part.on_cpu}
     result: dict[str, Any] = {"benchmark": "gpu_check", "call": call, "device": device, "parts": {}}
-    result["sources"] = sources()
+    result |= {"gpu": gpu_name(), "sources": sources()}
     if not again:
         result = passed_before(output, carry, result["sources"], device) or result
     deadline = time.monotonic() + CALL_SECONDS
@@ -252,7 +258,7 @@ def run_call(call: str, device: str, output: Path, again: bool, carry: Path | No
             print(f"{call} {name}: no time left; call {call} once more")
             continue
         print(f"{call} {name}, at most {left:.0f} s …", flush=True)
-        result["parts"][name] = run_part(part, device, left, output)
+        result["parts"][name] = {**run_part(part, device, left, output), "sources": result["sources"]}
         if name == "build":
             leave_build(output.parent)
         result["date"] = time.strftime("%Y-%m-%d")
@@ -272,7 +278,7 @@ def write(path: Path, text: str) -> None:
 
 def table(result: dict[str, Any]) -> str:
     """One call's result as text."""
-    lines = [f"gpu-check {result['call']} on {'a GPU' if result['device'] == 'cuda' else 'the CPU'}"]
+    lines = [f"gpu-check {result['call']} on {result['gpu'] if result['device'] == 'cuda' else 'the CPU'}"]
     for name, part in result["parts"].items():
         said = part.get("closing") or part.get("error", "").strip().rpartition("\n")[2]
         lines.append(f"{'ok    ' if part['ok'] else 'FAILED'} {name:12}{part['seconds']:7.1f} s  {said}".rstrip())
@@ -293,10 +299,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def has_gpu() -> bool:
-    """Asked in another process: this one needs no torch."""
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+@functools.cache
+def gpu_name() -> str:
+    """``NVIDIA H200, torch 2.11.0+cu130``; empty where there is none. Asked in another process: this one needs no
+    torch."""
+    code = "import torch; torch.cuda.is_available() and print(torch.cuda.get_device_name() + '|' + torch.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120, stdout=subprocess.PIPE, text=True)
+    return done.stdout.strip().replace("|", ", torch ")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -304,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.plan:
         print(plan())
         return 0
-    device = "cuda" if not arguments.cpu_half and has_gpu() else "cpu"
+    device = "cuda" if not arguments.cpu_half and gpu_name() else "cpu"
     folder = arguments.results
     if folder is None:
         folder = RESULTS if device == "cuda" else Path(tempfile.mkdtemp(prefix="minddp-gpu-check-"))

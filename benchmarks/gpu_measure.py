@@ -9,6 +9,8 @@ many-small, resnet50-224, gpt2-1024, layers-7b
              many-small also step(DDP) - step(local): the reducer and the collectives of one rank
 traces       a step of each of three variants, as Chrome traces in --folder
 bandwidth    packing and unpacking, as a share of a plain copy of as many bytes
+blocks       the same with wire="int8", beside packing without it
+wire         GPT-2's step with wire="bf16" and "int8", beside without, at world size 1
 """
 
 from __future__ import annotations
@@ -27,11 +29,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# One rank alone goes through the process group, as it does in torch's class.
-os.environ.setdefault("MINDDP_ALWAYS_REDUCE", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # minddp as built in place
 VARIANTS = ["torch", "torch-views", "minddp", "minddp-views"]
+WIRES = ["minddp", "minddp-bf16", "minddp-int8"]
 OURS = "scaled_copy_kernel"
 BUCKET_BYTES = 25 << 20
 SETS = 8  # of source and destination, in turn: together they fit into no cache
@@ -101,7 +102,7 @@ def count_launches(rank: int, world_size: int, model: str, engine: str) -> dict[
             "launches": sum(names.values()),
             "ours": sum(count for name, count in names.items() if OURS in name),
             "buckets": len(step.bucket_bytes()) if variant != "local" else 0,
-            "names": dict(names.most_common(40)),
+            "names": dict(names.most_common(12)),
         }
         del step
         if device.type == "cuda":
@@ -117,7 +118,9 @@ def _is_launch(event: Any, device: Any) -> bool:
     return bool(event.device_type == DeviceType.CUDA and not event.name.startswith("ProfilerStep"))
 
 
-def device_costs(rank: int, world_size: int, model: str, engine: str, rounds: int) -> dict[str, dict[str, float]]:
+def device_costs(
+    rank: int, world_size: int, model: str, engine: str, rounds: int, variants: list[str] = VARIANTS
+) -> dict[str, dict[str, float]]:
     """For each variant, medians over ``rounds`` steps: seconds of the device and of the host's enqueueing (on a CPU
     the same), and the peak of allocated bytes (on a CPU 0)."""
     import harness
@@ -128,7 +131,7 @@ def device_costs(rank: int, world_size: int, model: str, engine: str, rounds: in
     device = harness.rank_device(engine, rank)
     on_gpu = device.type == "cuda"
     costs: dict[str, dict[str, float]] = {}
-    for variant in ["local", *VARIANTS]:
+    for variant in ["local", *variants]:
         step = steps.make_step(variant, models.workload(model, device, rank), device)
         for _ in range(3):
             step()
@@ -229,6 +232,40 @@ def bandwidth(device: str) -> dict[str, Any]:
     return {"rows": rows, "table": lines}
 
 
+def blocks(device: str) -> dict[str, Any]:
+    """Seconds of a bucket of 25 MiB as 8-bit codes (``wire="int8"``), beside packing it without."""
+    import torch
+
+    from minddp import _extension
+
+    extension = _extension.load()
+    numel = BUCKET_BYTES // 4
+    count = -(-numel // 256)
+    gradients = [torch.randn(numel, device=device) for _ in range(SETS)]
+    buffers = [torch.empty(numel, device=device) for _ in range(SETS)]
+    lost = [torch.zeros(count * 260, dtype=torch.uint8, device=device) for _ in range(SETS)]
+    codes = [torch.zeros(2, count * 260, dtype=torch.uint8, device=device) for _ in range(SETS)]
+    for gradient, pair in zip(gradients, codes, strict=True):
+        for piece in pair:
+            extension.quantize(gradient, 0.5, None, piece)
+    of_sum = torch.empty(count * 256, device=device)
+    calls: dict[str, list[Callable[[], None]]] = {
+        "packing without": [_pack_call(device, g, b, 0.5, 1) for g, b in zip(gradients, buffers, strict=True)],
+        "packing": [lambda g=g, c=c: extension.quantize(g, 0.5, None, c[0]) for g, c in zip(gradients, codes)],
+        "packing, error feedback": [
+            lambda g=g, c=c, e=e: extension.quantize(g, 0.5, e, c[0]) for g, c, e in zip(gradients, codes, lost)
+        ],
+        "sum of two": [lambda c=c: extension.add_quantized(list(c), None) for c in codes],
+        "sum of two, error feedback": [lambda c=c: extension.add_quantized(list(c), of_sum) for c in codes],
+        "unpacking": [lambda b=b, c=c: extension.dequantize(c[0], 1.0, b) for b, c in zip(buffers, codes)],
+    }
+    seconds = _interleaved_seconds(calls, device)
+    lines = ['25 MiB with wire="int8"               us   of packing without']
+    for name, value in seconds.items():
+        lines.append(f"{name:30}{value * 1e6:10.1f}{value / seconds['packing without']:10.2f}")
+    return {"seconds": seconds, "table": lines}
+
+
 def _pack_call(device: str, source: Any, target: Any, scale: float, count: int) -> Callable[[], None]:
     from minddp import _extension
 
@@ -319,6 +356,21 @@ def measure_model(model: str, device: str, rounds: int) -> dict[str, Any]:
     return {**entry, "table": model_lines(entry)}
 
 
+def measure_wire(device: str, rounds: int) -> dict[str, Any]:
+    """What GPT-2's step costs the device and the host as its gradients travel in fewer bytes, at world size 1."""
+    import harness
+
+    model = "gpt2-1024" if device == "cuda" else "many-small"
+    with harness.Ranks(1, "nccl" if device == "cuda" else "gloo") as ranks:
+        costs = ranks.run(device_costs, model, ranks.engine, rounds, WIRES, timeout=150)[0]
+    row = "{:14}{:>12}{:>12}{:>10}".format
+    lines = [f"{model}, a step:", row("", "device ms", "enqueue ms", "peak MB")]
+    for variant, cost in costs.items():
+        device_ms, enqueue, peak = cost["device"] * 1e3, cost["enqueue"] * 1e3, cost["peak_bytes"] / 1e6
+        lines.append(row(variant, f"{device_ms:.3f}", f"{enqueue:.3f}", f"{peak:.0f}"))
+    return {"model": model, "costs": costs, "table": lines}
+
+
 def measure_device(model: str, device: str, rounds: int) -> dict[str, Any]:
     """Launches, and what a step costs the device and the host, of every variant on one model, at world size 1."""
     import harness
@@ -370,18 +422,24 @@ def model_lines(entry: dict[str, Any]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parts = ["build", "traces", "bandwidth", "many-small", "resnet50-224", "gpt2-1024", "layers-7b"]
+    parts = ["build", "traces", "bandwidth", "blocks", "wire", "many-small", "resnet50-224", "gpt2-1024", "layers-7b"]
     parser.add_argument("part", choices=parts)
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
     parser.add_argument("--rounds", type=int, help="of the overhead (default: 20 on a GPU, 5 on a CPU)")
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--folder", type=Path, default=Path(), help="where traces go")
     arguments = parser.parse_args(argv)
+    # One rank alone goes through the process group, as it does in torch's class.
+    os.environ.setdefault("MINDDP_ALWAYS_REDUCE", "1")
     device = arguments.device
     if arguments.part == "build":
         result = build(device)
     elif arguments.part == "bandwidth":
         result = bandwidth(device)
+    elif arguments.part == "blocks":
+        result = blocks(device)
+    elif arguments.part == "wire":
+        result = measure_wire(device, arguments.rounds or (20 if device == "cuda" else 5))
     elif arguments.part == "traces":
         result = traces(device, arguments.folder)
     else:

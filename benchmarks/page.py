@@ -107,6 +107,17 @@ times as fast where the tensor itself lies in shared memory, as buckets do.
 """
 
 
+_GPU = """
+## On a GPU
+
+One {gpu}, one rank through NCCL. There is no other rank, so this is what the class itself costs: launches, copies,
+the host's time. It says nothing about overlap between GPUs. "added" is what a step takes beyond the local one,
+variants taking turns; "ours" counts launches of minddp's kernel. "device" is the time between two events around a
+step, "enqueue" the host's until it has enqueued it. There the variants ran one after the other: differences below a
+tenth say little.
+"""
+
+
 def read(name: str) -> dict[str, Any]:
     return dict(harness.read_json(harness.RESULTS / f"{name}.json"))
 
@@ -262,6 +273,17 @@ def links() -> list[list[str]]:
     return [cells for _, cells in sorted(rows)]
 
 
+def gpu() -> str:
+    """What ``gpu_check.py C`` has printed."""
+    result = read("gpu-check-c")
+    parts = [_GPU.format(gpu=result["gpu"]), f"\n`{result['command']}`\n"]
+    for name in ("many-small", "resnet50", "gpt2", "7B layers", "bandwidth", "blocks", "wire"):
+        measured = result["parts"][name]["measured"]
+        both = [*measured.get("beside", {}).get("table", []), *measured["table"]]
+        parts.append("\n```\n" + "\n".join(dict.fromkeys(both)) + "\n```\n")
+    return "".join(parts)
+
+
 def norms() -> str:
     result = read("grad-norm")
     names = {"many-small": "400 small parameters", "mlp67": "67 MB MLP"}
@@ -281,7 +303,8 @@ def _milliseconds(seconds: dict[str, float]) -> str:
 
 def page() -> str:
     """The page's text."""
-    return _HEAD + steps() + memory() + bucket_sizes() + wires() + norms() + simulation() + _PAPER + shared_memory()
+    parts = [steps, memory, bucket_sizes, wires, norms, simulation, lambda: _PAPER, shared_memory, gpu]
+    return _HEAD + "".join(part() for part in parts)
 
 
 def main() -> None:

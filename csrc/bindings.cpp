@@ -3,6 +3,7 @@
 #include "bindings_find_tensors.h"
 #include "cases/gradient_noise.h"
 #include "reducer/reducer.h"
+#include "support/block_quantization.h"
 #include "support/gil_release.h"
 #include "support/sum_of_squares.h"
 #include "support/watched_wait.h"
@@ -421,6 +422,25 @@ void scaled_copy_tensors(const at::Tensor& src, const at::Tensor& dst, double sc
     scaled_copy({segment}, src.device(), src.scalar_type(), dst.scalar_type(), scale);
 }
 
+// For tests and benchmarks: blocks of codes, on the tensors' device.
+void bind_block_quantization(py::module_& module) {
+  using Lost = std::optional<at::Tensor>;
+  module.def(
+      "quantize",
+      [](const at::Tensor& src, double scale, const Lost& lost, const at::Tensor& blocks) {
+        quantize(src, scale, lost.value_or(at::Tensor()), Rounding(), blocks);
+      },
+      Release(), py::arg("src"), py::arg("scale"), py::arg("lost"), py::arg("blocks"));
+  module.def("dequantize", &dequantize, Release(), py::arg("blocks"), py::arg("scale"), py::arg("dst"));
+  module.def(
+      "add_quantized",
+      [](const std::vector<at::Tensor>& pieces, const Lost& lost) {
+        add_quantized(pieces, Rounding(), lost.value_or(at::Tensor()));
+      },
+      Release(), py::arg("pieces"), py::arg("lost"));
+  module.def("add_loss", &add_loss, Release(), py::arg("loss"), py::arg("lost"));
+}
+
 }  // namespace
 }  // namespace minddp
 
@@ -446,6 +466,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("norm_squared", &norm_squared, Release(), py::arg("tensors"));
   module.def("scaled_copy", &scaled_copy_tensors, py::arg("src"), py::arg("dst"), py::arg("scale"),
       py::arg("reference") = false);
+  bind_block_quantization(module);
 #ifdef MINDDP_WITH_CUDA
   bind_cuda(module);
 #endif

@@ -41,6 +41,7 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 __all__ = [
     "REAL_STARTS", "Program", "Rank", "hash_seeds", "run_and_end", "run_module",
@@ -345,8 +346,9 @@ def warm() -> None:
     # The first step of an optimizer imports a good part of torch.
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    torch.optim.Adam([parameter], foreach=False).step()
-    torch.optim.SGD([parameter]).step()
+    with mock.patch("torch.cuda.is_available", return_value=False):  # to ask it starts a thread where there is a GPU
+        torch.optim.Adam([parameter], foreach=False).step()
+        torch.optim.SGD([parameter]).step()
     torch.func.functional_call(torch.nn.Linear(1, 1), {}, (torch.zeros(1, 1),))
     if torch.version.cuda is None:  # torch.manual_seed() keeps the caller's stack for each device that is not there
         for device in (torch.cuda, torch.xpu, torch.mtia):

@@ -3,7 +3,7 @@
 #include "support/errors.h"
 
 #ifdef MINDDP_WITH_RPC
-#include <torch/csrc/distributed/autograd/context/context.h>
+#include <torch/csrc/distributed/autograd/context/container.h>
 #endif
 
 namespace minddp {
@@ -40,6 +40,7 @@ void ContextGradients::on_end(bool done) {
 
 #ifdef MINDDP_WITH_RPC
 
+using torch::distributed::autograd::DistAutogradContainer;
 using torch::distributed::autograd::DistAutogradContext;
 using torch::distributed::autograd::ThreadLocalDistAutogradContext;
 
@@ -69,11 +70,20 @@ const char* ContextGradients::fetch(const ArrivedGradient& arrival, bool begun) 
   return nullptr;
 }
 
+// Not by counting references: a thread of the engine may hold the last one a moment longer.
+static bool is_known(const DistAutogradContext& context) {
+  try {
+    return DistAutogradContainer::getInstance().retrieveContext(context.contextId()).get() == &context;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
 // An entry is written by the context's own method, under its lock. A parameter that other ranks alone have used has
 // none yet: the map that getGradients() returns is the context's own, not a copy, and nobody else writes to it, since
 // the graph task of this worker is over.
 void ContextGradients::bring_back() {
-  TORCH_CHECK(context_.use_count() > 1,
+  TORCH_CHECK(is_known(*context_),
       "finalize_backward(): the context of this backward (torch.distributed.autograd.context()) is no more, and its "
       "gradients with it. Call it inside of the context's `with` block, and abort_iteration() to go on.");
   auto gradients = context_->getGradients();

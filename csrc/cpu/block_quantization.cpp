@@ -1,6 +1,9 @@
 #include "support/block_quantization.h"
 
+#include "cuda/block_quantization.h"
+#include "cuda/scaled_copy.h"
 #include "half_precision.h"
+#include "support/block_codes.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
@@ -15,16 +18,13 @@
 namespace minddp {
 namespace {
 
+#ifdef MINDDP_WITH_CUDA
+constexpr bool kWithKernel = true;
+#else
+constexpr bool kWithKernel = false;
+#endif
 constexpr int64_t kN = QuantizedBlock::kNumbers;
-constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
-// Added to a small number, it leaves the number's nearest integer, ties to even, in the low bits.
-constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23
-// The same in steps of 1/256: the low 16 bits are a fixed-point number with eight binary places.
-constexpr float kRoundsTo256ths = kRounds / 256;
-// Of a block that is smaller, the scale would be too small to be divided by: it travels as zeros, and is not kept.
-constexpr float kSmallest = 1e-30f;
-
-enum Code : int8_t { kPlus = 127, kMinus = -127, kNaN = -128 };
+using namespace block_codes;
 
 // A number in [-0.5, 0.5) by position: a finalizer of MurmurHash3 over the position and the seed.
 inline float noise(uint32_t position, uint32_t seed) {
@@ -38,7 +38,7 @@ inline float noise(uint32_t position, uint32_t seed) {
 MINDDP_VECTORIZED
 uint32_t largest_magnitude(const float* x) {
   uint32_t largest = 0;
-  for (int64_t i = 0; i < kN; ++i) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & kMagnitude);
+  for (int64_t i = 0; i < kN; ++i) largest = std::max(largest, magnitude(x[i]));
   return largest;
 }
 
@@ -50,17 +50,14 @@ uint32_t load_block(const float* src, float scale, const QuantizedBlock* lost, f
   for (int64_t i = 0; i < kN; ++i) {
     const float value = src[i] * scale + float(lost->codes[i]) * step;
     x[i] = value;
-    largest = std::max(largest, std::bit_cast<uint32_t>(value) & kMagnitude);
+    largest = std::max(largest, magnitude(value));
   }
   return largest;
 }
 
 MINDDP_VECTORIZED
 void encode_nearest(const float* x, float scale, float inverse, QuantizedBlock* block) {
-  for (int64_t i = 0; i < kN; ++i) {
-    const float moved = x[i] * inverse + kRounds;
-    block->codes[i] = static_cast<int8_t>(std::bit_cast<int32_t>(moved) - std::bit_cast<int32_t>(kRounds));
-  }
+  for (int64_t i = 0; i < kN; ++i) block->codes[i] = static_cast<int8_t>(low_bits(x[i] * inverse + kRounds, kRounds));
   block->scale = scale;
 }
 
@@ -81,8 +78,7 @@ MINDDP_VECTORIZED
 void encode_stochastic(const float* x, float scale, float inverse, uint32_t seed, QuantizedBlock* block) {
   for (int64_t i = 0; i < kN; ++i) {
     const float moved = x[i] * inverse + noise(uint32_t(i), seed) + kRounds;
-    const int32_t code = std::bit_cast<int32_t>(moved) - std::bit_cast<int32_t>(kRounds);
-    block->codes[i] = static_cast<int8_t>(std::min(std::max(code, -127), 127));
+    block->codes[i] = static_cast<int8_t>(std::min(std::max(low_bits(moved, kRounds), -127), 127));
   }
   block->scale = scale;
 }
@@ -105,49 +101,23 @@ void decode_and_add(const QuantizedBlock* block, float* sum) {
   for (int64_t i = 0; i < kN; ++i) sum[i] = sum[i] + float(block->codes[i]) * scale;
 }
 
-float value_of(int8_t code, float scale) {
-  if (code == kPlus) return std::numeric_limits<float>::infinity();
-  if (code == kMinus) return -std::numeric_limits<float>::infinity();
-  if (code == kNaN) return std::numeric_limits<float>::quiet_NaN();
-  return float(code) * scale;
-}
-
 // What is not finite has codes of its own; the others are rounded to the nearest.
-void encode_special(const float* x, QuantizedBlock* block, float* lost) {
-  float largest = 0;
+void encode_special(const float* x, QuantizedBlock* block) {
+  uint32_t largest = 0;
   for (int64_t i = 0; i < kN; ++i)
-    if (std::isfinite(x[i])) largest = std::max(largest, std::fabs(x[i]));
-  const float scale = largest < kSmallest ? 0.0f : largest / 126;
+    if (magnitude(x[i]) < kInfinity) largest = std::max(largest, magnitude(x[i]));
+  const float scale = scale_beside_special(largest);
   block->scale = -scale;
-  for (int64_t i = 0; i < kN; ++i) {
-    int8_t& code = block->codes[i];
-    if (std::isnan(x[i]))
-      code = kNaN;
-    else if (std::isinf(x[i]))
-      code = x[i] > 0 ? kPlus : kMinus;
-    else
-      code = scale == 0 ? 0 : static_cast<int8_t>(std::nearbyint(x[i] / scale));
-    if (lost) lost[i] = std::isfinite(x[i]) ? x[i] - float(code) * scale : 0.0f;
-  }
-}
-
-struct Scale {
-  float scale, inverse;  // 0: too small to be encoded
-};
-
-// `largest`: the bits of the largest magnitude, which is finite.
-Scale scale_for(uint32_t largest) {
-  const float magnitude = std::bit_cast<float>(largest);
-  if (magnitude < kSmallest) return {0.0f, 0.0f};
-  float scale = magnitude / 127;
-  if (std::isinf(scale * 127)) scale = std::nextafter(scale, 0.0f);  // of the largest float
-  return {scale, 127 / magnitude};
+  for (int64_t i = 0; i < kN; ++i) block->codes[i] = special_code(x[i], scale);
 }
 
 // `lost`, 256 floats or null, gets what rounding loses.
 void encode(const float* x, uint32_t largest, Rounding rounding, uint64_t position, QuantizedBlock* block,
     float* lost = nullptr) {
-  if (largest >= kInfinity) return encode_special(x, block, lost);
+  if (largest >= kInfinity) {
+    if (lost) std::fill(lost, lost + kN, 0.0f);
+    return encode_special(x, block);
+  }
   const auto [scale, inverse] = scale_for(largest);
   if (rounding.stochastic && scale > 0) {
     const uint64_t mixed = (rounding.seed * 0xbf58476d1ce4e5b9u + position) * 0x9e3779b97f4a7c15u;
@@ -271,7 +241,12 @@ void add_on_host(const std::vector<at::Tensor>& pieces, Rounding rounding, float
   }
 }
 
-// --- by tensor operators
+// --- elsewhere: on a GPU by the kernel, or else by tensor operators
+
+bool has_kernel(const at::Tensor& tensor) {
+  if constexpr (kWithKernel) return tensor.is_cuda() && cuda::covers(tensor.device().index());
+  return false;
+}
 
 at::Tensor rows_of(const at::Tensor& bytes) { return bytes.view({-1, int64_t(sizeof(QuantizedBlock))}); }
 
@@ -304,7 +279,7 @@ at::Tensor encode_rows(const at::Tensor& values, const at::Tensor& bytes) {
   const at::Tensor rows = rows_of(bytes);
   rows.narrow(1, 0, kN).copy_(codes.to(at::kChar).view(at::kByte));
   rows.narrow(1, kN, sizeof(float)).copy_(at::where(special, scale.neg(), scale).view(at::kByte));
-  return (numbers - rounded * scale).masked_fill(~finite, 0);
+  return (numbers - rounded * scale).masked_fill(special, 0);
 }
 
 }  // namespace
@@ -319,6 +294,8 @@ void quantize(
     });
     return;
   }
+  if constexpr (kWithKernel)
+    if (has_kernel(src)) return cuda::quantize(src, scale, lost, blocks);
   const int64_t rest = QuantizedBlock::count(src.numel()) * kN - src.numel();
   const at::Tensor numbers = at::constant_pad_nd(flat(src).to(at::kFloat) * scale, {0, rest}).view({-1, kN});
   const at::Tensor left = encode_rows(lost.defined() ? numbers + decoded(lost) : numbers, blocks);
@@ -326,6 +303,8 @@ void quantize(
 }
 
 void dequantize(const at::Tensor& blocks, double scale, const at::Tensor& dst) {
+  if constexpr (kWithKernel)
+    if (has_kernel(dst)) return cuda::dequantize(blocks, scale, dst);
   if (!dst.is_cpu()) return void(flat(dst).copy_(decoded(blocks).view({-1}).narrow(0, 0, dst.numel()).mul_(scale)));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dst.scalar_type(), "minddp: dequantize",
       [&] { dequantize_as(blocks_of(blocks), float(scale), dst.mutable_data_ptr<scalar_t>(), dst.numel()); });
@@ -338,6 +317,8 @@ at::Tensor any_special(const at::Tensor& blocks) {
 void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, const at::Tensor& lost) {
   if (pieces[0].is_cpu())
     return add_on_host(pieces, rounding, lost.defined() ? lost.mutable_data_ptr<float>() : nullptr);
+  if constexpr (kWithKernel)
+    if (has_kernel(pieces[0])) return cuda::add_quantized(pieces, lost);
   at::Tensor sum = decoded(pieces[0]);
   for (size_t k = 1; k < pieces.size(); ++k) sum.add_(decoded(pieces[k]));
   const at::Tensor left = encode_rows(sum, pieces[0]);
@@ -345,6 +326,8 @@ void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, con
 }
 
 void add_loss(const at::Tensor& loss, const at::Tensor& lost) {
+  if constexpr (kWithKernel)
+    if (has_kernel(lost)) return cuda::add_loss(loss, lost);
   if (!lost.is_cpu()) return void(encode_rows(decoded(lost) + loss.view({-1, kN}), lost));
   alignas(64) float sum[kN];
   const float* numbers = loss.const_data_ptr<float>();

@@ -4,8 +4,9 @@
 //
 // The scale is the largest magnitude of the block / 127. A scale with a sign (-0, too) marks a block that holds what
 // is not finite: there the codes 127, -127 and -128 mean infinity, -infinity and NaN, and the finite values of the
-// block keep theirs, of 126 steps. What is done with a number depends on its block alone, not on the processor. On
-// the CPU by loops, elsewhere by tensor operators, which know no stochastic rounding. Pure.
+// block keep theirs, of 126 steps. What is done with a number depends on its block alone, not on the processor. The
+// CPU has loops (cpu/), CUDA a kernel with the same bits (cuda/), other devices tensor operators. Those two round to
+// nearest alone. Pure.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,10 +33,10 @@ struct Rounding {
 };
 
 // Encodes src * scale as blocks; the rest of the last one is zero. If `lost` is defined, it is added first, and
-// becomes what rounding has lost: to 1/256 of a step on the CPU with nearest rounding, otherwise encoded as a block
-// of its own. It is 0 for what is not finite, and for a block whose largest magnitude is below 1e-30. An undefined
-// `src` is zeros, and `lost` stays. All lie in one piece of memory: `src` real floating point, `lost` and `blocks`
-// bytes.
+// becomes what rounding has lost: to 1/256 of a step with nearest rounding, else (and by tensor operators) encoded as
+// a block of its own. It is 0 for a block that holds what is not finite, and for one whose largest magnitude is below
+// 1e-30. An undefined `src` is zeros, and `lost` stays. All lie in one piece of memory: `src` real floating point,
+// `lost` and `blocks` bytes.
 void quantize(
     const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks);
 

@@ -41,7 +41,9 @@ def all_gather_ints(values: list[int], group: Any) -> list[list[int]]:
 def ints_from_root(values: list[int] | None, root: int, group: Any) -> list[int]:
     """The root's ``values``, one for each rank of the group. Collective."""
     size = dist.get_world_size(group)
-    control = group if size == 1 else _control_group(group)
+    if size == 1:
+        return list(values or [])
+    control = _control_group(group)
     if control is None:
         rows: list[list[int]] = gather_objects(values or [], group)
         return rows[root]

@@ -60,7 +60,7 @@ def _total(loss: Loss, x: Tensor, index: int, step: complex, group: Any) -> floa
     moved = x.detach().clone(memory_format=torch.contiguous_format)
     if step:
         moved.view(-1)[index] += step
-    total = loss(moved.requires_grad_()).detach().double().reshape(1).cpu()
+    total = loss(moved.requires_grad_()).detach().double().reshape(1)
     dist.all_reduce(total, group=group)
     return float(total)
 

@@ -74,7 +74,7 @@ class Engine(StepCheck):
         self.group = group
         self.devices = devices
         super().__init__()
-        self.wire = WireFormat(config.wire, config.ordered, group)
+        self.wire = WireFormat(config.wire, config.ordered, group, environment.always_reduce())
         self.hook: tuple[Any, Any] | None = None
         self.mixed: MixedPrecision | None = None
         self.finite: FiniteCheck | None = None

@@ -51,6 +51,7 @@ class WireFormat:
         wire: as given.
         ordered: sums must not depend on the transport, nor on the plan of buckets.
         group: the wrapper's.
+        sends_alone: a group of one rank is gone through, too.
 
     Attributes:
         residuals: error feedback, by parameter. A new plan of buckets keeps them; another memory format begins anew.
@@ -59,12 +60,14 @@ class WireFormat:
     wire: Wire | None
     ordered: bool
     group: Any
+    sends_alone: bool = False
     residuals: dict[torch.Tensor, Residual] = field(default_factory=dict)
 
     @property
     def is_in_force(self) -> bool:
-        """One rank sends nothing."""
-        return (self.wire is not None or self.ordered) and bool(self.group.size() > 1)
+        """One rank sends nothing, unless it is told to."""
+        sends = self.group.size() > 1 or self.sends_alone
+        return (self.wire is not None or self.ordered) and bool(sends)
 
     def exact_names(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> list[str]:
         """Those that the user has named, for a comparison of ranks."""

@@ -68,11 +68,17 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     command += [f"-I{path}" for path in [str(ROOT / "csrc"), *cpp_extension.include_paths()]]
     command += [str(Path(__file__).with_name("emulated_kernel.cpp")), "-o", str(target)]
     command += [f"-L{torch_libraries}", f"-Wl,-rpath,{torch_libraries}", "-lc10"]
+    command += ["-Wl,--exclude-libs,ALL"]  # where the compiler adds its standard library to it, that one stays inside
     subprocess.run(command, check=True)
     library = ctypes.CDLL(str(target))
     library.emulate.argtypes = [ctypes.POINTER(Segment), ctypes.c_int64, ctypes.c_int, ctypes.c_int]
     library.emulate.argtypes += [ctypes.c_double, ctypes.c_void_p, ctypes.c_int64]
     library.error.restype = ctypes.c_char_p
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.emulate_quantize.argtypes = [pointer, ctypes.c_int, number, ctypes.c_double, pointer, pointer]
+    library.emulate_dequantize.argtypes = [pointer, ctypes.c_double, pointer, ctypes.c_int, number]
+    library.emulate_add_quantized.argtypes = [pointer, ctypes.c_int, number, pointer]
+    library.emulate_add_loss.argtypes = [pointer, pointer, number]
     return library
 
 

@@ -1,8 +1,10 @@
-// Runs csrc/cuda's kernel on a CPU: every block, and every thread in it, in turn.
+// Runs csrc/cuda's kernels on a CPU: every block, and every thread or warp in it, in turn.
 //
-// The kernel's threads share nothing and never wait for each other, so any order is a legal one, and
-// index arithmetic, alignment, conversions and the choice of types can be tested without a GPU.
+// The copy's threads share nothing and never wait for each other, the other kernels' warps neither. So any order is a
+// legal one, and index arithmetic, alignment, conversions and the choice of types can be tested without a GPU.
+#include <algorithm>
 #include <cstdint>
+#include <string>
 
 #define __global__
 #define __device__
@@ -13,11 +15,9 @@ struct Index {
 };
 static Index blockIdx, threadIdx;
 
+#include "cuda/block_quantization_kernel.cuh"
 #include "cuda/coverage.h"
 #include "cuda/scaled_copy_kernel.cuh"
-
-#include <algorithm>
-#include <string>
 
 namespace {
 
@@ -25,6 +25,28 @@ using namespace minddp;
 using namespace minddp::cuda;
 
 std::string last_error;
+
+// All lanes of a warp, one after the other.
+struct AllLanes {
+  float x[kLanes][kMine];
+
+  void each(auto&& f) {
+    for (int lane = 0; lane < kLanes; ++lane) f(lane, x[lane]);
+  }
+  uint32_t largest(auto&& f) const {
+    uint32_t found = 0;
+    for (const float* mine : x) found = std::max(found, f(mine));
+    return found;
+  }
+};
+
+// work(warp, block) for each of `count` blocks, from the last to the first.
+void for_each_block(int64_t count, auto&& work) {
+  for (int64_t block = count - 1; block >= 0; --block) {
+    AllLanes warp;
+    work(warp, block);
+  }
+}
 
 // One launch over pieces [begin, end), as the launcher makes it from a table or a part of one.
 template <typename Src, typename Dst, bool kScaled>
@@ -67,6 +89,40 @@ extern "C" int emulate(
     last_error = error.what_without_backtrace();
     return -1;
   }
+}
+
+// The functions of block_quantization.h.
+extern "C" void emulate_quantize(
+    const void* src, int type, int64_t numel, double scale, QuantizedBlock* lost, QuantizedBlock* blocks) {
+  visit_floating(static_cast<at::ScalarType>(type), [&](auto of) {
+    const auto* numbers = static_cast<const typename decltype(of)::type*>(src);
+    for_each_block(QuantizedBlock::count(numel), [&](auto& warp, int64_t block) {
+      const int64_t begin = block * QuantizedBlock::kNumbers;
+      quantize_block(warp, numbers + begin, numel - begin, float(scale), lost ? lost + block : nullptr, blocks + block);
+    });
+  });
+}
+
+extern "C" void emulate_dequantize(const QuantizedBlock* blocks, double scale, void* dst, int type, int64_t numel) {
+  visit_floating(static_cast<at::ScalarType>(type), [&](auto of) {
+    auto* numbers = static_cast<typename decltype(of)::type*>(dst);
+    for_each_block(QuantizedBlock::count(numel), [&](auto& warp, int64_t block) {
+      const int64_t begin = block * QuantizedBlock::kNumbers;
+      dequantize_block(warp, blocks + block, float(scale), numbers + begin, numel - begin);
+    });
+  });
+}
+
+extern "C" void emulate_add_quantized(QuantizedBlock* pieces, int count, int64_t blocks, float* lost) {
+  for_each_block(blocks, [&](auto& warp, int64_t block) {
+    add_blocks(warp, pieces + block, count, blocks, lost ? lost + block * QuantizedBlock::kNumbers : nullptr);
+  });
+}
+
+extern "C" void emulate_add_loss(const float* loss, QuantizedBlock* lost, int64_t blocks) {
+  for_each_block(blocks, [&](auto& warp, int64_t block) {
+    add_loss_to_block(warp, loss + block * QuantizedBlock::kNumbers, lost + block);
+  });
 }
 
 extern "C" const char* error() {

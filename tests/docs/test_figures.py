@@ -133,6 +133,18 @@ def test_the_readmes_bucket_sizes() -> None:
         assert_made_by(command, result)
 
 
+def test_the_readmes_gpu() -> None:
+    result = json.loads((RESULTS / "gpu-check-c.json").read_text())
+    found = result["parts"]["many-small"]["measured"]["beside"]
+    ((command, theirs, ours, launches),) = in_the_readme("what the class adds").values()
+    for cell, variant in ((theirs, "torch"), (ours, "minddp")):
+        assert_shown(cell, [1e3 * found["overhead"][variant]["added"][key] for key in ("median", "low", "high")])
+    counts = {name: count["launches"] for name, count in found["launches"].items()}
+    assert_shown(launches, [counts["minddp"] - counts["local"], counts["torch"] - counts["local"]])
+    assert_made_by(command, result)
+    assert "NVIDIA H200, torch 2.11" in result["gpu"] and all(part["ok"] for part in result["parts"].values())
+
+
 def test_the_readmes_wire() -> None:
     import wire
     from sweep import Sweep

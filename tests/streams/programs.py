@@ -295,13 +295,13 @@ def train(
     return [None if t is None else t.cpu() for t in seen]
 
 
-def differences(found: list[Tensor | None], want: list[Tensor | None]) -> list[str]:
+def differences(found: list[Tensor | None], want: list[Tensor | None], rounding: float = 1e-4) -> list[str]:
     """Where the two are not the same to rounding."""
     wrong = []
     for i, (a, b) in enumerate(zip(found, want, strict=True)):
         if (a is None) != (b is None):
             wrong.append(f"{i}: {a} instead of {b}")
-        elif a is not None and b is not None and not torch.allclose(a, b, rtol=1e-4, atol=1e-5):
+        elif a is not None and b is not None and not torch.allclose(a, b, rtol=rounding, atol=rounding / 10):
             wrong.append(f"{i}: {float((a - b).abs().max())} apart")
     return wrong
 
@@ -347,5 +347,7 @@ def check_late(names: list[str], device: str) -> list[str]:
         with watched if futures_order else contextlib.nullcontext():
             found = train(program, device, LateGroup(device, futures_order, blocks=futures_order))
         races = extension.load().take_races() if device == extension.NAME else []
-        wrong += [f"{name}: {text}" for text in races + differences(found, want)]
+        # A GPU and a CPU round products to bfloat16 each in its own way. A missing wait leaves half of a gradient.
+        rounding = 3e-2 if device == "cuda" and "mixed_precision" in program.options else 1e-4
+        wrong += [f"{name}: {text}" for text in races + differences(found, want, rounding)]
     return wrong
