@@ -248,7 +248,6 @@ def blocks(device: str) -> dict[str, Any]:
     for gradient, pair in zip(gradients, codes, strict=True):
         for piece in pair:
             extension.quantize(gradient, 0.5, None, piece)
-    of_sum = torch.empty(count * 256, device=device)
     calls: dict[str, list[Callable[[], None]]] = {
         "packing without": [_pack_call(device, g, b, 0.5, 1) for g, b in zip(gradients, buffers, strict=True)],
         "packing": [lambda g=g, c=c: extension.quantize(g, 0.5, None, c[0]) for g, c in zip(gradients, codes)],
@@ -256,7 +255,7 @@ def blocks(device: str) -> dict[str, Any]:
             lambda g=g, c=c, e=e: extension.quantize(g, 0.5, e, c[0]) for g, c, e in zip(gradients, codes, lost)
         ],
         "sum of two": [lambda c=c: extension.add_quantized(list(c), None) for c in codes],
-        "sum of two, error feedback": [lambda c=c: extension.add_quantized(list(c), of_sum) for c in codes],
+        "sum of two, error feedback": [lambda c=c, e=e: extension.add_quantized(list(c), e) for c, e in zip(codes, lost)],
         "unpacking": [lambda b=b, c=c: extension.dequantize(c[0], 1.0, b) for b, c in zip(buffers, codes)],
     }
     seconds = _interleaved_seconds(calls, device)

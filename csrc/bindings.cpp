@@ -438,7 +438,6 @@ void bind_block_quantization(py::module_& module) {
         add_quantized(pieces, Rounding(), lost.value_or(at::Tensor()));
       },
       Release(), py::arg("pieces"), py::arg("lost"));
-  module.def("add_loss", &add_loss, Release(), py::arg("loss"), py::arg("lost"));
 }
 
 }  // namespace

@@ -14,6 +14,10 @@ at::Tensor blocks_at(const at::Tensor& buffer, const Bucket::Slot& slot) {
   return buffer.narrow(0, slot.offset, QuantizedBlock::count(slot.parameter.numel()) * kBytes);
 }
 
+at::Tensor blocks_of(const at::Tensor& bytes, int64_t begin, int64_t end) {
+  return bytes.narrow(0, begin * kBytes, (end - begin) * kBytes);
+}
+
 }  // namespace
 
 QuantizedBucket::QuantizedBucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
@@ -66,22 +70,42 @@ void QuantizedBucket::encode(size_t i, double scale, bool is_used) {
   quantize(grad, scale, lost, how, blocks_at(buffer_, slot));
 }
 
-// The sums of a bucket that was given up, or of one that another bucket of the same kind has sent, are lost to the
-// feedback: they are nobody's.
+// A rank that only takes part, inside of join(), feeds nothing back: nobody would tell it to forget.
 PieceSum QuantizedBucket::sum_of_pieces() {
   ++launches_;
-  auto losses = losses_ = std::make_shared<std::vector<Loss>>();
-  const bool feeds_back = std::ranges::any_of(
-      *slots_, [&](const Slot& slot) { return quantization_->residuals[slot.index].has_value(); });
-  const at::TensorOptions floats = buffer_options().dtype(at::kFloat);
-  return {kBytes,
-      [losses, feeds_back, floats, how = rounding(~launches_)](const std::vector<at::Tensor>& pieces, int64_t begin) {
-        Loss loss{begin, {}};
-        const int64_t blocks = pieces[0].numel() / kBytes;
-        if (feeds_back) loss.numbers = at::empty({blocks * QuantizedBlock::kNumbers}, floats);
-        add_quantized(pieces, {how.stochastic, how.seed + uint64_t(begin)}, loss.numbers);
-        if (feeds_back) losses->push_back(std::move(loss));
-      }};
+  summing_ = std::make_shared<Summing>(pending_losses_);
+  struct Part {  // a parameter's blocks
+    int64_t begin, end;
+    at::Tensor residual;
+  };
+  std::vector<Part> parts;
+  for (const Slot& slot : *slots_) {
+    const int64_t begin = slot.offset / kBytes;
+    const at::Tensor residual = quantization_->residuals[slot.index].value_or(at::Tensor());
+    parts.push_back({begin, begin + QuantizedBlock::count(slot.parameter.numel()), residual});
+  }
+  auto add = [parts, summing = summing_, how = rounding(~launches_)](
+                 const std::vector<at::Tensor>& pieces, int64_t begin) {
+    const int64_t end = begin + pieces[0].numel() / kBytes;
+    std::lock_guard lock(summing->mutex);
+    for (const Part& part : parts) {
+      const int64_t from = std::max(part.begin, begin), to = std::min(part.end, end);
+      if (from >= to) continue;
+      std::vector<at::Tensor> its;
+      for (const at::Tensor& piece : pieces) its.push_back(blocks_of(piece, from - begin, to - begin));
+      const bool feeds_back = part.residual.defined() && summing->feeds_back;
+      const at::Tensor lost =
+          feeds_back ? blocks_of(part.residual, from - part.begin, to - part.begin) : at::Tensor();
+      add_quantized(its, {how.stochastic, how.seed + uint64_t(from)}, lost);
+    }
+  };
+  return {kBytes, std::move(add)};
+}
+
+// What is summed from here on is nobody's.
+void QuantizedBucket::leave_to_collective() {
+  std::lock_guard lock(summing_->mutex);
+  summing_->feeds_back = false;
 }
 
 void QuantizedBucket::unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
@@ -96,28 +120,12 @@ void QuantizedBucket::unpack(const at::Tensor& result, double scale, const std::
     dequantize(blocks_at(result, slot), scale, target);
     if (!direct) grad.copy_(target);
   }
-  if (auto losses = std::exchange(losses_, nullptr))
-    for (const Loss& loss : *losses) feed_back(loss, used);
   pending_losses_ = false;
   const at::Tensor special = any_special(result);
   if (device_.is_cpu() && special.item<bool>()) forget_losses();
   if (device_.is_cpu()) return;
   for (const Slot& slot : *slots_)  // nobody waits for the answer
     if (const auto& residual = quantization_->residuals[slot.index]) residual->masked_fill_(special, 0);
-}
-
-// Slots lie in the order of their blocks.
-void QuantizedBucket::feed_back(const Loss& loss, const std::vector<int32_t>& used) {
-  constexpr int64_t n = QuantizedBlock::kNumbers;
-  const int64_t end = loss.begin + loss.numbers.numel() / n;
-  for (const Slot& slot : *slots_) {
-    const int64_t first = slot.offset / kBytes, last = first + QuantizedBlock::count(slot.parameter.numel());
-    const auto& residual = quantization_->residuals[slot.index];
-    const int64_t from = std::max(first, loss.begin), to = std::min(last, end);
-    if (from >= to || !used[slot.index] || !residual) continue;
-    add_loss(loss.numbers.narrow(0, (from - loss.begin) * n, (to - from) * n),
-        residual->narrow(0, (from - first) * kBytes, (to - from) * kBytes));
-  }
 }
 
 std::vector<at::Tensor> dequantized(const std::vector<Bucket::Slot>& slots, const at::Tensor& buffer) {

@@ -5,7 +5,8 @@
 //
 // Rounding loses something twice: what each rank sends, and what the owner of a piece sends of its sum. With error
 // feedback each rank adds what it has lost to what it sends next. A sum's loss is added by its owner alone: in the
-// next sum it counts once. A gradient that nobody had in this backward feeds nothing back.
+// next sum it counts once. The transport adds it where it has summed. A gradient that nobody had in this backward sums
+// to zero, and feeds nothing back.
 //
 // What is lost of a gradient that nobody uses (an iteration that is given up; infinities, whose step a GradScaler
 // skips) could be of any size, and would come back in the next sum. So where a bucket is not unpacked, or holds what
@@ -19,6 +20,7 @@
 #include "support/block_quantization.h"
 
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -45,23 +47,24 @@ class QuantizedBucket : public Bucket {
 
  protected:
   void fill(size_t begin, size_t end, const Packing& how) override;
+  void leave_to_collective() override;
 
  private:
-  struct Loss {     // of the sums in a piece of the buffer
-    int64_t begin;  // its first block
-    at::Tensor numbers;
+  struct Summing {
+    explicit Summing(bool feeds) : feeds_back(feeds) {}
+    std::mutex mutex;
+    bool feeds_back;  // guarded by mutex
   };
   void encode(size_t slot, double scale, bool is_used);
   void forget_losses();
-  void feed_back(const Loss& loss, const std::vector<int32_t>& used);
   Rounding rounding(uint64_t of) const { return {quantization_->stochastic, quantization_->seed + of}; }
 
   const std::shared_ptr<const Quantization> quantization_;
   double scale_ = 1.0;                          // of gradients that are encoded when the bucket leaves
   const std::vector<int32_t>* used_ = nullptr;  // then
   uint64_t launches_ = 0;
-  bool pending_losses_ = false;                // of gradients that are encoded, and not unpacked
-  std::shared_ptr<std::vector<Loss>> losses_;  // written by the transport's thread, read once its future is complete
+  bool pending_losses_ = false;       // of gradients that are encoded, and not unpacked
+  std::shared_ptr<Summing> summing_;  // shared with the transport's thread
 };
 
 // The numbers in `buffer`, parameter-shaped, in the order of `slots`.

@@ -222,7 +222,7 @@ void dequantize_as(const QuantizedBlock* blocks, float scale, T* dst, int64_t nu
 
 QuantizedBlock* blocks_of(const at::Tensor& bytes) { return static_cast<QuantizedBlock*>(bytes.mutable_data_ptr()); }
 
-void add_on_host(const std::vector<at::Tensor>& pieces, Rounding rounding, float* lost) {
+void add_on_host(const std::vector<at::Tensor>& pieces, Rounding rounding, QuantizedBlock* lost) {
   alignas(64) float sum[kN], next[kN];
   const int64_t blocks = pieces[0].numel() / int64_t(sizeof(QuantizedBlock));
   for (int64_t b = 0; b < blocks; ++b) {
@@ -236,8 +236,12 @@ void add_on_host(const std::vector<at::Tensor>& pieces, Rounding rounding, float
         add(next, kN, sum);
       }
     }
-    encode(
-        sum, largest_magnitude(sum), rounding, uint64_t(b), blocks_of(pieces[0]) + b, lost ? lost + b * kN : nullptr);
+    const uint32_t largest = largest_magnitude(sum);
+    const bool feeds_back = lost && largest > 0 && largest < kInfinity;
+    encode(sum, largest, rounding, uint64_t(b), blocks_of(pieces[0]) + b, feeds_back ? next : nullptr);
+    if (!feeds_back) continue;
+    decode_and_add(lost + b, next);
+    keep(next, lost + b);
   }
 }
 
@@ -315,28 +319,16 @@ at::Tensor any_special(const at::Tensor& blocks) {
 }
 
 void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, const at::Tensor& lost) {
-  if (pieces[0].is_cpu())
-    return add_on_host(pieces, rounding, lost.defined() ? lost.mutable_data_ptr<float>() : nullptr);
+  if (pieces[0].is_cpu()) return add_on_host(pieces, rounding, lost.defined() ? blocks_of(lost) : nullptr);
   if constexpr (kWithKernel)
     if (has_kernel(pieces[0])) return cuda::add_quantized(pieces, lost);
   at::Tensor sum = decoded(pieces[0]);
   for (size_t k = 1; k < pieces.size(); ++k) sum.add_(decoded(pieces[k]));
   const at::Tensor left = encode_rows(sum, pieces[0]);
-  if (lost.defined()) lost.copy_(left.view({-1}));
-}
-
-void add_loss(const at::Tensor& loss, const at::Tensor& lost) {
-  if constexpr (kWithKernel)
-    if (has_kernel(lost)) return cuda::add_loss(loss, lost);
-  if (!lost.is_cpu()) return void(encode_rows(decoded(lost) + loss.view({-1, kN}), lost));
-  alignas(64) float sum[kN];
-  const float* numbers = loss.const_data_ptr<float>();
-  QuantizedBlock* block = blocks_of(lost);
-  for (const float* end = numbers + loss.numel(); numbers < end; numbers += kN, ++block) {
-    decode(block, sum);
-    add(numbers, kN, sum);
-    keep(sum, block);
-  }
+  if (!lost.defined()) return;
+  const at::Tensor fed = at::empty_like(lost), kept = rows_of(lost);
+  encode_rows(decoded(lost) + left, fed);
+  kept.copy_(at::where(left.any(1, /*keepdim=*/true), rows_of(fed), kept));
 }
 
 }  // namespace minddp

@@ -83,19 +83,10 @@ struct Add {
   QuantizedBlock* first;
   int count;
   int64_t stride;
-  float* lost;
-
-  __device__ void operator()(DeviceWarp& warp, int64_t block) const {
-    add_blocks(warp, first + block, count, stride, lost ? lost + block * QuantizedBlock::kNumbers : nullptr);
-  }
-};
-
-struct AddLoss {
-  const float* loss;
   QuantizedBlock* lost;
 
   __device__ void operator()(DeviceWarp& warp, int64_t block) const {
-    add_loss_to_block(warp, loss + block * QuantizedBlock::kNumbers, lost + block);
+    add_blocks(warp, first + block, count, stride, lost ? lost + block : nullptr);
   }
 };
 
@@ -122,16 +113,9 @@ void dequantize(const at::Tensor& blocks, double scale, const at::Tensor& dst) {
 void add_quantized(const std::vector<at::Tensor>& pieces, const at::Tensor& lost) {
   const at::Tensor& first = pieces[0];
   const c10::cuda::CUDAGuard guard(first.device());
-  const int64_t count = first.numel() / static_cast<int64_t>(sizeof(QuantizedBlock));
-  launch(first.device().index(), count,
-      Add{blocks_of(first), static_cast<int>(pieces.size()), count,
-          lost.defined() ? lost.mutable_data_ptr<float>() : nullptr});
-}
-
-void add_loss(const at::Tensor& loss, const at::Tensor& lost) {
-  const c10::cuda::CUDAGuard guard(lost.device());
-  launch(lost.device().index(), loss.numel() / QuantizedBlock::kNumbers,
-      AddLoss{loss.const_data_ptr<float>(), blocks_of(lost)});
+  const int64_t stride = pieces.size() < 2 ? 0 : blocks_of(pieces[1]) - blocks_of(first);
+  launch(first.device().index(), first.numel() / static_cast<int64_t>(sizeof(QuantizedBlock)),
+      Add{blocks_of(first), static_cast<int>(pieces.size()), stride, lost.defined() ? blocks_of(lost) : nullptr});
 }
 
 }  // namespace cuda

@@ -13,9 +13,8 @@ namespace cuda {
 
 void quantize(const at::Tensor& src, double scale, const at::Tensor& lost, const at::Tensor& blocks);
 void dequantize(const at::Tensor& blocks, double scale, const at::Tensor& dst);
-// `pieces`: one after the other in memory.
+// `pieces`: as far from each other in memory as the second is from the first.
 void add_quantized(const std::vector<at::Tensor>& pieces, const at::Tensor& lost);
-void add_loss(const at::Tensor& loss, const at::Tensor& lost);
 
 }  // namespace cuda
 }  // namespace minddp

@@ -114,15 +114,15 @@ __device__ uint32_t largest_magnitude(Warp& warp, bool finite = false) {
   });
 }
 
-// lost(lane, i, number): what rounding loses.
-template <typename Warp, typename Lost>
-__device__ void encode_nearest(Warp& warp, uint32_t largest, QuantizedBlock* block, Lost&& lost) {
+// The numbers become what rounding has lost of them.
+template <typename Warp>
+__device__ void encode_nearest(Warp& warp, uint32_t largest, QuantizedBlock* block) {
   const auto [scale, inverse] = block_codes::scale_for(largest);
   warp.each([&](int lane, float* x) {
     write_codes(block, lane, [&](int i) {
       using namespace block_codes;
       const auto code = static_cast<int8_t>(low_bits(product(x[i], inverse) + kRounds, kRounds));
-      lost(lane, i, x[i] - product(static_cast<float>(code), scale));
+      x[i] = x[i] - product(static_cast<float>(code), scale);
       return code;
     });
     if (lane == 0) block->scale = scale;
@@ -174,7 +174,7 @@ __device__ void quantize_block(
   } else if (lost != nullptr) {
     encode_in_halves(warp, largest, block, lost);
   } else {
-    encode_nearest(warp, largest, block, [](int, int, float) {});
+    encode_nearest(warp, largest, block);
   }
 }
 
@@ -196,32 +196,22 @@ __device__ void dequantize_block(Warp& warp, const QuantizedBlock* block, float 
   });
 }
 
-// The sum of `count` pieces, `stride` blocks apart, to the first; `lost`, or null: 256 numbers.
+// The sum of `count` pieces, `stride` blocks apart, to the first. `lost`, or null: gets what that loses, added.
 template <typename Warp>
-__device__ void add_blocks(Warp& warp, QuantizedBlock* first, int count, int64_t stride, float* lost) {
+__device__ void add_blocks(Warp& warp, QuantizedBlock* first, int count, int64_t stride, QuantizedBlock* lost) {
   warp.each([&](int lane, float* x) {
     decode(first, lane, [&](int i, float number) { x[i] = number; });
     for (int k = 1; k < count; ++k)
       decode(first + k * stride, lane, [&](int i, float number) { x[i] = x[i] + number; });
   });
   const uint32_t largest = largest_magnitude(warp);
-  auto keep = [&](int lane, int i, float number) {
-    if (lost != nullptr) lost[position(lane, i)] = number;
-  };
-  if (largest < block_codes::kInfinity) return encode_nearest(warp, largest, first, keep);
-  encode_with_special(warp, first);
-  warp.each([&](int lane, float*) {
-    for (int i = 0; i < kMine; ++i) keep(lane, i, 0.0f);
-  });
-}
-
-// Adds 256 numbers to what a block of error feedback holds.
-template <typename Warp>
-__device__ void add_loss_to_block(Warp& warp, const float* loss, QuantizedBlock* lost) {
+  if (largest >= block_codes::kInfinity) return encode_with_special(warp, first);
+  encode_nearest(warp, largest, first);
+  if (lost == nullptr || largest == 0) return;
   warp.each([&](int lane, float* x) {
-    decode(lost, lane, [&](int i, float number) { x[i] = number + loss[position(lane, i)]; });
+    decode(lost, lane, [&](int i, float number) { x[i] = x[i] + number; });
   });
-  encode_nearest(warp, largest_magnitude(warp), lost, [](int, int, float) {});
+  encode_nearest(warp, largest_magnitude(warp), lost);
 }
 
 }  // namespace cuda

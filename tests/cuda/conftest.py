@@ -78,7 +78,6 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library.emulate_quantize.argtypes = [pointer, ctypes.c_int, number, ctypes.c_double, pointer, pointer]
     library.emulate_dequantize.argtypes = [pointer, ctypes.c_double, pointer, ctypes.c_int, number]
     library.emulate_add_quantized.argtypes = [pointer, ctypes.c_int, number, pointer]
-    library.emulate_add_loss.argtypes = [pointer, pointer, number]
     return library
 
 

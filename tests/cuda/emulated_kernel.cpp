@@ -113,15 +113,9 @@ extern "C" void emulate_dequantize(const QuantizedBlock* blocks, double scale, v
   });
 }
 
-extern "C" void emulate_add_quantized(QuantizedBlock* pieces, int count, int64_t blocks, float* lost) {
+extern "C" void emulate_add_quantized(QuantizedBlock* pieces, int count, int64_t blocks, QuantizedBlock* lost) {
   for_each_block(blocks, [&](auto& warp, int64_t block) {
-    add_blocks(warp, pieces + block, count, blocks, lost ? lost + block * QuantizedBlock::kNumbers : nullptr);
-  });
-}
-
-extern "C" void emulate_add_loss(const float* loss, QuantizedBlock* lost, int64_t blocks) {
-  for_each_block(blocks, [&](auto& warp, int64_t block) {
-    add_loss_to_block(warp, loss + block * QuantizedBlock::kNumbers, lost + block);
+    add_blocks(warp, pieces + block, count, blocks, lost ? lost + block : nullptr);
   });
 }
 
