@@ -255,7 +255,9 @@ def blocks(device: str) -> dict[str, Any]:
             lambda g=g, c=c, e=e: extension.quantize(g, 0.5, e, c[0]) for g, c, e in zip(gradients, codes, lost)
         ],
         "sum of two": [lambda c=c: extension.add_quantized(list(c), None) for c in codes],
-        "sum of two, error feedback": [lambda c=c, e=e: extension.add_quantized(list(c), e) for c, e in zip(codes, lost)],
+        "sum of two, error feedback": [
+            lambda c=c, e=e: extension.add_quantized(list(c), e) for c, e in zip(codes, lost)
+        ],
         "unpacking": [lambda b=b, c=c: extension.dequantize(c[0], 1.0, b) for b, c in zip(buffers, codes)],
     }
     seconds = _interleaved_seconds(calls, device)

@@ -88,7 +88,7 @@ def blocks(numel: int) -> int:
 
 
 def run(on: Any, dtype: torch.dtype, numel: int, special: bool, offset: int) -> list[Tensor]:
-    """Two encodings with feedback, one without, a sum of three that feeds back, one without, and what they decode to."""
+    """Encodings with feedback and without, a sum of three that feeds back, one without, and what they decode to."""
     generator = torch.Generator().manual_seed(numel)
     count, results = blocks(numel), []
     lost = torch.zeros(count * BYTES, dtype=torch.uint8, device=on.device)

@@ -239,7 +239,10 @@ def _discarded_in(how: str) -> int:
     return 2 if "before" in how else 1  # before the second forward ranks meet
 
 
-@pytest.mark.parametrize("how", ["check skips", "check skips, bias", "given up", "given up before it is summed", "a scaler skips"])
+DISCARDS = ["check skips", "check skips, bias", "given up", "given up before it is summed", "a scaler skips"]
+
+
+@pytest.mark.parametrize("how", DISCARDS)
 def test_what_is_lost_of_a_discarded_gradient_does_not_come_back(how: str) -> None:
     for seen in run_ranks(_discards, 2, how):
         steps = [1, 2, 3, 4]
