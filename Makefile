@@ -108,8 +108,8 @@ demo: $(BUILT) $(call needs,tutorials)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	  $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
 
-# What is in `test` and what in `test-rest`: tests/conftest.py. Much of a test is waiting: three workers for two processors.
-WORKERS ?= 3
+# What is in `test` and what in `test-rest`: tests/conftest.py. Much of a test is waiting: four workers for two processors.
+WORKERS ?= 4
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 20 \
 	--ignore tests/libraries --ignore tests/package --ignore tests/docs
 

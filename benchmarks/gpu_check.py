@@ -27,7 +27,6 @@ again what has passed. Nothing of minddp is imported here: it need not be built 
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import json
 import os
@@ -239,13 +238,14 @@ def passed_before(output: Path, carry: Path | None, now: str, device: str) -> di
     return None
 
 
-def run_call(call: str, device: str, output: Path, again: bool, carry: Path | None = None) -> bool:
-    """Runs what has not passed; writes after each part. Whether all passed."""
+def run_call(call: str, gpu: str, output: Path, again: bool, carry: Path | None = None) -> bool:
+    """Runs what has not passed; writes after each part. Whether all passed. ``gpu``: its name, or empty."""
+    device = "cuda" if gpu else "cpu"
     take_build(carry)
     output.parent.mkdir(parents=True, exist_ok=True)
     parts = {name: part for name, part in CALLS[call].items() if device == "cuda" or part.on_cpu}
     result: dict[str, Any] = {"benchmark": "gpu_check", "call": call, "device": device, "parts": {}}
-    result |= {"gpu": gpu_name(), "sources": sources()}
+    result |= {"gpu": gpu, "sources": sources()}
     if not again:
         result = passed_before(output, carry, result["sources"], device) or result
     deadline = time.monotonic() + CALL_SECONDS
@@ -299,7 +299,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@functools.cache
 def gpu_name() -> str:
     """``NVIDIA H200, torch 2.11.0+cu130``; empty where there is none. Asked in another process: this one needs no
     torch."""
@@ -313,12 +312,12 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.plan:
         print(plan())
         return 0
-    device = "cuda" if not arguments.cpu_half and gpu_name() else "cpu"
+    gpu = "" if arguments.cpu_half else gpu_name()
     folder = arguments.results
     if folder is None:
-        folder = RESULTS if device == "cuda" else Path(tempfile.mkdtemp(prefix="minddp-gpu-check-"))
+        folder = RESULTS if gpu else Path(tempfile.mkdtemp(prefix="minddp-gpu-check-"))
     outcomes = [
-        run_call(call, device, folder / f"gpu-check-{call.lower()}.json", arguments.again, arguments.carry)
+        run_call(call, gpu, folder / f"gpu-check-{call.lower()}.json", arguments.again, arguments.carry)
         for call in arguments.calls or CALLS
     ]
     print(f"written: {folder}/gpu-check-*.json and .txt")

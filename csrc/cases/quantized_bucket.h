@@ -5,8 +5,8 @@
 //
 // Rounding loses something twice: what each rank sends, and what the owner of a piece sends of its sum. With error
 // feedback each rank adds what it has lost to what it sends next. A sum's loss is added by its owner alone: in the
-// next sum it counts once. The transport adds it where it has summed. A gradient that nobody had in this backward sums
-// to zero, and feeds nothing back.
+// next sum it counts once. The transport adds it where it has summed. A gradient that nobody had in this backward
+// sums to zero, and feeds nothing back.
 //
 // What is lost of a gradient that nobody uses (an iteration that is given up; infinities, whose step a GradScaler
 // skips) could be of any size, and would come back in the next sum. So where a bucket is not unpacked, or holds what

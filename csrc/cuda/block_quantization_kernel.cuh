@@ -208,9 +208,7 @@ __device__ void add_blocks(Warp& warp, QuantizedBlock* first, int count, int64_t
   if (largest >= block_codes::kInfinity) return encode_with_special(warp, first);
   encode_nearest(warp, largest, first);
   if (lost == nullptr || largest == 0) return;
-  warp.each([&](int lane, float* x) {
-    decode(lost, lane, [&](int i, float number) { x[i] = x[i] + number; });
-  });
+  warp.each([&](int lane, float* x) { decode(lost, lane, [&](int i, float number) { x[i] = x[i] + number; }); });
   encode_nearest(warp, largest_magnitude(warp), lost);
 }
 

@@ -47,8 +47,8 @@ void dequantize(const at::Tensor& blocks, double scale, const at::Tensor& dst);
 at::Tensor any_special(const at::Tensor& blocks);
 
 // pieces[0] = pieces[0] + pieces[1] + ..., each of as many blocks: added in float, in this order, and quantized anew.
-// What that has lost is added to `lost`, blocks of error feedback, where it is defined; a block that sums to zero, or to
-// what is not finite, leaves `lost` as it is.
+// What that has lost is added to `lost`, blocks of error feedback, where it is defined; a block that sums to zero, or
+// to what is not finite, leaves `lost` as it is.
 void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, const at::Tensor& lost);
 
 }  // namespace minddp

@@ -86,9 +86,9 @@ def test_it_goes_on_where_it_stopped(check: ModuleType, monkeypatch: pytest.Monk
     monkeypatch.setattr(check, "run_part", run_part)
     monkeypatch.setitem(check.CALLS, "A", _parts(check, first="", second="", third=""))
     output = tmp_path / "a.json"
-    assert not check.run_call("A", "cpu", output, again=False)
+    assert not check.run_call("A", "", output, again=False)
     assert "FAILED second" in output.with_suffix(".txt").read_text()
-    assert check.run_call("A", "cpu", output, again=False)
+    assert check.run_call("A", "", output, again=False)
     assert ran == ["first", "second", "third", "second"]
     assert all(part["ok"] for part in json.loads(output.read_text())["parts"].values())
 
@@ -117,7 +117,7 @@ def test_an_unbuilt_copy_builds_first_and_leaves_one_folder(
         check.PACKAGE.mkdir()
         folders.append(tmp_path / f"out{number}")
         carry = folders[0] if number else None
-        assert check.run_call("A", "cuda", folders[-1] / "gpu-check-a.json", again=False, carry=carry)
+        assert check.run_call("A", "a GPU", folders[-1] / "gpu-check-a.json", again=False, carry=carry)
         assert sorted(path.name for path in folders[-1].iterdir()) == [
             "_C.cpython-312-x86_64-linux-gnu.so", "_build.json", "gpu-check-a.json", "gpu-check-a.txt",
         ]  # fmt: skip
@@ -204,10 +204,10 @@ def test_what_other_sources_passed_is_run_again(
         return {"ok": True, "seconds": 0.0}
 
     monkeypatch.setattr(check, "run_part", run_part)
-    check.run_call("A", "cuda", tmp_path / "A.json", again=False)
+    check.run_call("A", "a GPU", tmp_path / "A.json", again=False)
     whole = len(ran)
-    check.run_call("A", "cuda", tmp_path / "A.json", again=False)
+    check.run_call("A", "a GPU", tmp_path / "A.json", again=False)
     assert len(ran) == whole + 1  # the build, which may be another machine's
     monkeypatch.setattr(check, "sources", lambda: "others")
-    check.run_call("A", "cuda", tmp_path / "A.json", again=False)
+    check.run_call("A", "a GPU", tmp_path / "A.json", again=False)
     assert len(ran) == 2 * whole + 1

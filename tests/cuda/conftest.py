@@ -62,7 +62,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     target = tmp_path_factory.mktemp("kernel") / "emulated_kernel.so"
     compiler = os.environ.get("CXX") or (sysconfig.get_config_var("CXX") or "c++").split()[0]
     torch_libraries = Path(torch.__file__).parent / "lib"
-    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC"]
+    command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC"]
     # A GPU faults where a vector is not aligned to its size; a CPU does only if told to.
     command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
     command += [f"-I{path}" for path in [str(ROOT / "csrc"), *cpp_extension.include_paths()]]
