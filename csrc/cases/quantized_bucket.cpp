@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
@@ -16,6 +17,11 @@ at::Tensor blocks_at(const at::Tensor& buffer, const Bucket::Slot& slot) {
 
 at::Tensor blocks_of(const at::Tensor& bytes, int64_t begin, int64_t end) {
   return bytes.narrow(0, begin * kBytes, (end - begin) * kBytes);
+}
+
+// The transport's stream, while it enqueues.
+void record_current_stream(const at::Tensor& tensor) {
+  tensor.record_stream(c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()));
 }
 
 }  // namespace
@@ -79,10 +85,13 @@ PieceSum QuantizedBucket::sum_of_pieces() {
     at::Tensor residual;
   };
   std::vector<Part> parts;
-  for (const Slot& slot : *slots_) {
+  unused_.clear();
+  for (size_t i = 0; i < slots_->size(); ++i) {
+    const Slot& slot = (*slots_)[i];
     const int64_t begin = slot.offset / kBytes;
     const at::Tensor residual = quantization_->residuals[slot.index].value_or(at::Tensor());
     parts.push_back({begin, begin + QuantizedBlock::count(slot.parameter.numel()), residual});
+    if (pending_losses_ && residual.defined() && !(*used_)[slot.index]) unused_.emplace_back(i, residual.clone());
   }
   auto add = [parts, summing = summing_, how = rounding(~launches_)](
                  const std::vector<at::Tensor>& pieces, int64_t begin) {
@@ -96,6 +105,7 @@ PieceSum QuantizedBucket::sum_of_pieces() {
       const bool feeds_back = part.residual.defined() && summing->feeds_back;
       const at::Tensor lost =
           feeds_back ? blocks_of(part.residual, from - part.begin, to - part.begin) : at::Tensor();
+      if (feeds_back && !lost.is_cpu()) record_current_stream(lost);
       add_quantized(its, {how.stochastic, how.seed + uint64_t(from)}, lost);
     }
   };
@@ -120,12 +130,19 @@ void QuantizedBucket::unpack(const at::Tensor& result, double scale, const std::
     dequantize(blocks_at(result, slot), scale, target);
     if (!direct) grad.copy_(target);
   }
+  take_back(used);
   pending_losses_ = false;
   const at::Tensor special = any_special(result);
   if (device_.is_cpu() && special.item<bool>()) forget_losses();
   if (device_.is_cpu()) return;
   for (const Slot& slot : *slots_)  // nobody waits for the answer
     if (const auto& residual = quantization_->residuals[slot.index]) residual->masked_fill_(special, 0);
+}
+
+void QuantizedBucket::take_back(const std::vector<int32_t>& used) {
+  for (const auto& [i, residual] : unused_)
+    if (const size_t index = (*slots_)[i].index; !used[index]) quantization_->residuals[index]->copy_(residual);
+  unused_.clear();
 }
 
 std::vector<at::Tensor> dequantized(const std::vector<Bucket::Slot>& slots, const at::Tensor& buffer) {

@@ -5,8 +5,8 @@
 //
 // Rounding loses something twice: what each rank sends, and what the owner of a piece sends of its sum. With error
 // feedback each rank adds what it has lost to what it sends next. A sum's loss is added by its owner alone: in the
-// next sum it counts once. The transport adds it where it has summed. A gradient that nobody had in this backward
-// sums to zero, and feeds nothing back.
+// next sum it counts once. The transport adds it where it has summed. What it adds for a parameter that turns out to
+// be used on no rank is taken back: its `.grad` may be an earlier one, and nobody takes that sum.
 //
 // What is lost of a gradient that nobody uses (an iteration that is given up; infinities, whose step a GradScaler
 // skips) could be of any size, and would come back in the next sum. So where a bucket is not unpacked, or holds what
@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace minddp {
@@ -57,14 +58,17 @@ class QuantizedBucket : public Bucket {
   };
   void encode(size_t slot, double scale, bool is_used);
   void forget_losses();
+  void take_back(const std::vector<int32_t>& used);
   Rounding rounding(uint64_t of) const { return {quantization_->stochastic, quantization_->seed + of}; }
 
   const std::shared_ptr<const Quantization> quantization_;
   double scale_ = 1.0;                          // of gradients that are encoded when the bucket leaves
-  const std::vector<int32_t>* used_ = nullptr;  // then
+  const std::vector<int32_t>* used_ = nullptr;  // on this rank, then
   uint64_t launches_ = 0;
   bool pending_losses_ = false;       // of gradients that are encoded, and not unpacked
   std::shared_ptr<Summing> summing_;  // shared with the transport's thread
+  // The feedback of what this rank has not used, as it was at the launch: by slot.
+  std::vector<std::pair<size_t, at::Tensor>> unused_;
 };
 
 // The numbers in `buffer`, parameter-shaped, in the order of `slots`.

@@ -328,7 +328,8 @@ void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, con
   if (!lost.defined()) return;
   const at::Tensor fed = at::empty_like(lost), kept = rows_of(lost);
   encode_rows(decoded(lost) + left, fed);
-  kept.copy_(at::where(left.any(1, /*keepdim=*/true), rows_of(fed), kept));
+  const at::Tensor feeds_back = at::isfinite(sum).all(1, /*keepdim=*/true) & sum.any(1, /*keepdim=*/true);
+  kept.copy_(at::where(feeds_back, rows_of(fed), kept));
 }
 
 }  // namespace minddp

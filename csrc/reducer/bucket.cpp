@@ -134,12 +134,13 @@ void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<
 }
 
 // On a device a complete future may only mean that the collective is enqueued, so streams are made to wait. A
-// collective that still runs holds references to the buffer. Nothing here uses that memory again.
+// collective that still runs holds references to the buffer, and so may one that has failed: parts of it may go on.
+// Nothing here uses that memory again.
 void Bucket::abandon() {
   producers_.wait_packed();
-  if (flight_.future && flight_.future->completed()) {
+  if (flight_.future && flight_.future->completed() && !flight_.future->hasError()) {
     flight_.future->wait();  // on a device it may only be enqueued
-    if (flight_.work && !device_.is_cpu() && !flight_.future->hasError()) order_streams(*flight_.work);
+    if (flight_.work && !device_.is_cpu()) order_streams(*flight_.work);
   } else if (flight_.future)
     leave_to_collective();
   flight_ = {};

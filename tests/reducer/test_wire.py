@@ -386,6 +386,23 @@ class Net(nn.Module):
         return self.norm(self.b(x) + self.c(x))
 
 
+def _stale(rank: int, world_size: int) -> list[bool]:
+    """No rank uses a parameter whose `.grad` is an earlier one, and another on each rank."""
+    ddp = minddp.DistributedDataParallel(Net(branches=True), wire="int8", find_unused_parameters=True)
+    x, spare = torch.randn(6, 12), ddp.module.c.weight
+    ddp(x, 1).square().sum().backward()
+    spare.grad = torch.randn(spare.shape, generator=torch.Generator().manual_seed(rank))
+    kept, before = ddp.wire_state()["c.weight"][2], spare.grad.clone()
+    for _ in range(2):
+        ddp.module.a.zero_grad()
+        ddp(x, 0).square().sum().backward()
+    return [torch.equal(kept, ddp.wire_state()["c.weight"][2]), torch.equal(before, spare.grad), bool(kept.any())]
+
+
+def test_what_no_rank_uses_keeps_its_feedback() -> None:
+    assert run_ranks(_stale, 2) == [[True] * 3] * 2
+
+
 def _plain(ddp: Any, x: Tensor, rank: int, iteration: int) -> None:
     ddp(x, rank).square().mean().backward()
 
