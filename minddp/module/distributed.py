@@ -435,10 +435,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     def wire_state(self) -> WireState:
         """This rank's error feedback of ``wire="int8"``, by parameter name: shape, strides, and blocks of codes.
 
-        Between iterations: while one is under way, what its sums lose is being added.
         A block is 256 int8 codes and their float32 scale, in the order of the gradient's memory: 260 uint8.
-        ``state_dict()`` has none of it, as with torch's class. Save it on every rank to go on with the same bits. A
-        copied or unpickled wrapper begins without.
+        ``state_dict()`` has none of it, as with torch's class. Save it on every rank, between iterations, to go on
+        with the same bits. A copied or unpickled wrapper begins without.
         """
         engine = self._minddp_engine
         return {} if engine is None else engine.wire.state(engine.names_of_parameters())

@@ -140,7 +140,7 @@ WIRES: dict[str, Any] = {
 
 
 def _steps(rank: int, world_size: int, device: str, delays: bool) -> dict[str, list[Tensor]]:
-    """All gradients of four iterations by wire and mode, one under no_sync, one given up; feedback at the end."""
+    """All gradients of four iterations by wire and mode, one with a backward under no_sync; feedback at the end."""
     found = {}
     for wire_name, wire in WIRES.items():
         for mode, options in MODES.items():
