@@ -36,7 +36,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test test-rest test-all test-part status note test-libraries libraries engines package lint format conformance conformance-shm fuzz faults faults-part kills soak sanitize mutants tutorials docs
+.PHONY: build demo test test-rest test-all test-part status note test-libraries libraries engines package lint format conformance conformance-shm fuzz faults faults-part kills soak sanitize mutants tutorials docs site test-docs
 .PHONY: exercises results bench check-torch check-newest check-cuda gpu-check clean distclean
 
 ifdef PYTHON
@@ -200,8 +200,13 @@ mutants: $(BUILT) $(call needs,test)
 tutorials: $(BUILT) $(call needs,tutorials)
 	$(PY) tutorials/run_all.py $(ARGS)
 
-docs: $(BUILT) $(call needs,docs) $(call needs,tutorials) $(call needs,test)
+docs: site
+	$(MAKE) test-docs ARGS="$(ARGS)"
+
+site: $(BUILT) $(call needs,docs) $(call needs,tutorials)
 	$(PY) -m docs.website
+
+test-docs: $(BUILT) $(call needs,docs) $(call needs,tutorials) $(call needs,test)
 	$(PY) -m pytest -n 2 --dist load --maxschedchunk 1 --durations 10 tests/docs $(ARGS)
 
 exercises: $(BUILT) $(call needs,test)

@@ -42,7 +42,10 @@ NIGHT = {
     "mutants": ["mutants"],
 }
 # What every commit runs, by `.ci/run`.
-ALWAYS = ("test", "test-libraries", "lint", "check-cuda", "gpu-check", "conformance", "tutorials", "docs")
+ALWAYS = (
+    *("test", "test-libraries", "lint", "check-cuda", "gpu-check", "conformance", "tutorials"),
+    *("site", "test-docs"),
+)
 
 
 def notes_path() -> Path:

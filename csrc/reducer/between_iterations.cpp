@@ -1,7 +1,7 @@
 // The rest of the reducer: how it is made, remade and asked.
 #include "cases/context_gradients.h"
 #include "cases/earlier_sums.h"
-#include "cases/gradient_noise.h"
+#include "cases/gradient_norms.h"
 #include "cases/half_bucket.h"
 #include "cases/lazy_memory.h"
 #include "cases/lone_bucket.h"
@@ -46,17 +46,18 @@ void Reducer::share(const std::shared_ptr<Reducer>& other, bool views) {
     shared_ = new SharedParameters(state, alone());
     cases_.emplace_back(shared_);
   }
+  is_shared = true;
   shared_->add({other, static_cast<const ReducerState*>(other.get())}, views);
 }
 
-GradientNoise& Reducer::noise() {
+GradientNorms& Reducer::norms() {
   auto lock = guard();
-  if (!noise_) {
+  if (!norms_) {
     ReducerState& state = *this;
-    noise_ = new GradientNoise(state);
-    cases_.emplace_back(noise_);
+    norms_ = new GradientNorms(state);
+    cases_.emplace_back(norms_);
   }
-  return *noise_;
+  return *norms_;
 }
 
 // Hooks hold the reducer weakly. The reducer keeps the nodes (GradHooks), and nodes keep their hooks. A strong

@@ -132,18 +132,17 @@ def test_every_page_in_a_browser(site: Path, address: str, part: int) -> None:
         tab.on("requestfailed", lambda request: failed(wrong, tab.url, request))
         for path in pages(site)[part::BROWSERS]:
             tab.goto(address + path.relative_to(site).as_posix())
-            for width, height in (PHONE, DESKTOP):
+            for (width, height), scheme in ((PHONE, "light"), (DESKTOP, "dark")):
                 tab.set_viewport_size({"width": width, "height": height})
-                for scheme in ("light", "dark"):
-                    tab.emulate_media(color_scheme=scheme)
-                    wide, window, background, broken, glaring = tab.evaluate(MEASURE)
-                    wrong += [f"{tab.url}: {word!r} of a heading is broken at {width} pixels" for word in broken]
-                    if scheme == "dark":
-                        wrong += [f"{tab.url}: {picture} is as bright as by day" for picture in glaring]
-                    if wide > window:
-                        wrong.append(f"{tab.url}: {wide} pixels wide, the window has {window}")
-                    if (brightness(background) > 128) != (scheme == "light"):
-                        wrong.append(f"{tab.url}: background {background} in {scheme} mode")
+                tab.emulate_media(color_scheme=scheme)
+                wide, window, background, broken, glaring = tab.evaluate(MEASURE)
+                wrong += [f"{tab.url}: {word!r} of a heading is broken at {width} pixels" for word in broken]
+                if scheme == "dark":
+                    wrong += [f"{tab.url}: {picture} is as bright as by day" for picture in glaring]
+                if wide > window:
+                    wrong.append(f"{tab.url}: {wide} pixels wide, the window has {window}")
+                if (brightness(background) > 128) != (scheme == "light"):
+                    wrong.append(f"{tab.url}: background {background} in {scheme} mode")
         browser.close()
     assert not wrong, "\n".join(wrong)
 
