@@ -6,7 +6,8 @@
 For each model and link: some steps with the default arguments; what the report predicts for them, for the best
 uniform cap, for ``bucket_cap_mb="auto"`` and for ``wire=``; then all of these in turns. A prediction is the step from
 forward's begin to the averages, as it is measured. "Named": the choice predicted to be the quickest is the one that
-was, or within 2 % of it. No optimizer runs.
+was, or within 2 % of it. "Two alike": how much two wrappers with the default arguments differ, measured in the same
+way: what this machine cannot tell apart. No optimizer runs.
 
 Result: advice.json in --output.
 """
@@ -14,6 +15,7 @@ Result: advice.json in --output.
 from __future__ import annotations
 
 import argparse
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +28,26 @@ _EVERY = 8  # choices: all that the report predicts
 _CLOSE = 1.02
 
 
-def try_choices(rank: int, world_size: int, model: str, rounds: int) -> list[tuple[str, float, float]]:
-    """Each choice, as it is passed; the seconds that were predicted, and measured."""
+def try_choices(
+    rank: int, world_size: int, model: str, rounds: int
+) -> tuple[list[tuple[str, float, float]], float]:
+    """Each choice, as it is passed; the seconds that were predicted, and measured. How much two alike differ."""
     import torch
     from models import workload
 
-    from minddp.launching.advise import advise
+    from minddp import DistributedDataParallel
+    from minddp.launching.advise import Choice, advise, measure
     from minddp.launching.tune import tune
 
     work = workload(model, torch.device("cpu"), rank)
+    alike = [Choice({}, 0.0), Choice({}, 0.0)]
+    measure(alike, [DistributedDataParallel(copy.deepcopy(work.module)) for _ in alike], work.call, rounds)
+    one, other = (choice.measured_seconds for choice in alike)
     choices = advise(
         work.module, work.call, rounds=rounds, candidates=_EVERY, settle=lambda ddp: tune(ddp, work.call)
     )
-    return [(choice.text, choice.predicted_seconds, choice.measured_seconds) for choice in choices]
+    found = [(choice.text, choice.predicted_seconds, choice.measured_seconds) for choice in choices]
+    return found, abs(one - other) / min(one, other)
 
 
 def judge(choices: list[tuple[str, float, float]]) -> tuple[float, bool]:
@@ -48,10 +57,11 @@ def judge(choices: list[tuple[str, float, float]]) -> tuple[float, bool]:
     return max(abs(predicted / measured - 1) for _, predicted, measured in choices), named[2] <= _CLOSE * quickest
 
 
-def show(title: str, choices: list[tuple[str, float, float]]) -> None:
+def show(title: str, choices: list[tuple[str, float, float]], alike: float) -> None:
     """Prints a model's choices over one link."""
     error, named = judge(choices)
-    print(f"{title}: largest error {error:.1%}, best choice {'named' if named else 'NOT named'}")
+    verdict = "named" if named else "NOT named"
+    print(f"{title}: largest error {error:.1%}, best choice {verdict}; two alike differ by {alike:.1%}", flush=True)
     for name, predicted, measured in choices:
         off = predicted / measured - 1
         print(f"    {name:24} predicted {1e3 * predicted:7.1f} ms   measured {1e3 * measured:7.1f} ms   {off:+6.1%}")
@@ -65,13 +75,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "advice.json")
     arguments: argparse.Namespace = parser.parse_args()
     found: dict[str, list[tuple[str, float, float]]] = {}
+    alike: dict[str, float] = {}
     facts: dict[str, Any] = {"command": harness.command(), "machine": harness.machine()}
     for link in arguments.links:
         for model in arguments.models:
+            case = f"{model}, {link}"
             with Ranks(2, link=None if link == "loopback" else link) as ranks:
-                found[f"{model}, {link}"] = ranks.run(try_choices, model, arguments.rounds)[0]
-            show(f"{model}, {link}", found[f"{model}, {link}"])
-            harness.write_json(arguments.output, {**facts, "choices": found})  # an interrupted run keeps what it has
+                found[case], alike[case] = ranks.run(try_choices, model, arguments.rounds)[0]
+            show(case, found[case], alike[case])
+            # An interrupted run keeps what it has.
+            harness.write_json(arguments.output, {**facts, "choices": found, "alike": alike})
     judged = [judge(choices) for choices in found.values()]
     close = sum(error <= 0.10 for error, _ in judged)
     print(f"within 10 %: {close} of {len(judged)}; best choice named: {sum(named for _, named in judged)}")

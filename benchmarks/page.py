@@ -67,8 +67,7 @@ sweeps below it. The command also writes a report (`.html`) with all of it.
 _NORMS = """
 ## Clipping where nothing is clipped
 
-The call alone, and the step with it. Torch's call reads each gradient, and scales it by 1. minddp's reducer has
-measured each average when it unpacked it, which the step includes; the call reads none of them again.
+The call alone, and the step with it. minddp's call reads each gradient once; torch's scales it by 1 besides.
 """
 _WIRES = """
 ## Fewer bytes

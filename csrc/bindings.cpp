@@ -1,10 +1,11 @@
 // Python's view of the reducer: pybind11 only, no logic of its own.
 #include "bindings_comm_hook.h"
 #include "bindings_find_tensors.h"
-#include "cases/gradient_norms.h"
+#include "cases/gradient_noise.h"
 #include "reducer/reducer.h"
 #include "support/block_quantization.h"
 #include "support/gil_release.h"
+#include "support/sum_of_squares.h"
 #include "support/watched_wait.h"
 #include "transport/ordered_allreduce.h"
 
@@ -240,6 +241,14 @@ void group_broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const 
   wait_for(group->broadcast(tensors, options), on_stall);
 }
 
+// Of all of them together; nothing where one of them cannot be squared here.
+std::optional<double> norm_squared(const std::vector<at::Tensor>& tensors) {
+  if (!std::ranges::all_of(tensors, can_square)) return std::nullopt;
+  double sum = 0;
+  for (const at::Tensor& tensor : tensors) sum += sum_of_squares(tensor);
+  return sum;
+}
+
 void bind_enums(py::module_& module) {
   py::enum_<Phase>(module, "Phase")
       .value("IDLE", Phase::kIdle)
@@ -392,11 +401,8 @@ void bind_reducer(py::module_& module) {
       .def("_ddp_graph_static", &Reducer::graph_is_static)
       .def("last_error", [](const Reducer& r) { return r.state().last_error; })
       .def("position", &position)
-      .def(
-          "norm", [](Reducer& r, const std::vector<at::Tensor>& parameters) { return r.norms().total(parameters); },
-          Release(), py::arg("parameters"))
-      .def(
-          "noise_norms", [](Reducer& r) { return r.norms().noise(); }, Release())
+      .def("ask_noise", [](Reducer& r) { r.noise().ask(); })
+      .def("noise_norms", [](Reducer& r) { return r.noise().norms(); })
       .def("last_step", &last_step)
       .def("recent_steps", &recent_steps, py::arg("at_most"));
 }
@@ -456,6 +462,7 @@ PYBIND11_MODULE(_C, module) {
       "find_tensors",
       [](py::handle output, py::type references) { return TensorsInOutput(output, references).take(); },
       py::arg("output"), py::arg("references"));
+  module.def("norm_squared", &norm_squared, Release(), py::arg("tensors"));
   module.def("scaled_copy", &scaled_copy_tensors, py::arg("src"), py::arg("dst"), py::arg("scale"),
       py::arg("reference") = false);
   bind_block_quantization(module);

@@ -1,7 +1,7 @@
 // The rest of the reducer: how it is made, remade and asked.
 #include "cases/context_gradients.h"
 #include "cases/earlier_sums.h"
-#include "cases/gradient_norms.h"
+#include "cases/gradient_noise.h"
 #include "cases/half_bucket.h"
 #include "cases/lazy_memory.h"
 #include "cases/lone_bucket.h"
@@ -46,18 +46,17 @@ void Reducer::share(const std::shared_ptr<Reducer>& other, bool views) {
     shared_ = new SharedParameters(state, alone());
     cases_.emplace_back(shared_);
   }
-  is_shared = true;
   shared_->add({other, static_cast<const ReducerState*>(other.get())}, views);
 }
 
-GradientNorms& Reducer::norms() {
+GradientNoise& Reducer::noise() {
   auto lock = guard();
-  if (!norms_) {
+  if (!noise_) {
     ReducerState& state = *this;
-    norms_ = new GradientNorms(state);
-    cases_.emplace_back(norms_);
+    noise_ = new GradientNoise(state);
+    cases_.emplace_back(noise_);
   }
-  return *norms_;
+  return *noise_;
 }
 
 // Hooks hold the reducer weakly. The reducer keeps the nodes (GradHooks), and nodes keep their hooks. A strong

@@ -8,6 +8,10 @@
 // the graph has no node of any synchronized forward. A program may also ask for torch's rule: prepare_for_backward().
 // A forward waits until an iteration ends, or until another wrapper with the same parameters has averaged
 // (cases/shared_parameters.h).
+//
+// Once the iteration of all synchronized forwards is over, a backward may go through one of them by accident: a
+// forward under no_sync has used something that the synchronized one has left (a feature, a hidden state, autocast's
+// copy of a weight). Such a backward is local, and so is any that runs under no_sync.
 #pragma once
 
 #include "support/graph_task.h"
@@ -18,6 +22,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace minddp {
 
@@ -70,17 +75,21 @@ class Forwards {
                          // holds none.)
     bool taken = false;  // the graph task holds none; a forward without a backward takes it
   };
-  // Origin of the running graph task. The search through its nodes ends at the first one of a synchronized forward.
-  // A synchronized forward that waits for its backward takes local backwards; with `takes`, bypassing ones, too.
-  // `local`: the graph task has reached an output of a forward under no_sync.
-  Answer origin(bool takes, bool local) const {
+  // Origin of the running graph task. `through`: whether the output that it has reached is a synchronized forward's;
+  // empty if it has reached none. A synchronized forward that waits for its backward takes local backwards; with
+  // `takes`, bypassing ones, too.
+  Answer origin(bool takes, std::optional<bool> through, bool within_no_sync) const {
+    bool synchronized = through.value_or(false);
+    const bool over = history_.forwards == 0 && !armed_;
+    if (synchronized && !over) return {Origin::kSynchronized, true};
     if (armed_ || hidden_) return {Origin::kSynchronized};
-    local |= hidden_local_;
-    const bool synchronized = GraphTaskNodes().any([&](const torch::autograd::Node* node) {
+    bool local = hidden_local_ || (through && !*through);
+    GraphTaskNodes().any([&](const torch::autograd::Node* node) {
       const NodeSpan* span = spans_.find(*node);
-      local |= span != nullptr;
-      return span && span->synchronized;
+      if (span) (span->synchronized ? synchronized : local) = true;
+      return synchronized && (local || !over);  // enough is known
     });
+    if (synchronized && over && (local || within_no_sync)) return {Origin::kLocal};
     if (synchronized) return {Origin::kSynchronized, true};
     // As in torch, a synchronized forward that waits for its backward takes the next one. It may really be that
     // forward's: a reentrant checkpoint makes its graph only during backward, so the graph task has none of the

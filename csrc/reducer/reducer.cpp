@@ -64,9 +64,9 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
 
 // Called at each sign of a backward: it has reached an output of a forward, or has brought one of our gradients. The
 // first sign decides the backward's origin; a later output of a synchronized forward may still make it synchronized.
-// The argument says whether the forward was synchronized. It is empty if a gradient is the sign. Unless it is true,
-// Forwards::origin() searches the graph task's nodes. Inside of a reentrant checkpoint they cannot tell: its graph
-// task has none of the forward's nodes.
+// The argument says whether the forward was synchronized. It is empty if a gradient is the sign. Unless it is true
+// and that forward's iteration goes on, Forwards::origin() searches the graph task's nodes. Inside of a reentrant
+// checkpoint they cannot tell: its graph task has none of the forward's nodes.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = current_graph_task();
   const bool synchronized = through_synchronized_forward.value_or(false);
@@ -76,8 +76,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   if (known && !(synchronized && backward.has(graph_task) && !backward.is_synchronized())) return;
   // In a static graph's first iteration, which decides what is unused, no forward takes a bypassing backward.
   const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();
-  Forwards::Answer answer = synchronized ? Forwards::Answer{Origin::kSynchronized, true}
-                                         : forwards.origin(takes, through_synchronized_forward.has_value());
+  Forwards::Answer answer = forwards.origin(takes, through_synchronized_forward, /*within_no_sync=*/!sync_enabled);
   for (auto& c : cases_) c->on_backward(answer);
   backward.join(answer);
   backward.takes_part.clear();

@@ -103,7 +103,7 @@ namespace minddp {
 
 class OrderedAllreduce;
 struct Quantization;
-class GradientNorms;
+class GradientNoise;
 class SharedParameters;
 
 // Fixed as long as the reducer lives.
@@ -192,7 +192,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void adopt_gradients();  // with gradient_as_bucket_view: turns existing gradients into views of the buffers
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   void share(const std::shared_ptr<Reducer>& other, bool views);  // cases/shared_parameters.h
-  GradientNorms& norms();                                         // cases/gradient_norms.h
+  GradientNoise& noise();                                         // cases/gradient_noise.h
   // Raises if an iteration has begun and is not over. Inside of a backward it raises in kLaunched alone: in other
   // phases this backward may still complete the iteration.
   void check_finished() const;
@@ -273,7 +273,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   ReducerCallbacks callbacks_;
   std::vector<std::unique_ptr<Case>> cases_;
   SharedParameters* shared_ = nullptr;  // owned by cases_; null before share()
-  GradientNorms* norms_ = nullptr;      // the same; null before norms()
+  GradientNoise* noise_ = nullptr;      // the same; null before noise()
   std::unique_ptr<CommHook> hook_;
   std::unique_ptr<GradHooks> hooks_;
 

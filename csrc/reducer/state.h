@@ -26,7 +26,6 @@ struct ReducerState {
   Learned learned{parameters.size()};
   GradStates grads{parameters.size()};
   std::vector<std::unique_ptr<Bucket>> buckets;
-  bool is_shared = false;  // somebody else reduces some of the parameters, too
   mutable std::string last_error;
 
   // Keeps the text: a program may catch the error inside of backward, and others ask later why this rank is missing.

@@ -22,6 +22,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from . import optimizer_guard
+
 _registrations = 0  # of parameters and submodules, in all modules of this process, and functional calls
 Named = tuple[str, torch.nn.Parameter]
 _requires_grad = attrgetter("requires_grad")
@@ -54,6 +56,11 @@ def _looks_up(parameters: Any) -> Callable[[str], object]:
     if isinstance(parameters, dict):
         return parameters.get
     return lambda name: parameters[name] if name in parameters else None
+
+
+def _has_wrapper(parameter: torch.nn.Parameter) -> bool:
+    """Another one than whoever asks. Asked only where something has changed."""
+    return any(id(parameter) in other.parameter_ids() for other in optimizer_guard.watched())
 
 
 class ModuleChanges:
@@ -121,7 +128,8 @@ class ModuleChanges:
         changes = []
         for name, p in self._named():
             known = self._facts.get(id(p))
-            if known is None and p.requires_grad and p.is_leaf:  # fastai's WeightDropout puts others in their place
+            # fastai's WeightDropout puts others in their place; another wrapper's are averaged there.
+            if known is None and p.requires_grad and p.is_leaf and not _has_wrapper(p):
                 frozen = any(p is other for other in self._frozen)
                 changes.append(f"'{name}' " + ("requires a gradient now" if frozen else "is new"))
             elif known is not None and (p.dtype, p.device) != known:

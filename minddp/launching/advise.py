@@ -82,13 +82,14 @@ def advise(
         wrappers.append(DistributedDataParallel(copy.deepcopy(module), **arguments, **choices[-1].arguments))
         if settle is not None and choices[-1].arguments.get("bucket_cap_mb") == "auto":
             settle(wrappers[-1])
-    _measure(choices, wrappers, loss, rounds)
+    measure(choices, wrappers, loss, rounds)
     return choices
 
 
-def _measure(
+def measure(
     choices: Sequence[Choice], wrappers: Sequence[DistributedDataParallel], loss: Loss, rounds: int
 ) -> None:
+    """Sets what each of ``choices`` takes, by its wrapper, in turns. Collective."""
     times: list[list[float]] = [[] for _ in choices]
     for turn in range(rounds + 1):
         for seconds, ddp in zip(times, wrappers):

@@ -36,14 +36,14 @@ class Copies:
             )
         state = {name: value for name, value in self.__dict__.items() if name not in _TIED_TO_GROUP}
         state["broadcast_buffers"] = self.forward_sync_buffers
-        state["_hook"] = None if self._minddp_engine is None else self._minddp_engine.hook
-        state["_names"] = self._minddp_wrapped.for_copies()
+        state["_minddp_hook"] = None if self._minddp_engine is None else self._minddp_engine.hook
+        state["_minddp_names"] = self._minddp_wrapped.for_copies()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         state.pop("broadcast_buffers", None)
-        hook, names = state.pop("_hook", None), state.pop("_names")
+        hook, names = state.pop("_minddp_hook"), state.pop("_minddp_names")
         torch.nn.Module.__setstate__(self, state)  # type: ignore[arg-type]
         self.process_group = dist.group.WORLD
         self._minddp_wrapped = Parameters.like(self.module, names)

@@ -52,7 +52,7 @@ class DDPJoinHook(JoinHook):
         ddp = self.ddp
         # Its last own iteration may wait for finalize_backward(), or for gradients.
         ddp._minddp_engine.check_finished()
-        ddp._rebuild_buckets()
+        ddp._minddp_rebuild_buckets()
         if ddp._check_sync_bufs_pre_fwd():
             with ddp._minddp_engine.collective():
                 ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))

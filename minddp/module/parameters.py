@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch._utils import _get_device_index
 
 from ..reduction.members import all_parameters, every_name, registered
+
+log = logging.getLogger("minddp")
 
 
 def localize_shards(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
@@ -59,11 +62,9 @@ class Parameters:
         left_alone = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
         known = _all_names(module)
         if unknown := sorted(left_alone - known):
-            # Libraries prefix names they cannot know to be there; torch takes them all.
-            warnings.warn(
-                f"_ddp_params_and_buffers_to_ignore names {unknown}, but the module has no such parameter or buffer.",
-                stacklevel=4,
-            )
+            # Libraries prefix names they cannot know to be there. Torch takes them all, also if warnings are errors.
+            told = "_ddp_params_and_buffers_to_ignore names %s, but the module has no such parameter or buffer."
+            log.warning(told, unknown)
         named = list(delayed or ())
         for name, _ in named:
             if name not in known:

@@ -150,7 +150,7 @@ class TorchNames:
 
     # --- the reducer ---
 
-    def _rebuild_buckets(self) -> None:
+    def _minddp_rebuild_buckets(self) -> None:
         self._minddp_engine.rebuild_buckets()
 
     def _remove_autograd_hooks(self) -> None:

@@ -5,6 +5,7 @@ The same numbers as with torch's class.
 
 from __future__ import annotations
 
+import copy
 import types
 import warnings
 
@@ -350,3 +351,46 @@ def test_what_trains_and_is_told_by_nobody_is_named():
     [text] = texts
     assert "'a.bias', 'b.weight'" in text and "not averaged" in text
     assert files == {__file__}
+
+
+# --- names, submodules and copies of the program's own
+
+
+def _own_names(rank, world_size, cls):
+    """None of minddp's own attributes, and nothing that it looks for, stands in their way."""
+
+    class Own(cls):
+        def _rebuild_buckets(self, how):
+            raise AssertionError("nobody of torch's calls it")
+
+    own = Own(Two())
+    own._names, own._hook = "names", "hook"
+    with own.join():
+        for i in range(1 + rank):
+            own(batch(rank, i)).sum().backward()
+    other = copy.deepcopy(own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ignores = Two()
+        ignores._ddp_params_and_buffers_to_ignore = ["nothing"]
+        cls(ignores)
+    return [other._names, other._hook], own.module.a.weight.grad
+
+
+def _a_submodule_with_a_wrapper(rank, world_size, cls):
+    """Hung into the module after that was wrapped: its gradients are averaged by its own wrapper."""
+    module = Two()
+    ddp = cls(module)
+    ddp(batch(rank)).sum().backward()
+    module.probe = cls(nn.Linear(2, 1))
+    out = ddp(batch(rank, 1))
+    out.sum().backward()
+    module.probe(out.detach()).sum().backward()
+    return module.probe.module.weight.grad
+
+
+@pytest.mark.parametrize("program", [_own_names, _a_submodule_with_a_wrapper])
+def test_what_is_the_programs_own(program):
+    classes = nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel
+    theirs, ours = (run_ranks(program, 2, cls) for cls in classes)
+    assert str(ours) == str(theirs)

@@ -734,6 +734,51 @@ def test_an_old_forward_under_no_sync_is_local():
         assert all(map(torch.equal, ours, theirs))
 
 
+class _Feature(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)
+
+    def forward(self, x, feature=None):
+        feature = self.body(x) if feature is None else feature
+        return self.head(feature).sum(), feature
+
+
+def _left_by_a_synchronized_forward(rank, world_size, wrap):
+    """A kept feature, on all ranks and on one; a second backward; autocast's copy of a weight: all under no_sync."""
+    torch.manual_seed(0)
+    found = []
+    ddp = wrap(_Feature())
+    for again in ("feature", "rank 0's feature", "backward", "part"):
+        for _ in range(2):
+            ddp.zero_grad()
+            loss, feature = ddp(_batch(rank))
+            loss.backward(retain_graph=True)
+        ddp.zero_grad()
+        with ddp.no_sync():
+            if again == "backward":
+                loss.backward(retain_graph=True)
+            else:
+                kept = feature if again == "feature" or rank == 0 else feature.detach()
+                inputs = list(ddp.module.head.parameters()) if again == "part" else None
+                ddp(None, kept)[0].square().backward(retain_graph=True, inputs=inputs)
+        found += [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ddp(_batch(rank))[0].backward()
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(_batch(rank))[0].backward()
+    return found + [p.grad for p in ddp.parameters()]
+
+
+def test_what_a_synchronized_forward_has_left_makes_nobody_else_synchronized():
+    wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
+    found = (run_ranks(_left_by_a_synchronized_forward, 2, wrap) for wrap in wraps)
+    for ours, theirs in zip(*found, strict=True):
+        assert [g is None for g in ours] == [g is None for g in theirs]
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None)
+
+
 def _penalty_under_no_sync(rank, world_size, wrap):
     """A penalty's gradient is taken by the forward that waits; what is made of it stays the other forward's."""
     ddp = wrap(_net())
@@ -749,7 +794,30 @@ def _penalty_under_no_sync(rank, world_size, wrap):
     return [p.grad for p in ddp.parameters()]
 
 
-def test_a_penalty_under_no_sync_is_local():
+class _Scales(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.arange(4.0))
+
+    def forward(self, x):
+        return x * self.by
+
+
+def _penalty_alone(rank, world_size, wrap):
+    """The same, of a module whose penalty has no node of the forward's."""
+    ddp = wrap(_Scales())
+    loss = ddp(_batch(rank)).sum()
+    x = _batch(rank, 1).requires_grad_()
+    with ddp.no_sync():
+        (gradient,) = torch.autograd.grad(ddp(x).sum(), x, create_graph=True)
+    loss.backward()
+    ddp.zero_grad()
+    (gradient * x).sum().backward()
+    return [p.grad for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("program", [_penalty_under_no_sync, _penalty_alone])
+def test_a_penalty_under_no_sync_is_local(program):
     wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
-    for ours, theirs in zip(*(run_ranks(_penalty_under_no_sync, 2, wrap) for wrap in wraps), strict=True):
+    for ours, theirs in zip(*(run_ranks(program, 2, wrap) for wrap in wraps), strict=True):
         assert all(map(torch.equal, ours, theirs))
