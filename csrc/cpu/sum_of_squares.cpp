@@ -56,7 +56,7 @@ double of_half(const c10::Half* values, int64_t n) { return squares_widened(valu
 bool can_square(const at::Tensor& tensor) {
   const at::ScalarType dtype = tensor.scalar_type();
   return tensor.layout() == at::kStrided && tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense() &&
-      !tensor.key_set().has(c10::DispatchKey::Python) &&
+      !tensor.key_set().has(c10::DispatchKey::Python) && !tensor._is_zerotensor() &&
       (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf);
 }
 

@@ -44,7 +44,7 @@ class Copies:
         state = dict(state)
         state.pop("broadcast_buffers", None)
         hook, names = state.pop("_minddp_hook"), state.pop("_minddp_names")
-        torch.nn.Module.__setstate__(self, state)  # type: ignore[arg-type]
+        super().__setstate__(state)  # type: ignore[misc]
         self.process_group = dist.group.WORLD
         self._minddp_wrapped = Parameters.like(self.module, names)
         self._minddp_take_parameters()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import _get_device_index
 
-from ..reduction.members import all_parameters, every_name, registered
+from ..reduction.members import all_parameters, every_name, of_each_module, registered
 
 log = logging.getLogger("minddp")
 
@@ -113,8 +113,13 @@ class Parameters:
         return self.left_alone, [name for name, _ in self.delayed], "" if self.trigger is None else self.trigger[0]
 
     def named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The module's of now, but for those that are left alone."""
-        return [(name, p) for name, p in all_parameters(self._module) if name not in self.ignored]
+        """The module's of now, but for those that are left alone: in each module that has them, as with torch's."""
+        found = all_parameters(self._module)
+        if not self.ignored:
+            return found
+        elsewhere = {id(p): name for name, p in of_each_module(self._module) if name not in self.ignored}
+        names = ((elsewhere.get(id(p)) if name in self.ignored else name, p) for name, p in found)
+        return [(name, p) for name, p in names if name is not None]
 
     def collect(self) -> None:
         """Looks at the module anew."""

@@ -29,7 +29,7 @@ class TorchBase(_TorchDDP):
     """
 
     def __init__(self) -> None:
-        torch.nn.Module.__init__(self)
+        super(_TorchDDP, self).__init__()
         Joinable.__init__(self)
 
 
@@ -41,11 +41,21 @@ def _left_out(name: str) -> Callable[..., Any]:
     return method
 
 
+def _that_comes_after(name: str) -> Callable[..., Any]:
+    """Torch's class calls ``super()``: a module that stands behind it among a class's bases comes before Module."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(_TorchDDP, self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
 def _in_the_place_of(name: str, value: Any) -> Any:
     """What the classes after torch's have under ``name``, or what raises."""
     for base in _TorchDDP.__mro__[1:]:
         if name in vars(base):
-            return vars(base)[name]
+            return _that_comes_after(name) if base is torch.nn.Module else vars(base)[name]
     return property(_left_out(name)) if isinstance(value, property) else _left_out(name)
 
 

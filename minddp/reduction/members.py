@@ -19,14 +19,16 @@ def all_parameters(module: torch.nn.Module) -> list[Named]:
     """Each parameter once, with its first name: what the module's ``named_parameters()`` yields, and then what each
     of its ``named_modules()`` says to have itself."""
     named: dict[int, Named] = {}
-    for name, parameter in itertools.chain(module.named_parameters(), _of_each_module(module)):
+    for name, parameter in itertools.chain(module.named_parameters(), of_each_module(module, itself=False)):
         named.setdefault(id(parameter), (name, parameter))
     return list(named.values())
 
 
-def _of_each_module(module: torch.nn.Module) -> Iterator[Named]:
+def of_each_module(module: torch.nn.Module, itself: bool = True) -> Iterator[Named]:
+    """What each of the ``named_modules()`` says to have itself: a parameter of several modules several times.
+    ``itself``: also what ``module`` has, if it would say so as every module does."""
     for prefix, child in module.named_modules():
-        if child is module and type(child).named_parameters is torch.nn.Module.named_parameters:
+        if child is module and not itself and type(child).named_parameters is torch.nn.Module.named_parameters:
             continue  # it has been asked, with all below
         try:
             own = list(child.named_parameters(recurse=False))

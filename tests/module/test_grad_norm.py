@@ -175,6 +175,8 @@ def _odd_gradients(rank, world_size):
         half.module.weight.grad.fill_(60000)
         with pytest.raises(RuntimeError, match="non-finite"):
             half.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    ddp.module.real.bias.grad = torch._efficientzerotensor(4)  # has no memory
+    _check(ddp, 0.1)
 
 
 def _noise_of_what_is_sent(rank, world_size):

@@ -389,7 +389,49 @@ def _a_submodule_with_a_wrapper(rank, world_size, cls):
     return module.probe.module.weight.grad
 
 
-@pytest.mark.parametrize("program", [_own_names, _a_submodule_with_a_wrapper])
+def _tied_and_half_ignored(rank, world_size, cls):
+    """Ignored by one of its two names, and by the one name of a module that stands in two places."""
+    module = Two()
+    module.other, module.alone = nn.Linear(4, 8), nn.Linear(8, 2)
+    module.other.weight = module.a.weight
+    module.again = module.alone
+    module.forward = lambda x: module.b(module.a(x)) + module.alone(module.other(x))
+    cls._set_params_and_buffers_to_ignore_for_model(module, ["a.weight", "alone.weight"])
+    ddp = cls(module)
+    ddp(batch(rank)).square().sum().backward()
+    return [p.grad for p in module.parameters()]
+
+
+class _Behind(nn.Module):
+    """Torch's class calls super()."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = ["__init__"]
+
+    def train(self, mode=True):
+        self.called.append("train")
+        return super().train(mode)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.called.append("__setstate__")
+
+
+def _a_module_behind(rank, world_size, cls):
+    class Own(cls, _Behind):
+        pass
+
+    own = Own(Two())
+    own.train()
+    other = copy.deepcopy(own)
+    other(batch(rank)).sum().backward()
+    return own.called, other.called, other.module.a.weight.grad
+
+
+@pytest.mark.parametrize(
+    "program", [_own_names, _a_submodule_with_a_wrapper, _tied_and_half_ignored, _a_module_behind]
+)
 def test_what_is_the_programs_own(program):
     classes = nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel
     theirs, ours = (run_ranks(program, 2, cls) for cls in classes)
