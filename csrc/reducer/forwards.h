@@ -11,7 +11,8 @@
 //
 // Once the iteration of all synchronized forwards is over, a backward may go through one of them by accident: a
 // forward under no_sync has used something that the synchronized one has left (a feature, a hidden state, autocast's
-// copy of a weight). Such a backward is local, and so is any that runs under no_sync.
+// copy of a weight). So a backward is local then if it runs under no_sync, or if the last forward did. This does not
+// ask what the graph holds, which may differ between ranks.
 #pragma once
 
 #include "support/graph_task.h"
@@ -41,6 +42,7 @@ class Forwards {
   void end(bool synchronized, bool visible) {
     add(begin_, at::sequence_number::peek(), synchronized);
     hidden_local_ = !synchronized && !visible;
+    last_is_local_ = !synchronized;
     if (!synchronized) return;
     ++history_.forwards;
     awaits_backward_ = true;
@@ -79,17 +81,15 @@ class Forwards {
   // empty if it has reached none. A synchronized forward that waits for its backward takes local backwards; with
   // `takes`, bypassing ones, too.
   Answer origin(bool takes, std::optional<bool> through, bool within_no_sync) const {
-    bool synchronized = through.value_or(false);
-    const bool over = history_.forwards == 0 && !armed_;
-    if (synchronized && !over) return {Origin::kSynchronized, true};
+    const bool over = history_.forwards == 0 && !armed_ && (last_is_local_ || within_no_sync);
+    if (through.value_or(false) && !over) return {Origin::kSynchronized, true};
     if (armed_ || hidden_) return {Origin::kSynchronized};
-    bool local = hidden_local_ || (through && !*through);
-    GraphTaskNodes().any([&](const torch::autograd::Node* node) {
+    bool local = hidden_local_ || through.has_value();
+    const bool synchronized = GraphTaskNodes().any([&](const torch::autograd::Node* node) {
       const NodeSpan* span = spans_.find(*node);
-      if (span) (span->synchronized ? synchronized : local) = true;
-      return synchronized && (local || !over);  // enough is known
+      local |= span != nullptr;
+      return span && span->synchronized && !over;
     });
-    if (synchronized && over && (local || within_no_sync)) return {Origin::kLocal};
     if (synchronized) return {Origin::kSynchronized, true};
     // As in torch, a synchronized forward that waits for its backward takes the next one. It may really be that
     // forward's: a reentrant checkpoint makes its graph only during backward, so the graph task has none of the
@@ -109,8 +109,9 @@ class Forwards {
   uint64_t begin_ = 0;
   bool armed_ = false;
   bool awaits_backward_ = false;
-  bool hidden_ = false;        // no tensor was found in the last synchronized forward's output
-  bool hidden_local_ = false;  // no tensor was found in the last forward's output, and it ran under no_sync
+  bool hidden_ = false;         // no tensor was found in the last synchronized forward's output
+  bool hidden_local_ = false;   // no tensor was found in the last forward's output, and it ran under no_sync
+  bool last_is_local_ = false;  // the last forward ran under no_sync
 };
 
 }  // namespace minddp

@@ -44,8 +44,8 @@ class Copies:
         state = dict(state)
         state.pop("broadcast_buffers", None)
         hook, names = state.pop("_minddp_hook"), state.pop("_minddp_names")
-        super().__setstate__(state)  # type: ignore[misc]
         self.process_group = dist.group.WORLD
+        super().__setstate__(state)  # type: ignore[misc]
         self._minddp_wrapped = Parameters.like(self.module, names)
         self._minddp_take_parameters()
         if hook is not None and self._minddp_engine is not None:

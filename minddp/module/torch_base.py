@@ -32,6 +32,11 @@ class TorchBase(_TorchDDP):
         super(_TorchDDP, self).__init__()
         Joinable.__init__(self)
 
+    def train(self, mode: bool = True) -> Any:
+        """A module behind may have a ``train`` that returns nothing."""
+        super(_TorchDDP, self).train(mode)
+        return self
+
 
 def _left_out(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

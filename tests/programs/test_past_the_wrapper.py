@@ -749,12 +749,18 @@ def _left_by_a_synchronized_forward(rank, world_size, wrap):
     torch.manual_seed(0)
     found = []
     ddp = wrap(_Feature())
-    for again in ("feature", "rank 0's feature", "backward", "part"):
+    for again in ("feature", "rank 0's feature", "backward", "part", "outside"):
         for _ in range(2):
             ddp.zero_grad()
             loss, feature = ddp(_batch(rank))
             loss.backward(retain_graph=True)
         ddp.zero_grad()
+        if again == "outside":  # ranks' graphs differ
+            with ddp.no_sync():
+                local = ddp(_batch(rank, 1))[0]
+            (loss + local if rank else loss).backward()
+            found += [p.grad.clone() for p in ddp.parameters()]
+            continue
         with ddp.no_sync():
             if again == "backward":
                 loss.backward(retain_graph=True)
@@ -806,10 +812,11 @@ class _Scales(torch.nn.Module):
 def _penalty_alone(rank, world_size, wrap):
     """The same, of a module whose penalty has no node of the forward's."""
     ddp = wrap(_Scales())
-    loss = ddp(_batch(rank)).sum()
     x = _batch(rank, 1).requires_grad_()
     with ddp.no_sync():
-        (gradient,) = torch.autograd.grad(ddp(x).sum(), x, create_graph=True)
+        local = ddp(x).sum()
+    loss = ddp(_batch(rank)).sum()
+    (gradient,) = torch.autograd.grad(local, x, create_graph=True)
     loss.backward()
     ddp.zero_grad()
     (gradient * x).sum().backward()
