@@ -30,7 +30,7 @@ namespace minddp {
 enum class Origin {
   kNone,          // no backward runs
   kSynchronized,  // through a forward that ran outside of no_sync, or taken by one (see Answer)
-  kLocal,         // only through forwards that ran under no_sync
+  kLocal,         // only through forwards that ran under no_sync, or that are over (see above)
   kBypassed,      // through no forward of the wrapper
 };
 

@@ -43,7 +43,8 @@ class Copies:
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         state.pop("broadcast_buffers", None)
-        hook, names = state.pop("_minddp_hook"), state.pop("_minddp_names")
+        mine = "_minddp" if "_minddp_names" in state else ""  # else pickled by an older minddp
+        hook, names = state.pop(f"{mine}_hook", None), state.pop(f"{mine}_names")
         self.process_group = dist.group.WORLD
         super().__setstate__(state)  # type: ignore[misc]
         self._minddp_wrapped = Parameters.like(self.module, names)

@@ -745,7 +745,8 @@ class _Feature(torch.nn.Module):
 
 
 def _left_by_a_synchronized_forward(rank, world_size, wrap):
-    """A kept feature, on all ranks and on one; a second backward; autocast's copy of a weight: all under no_sync."""
+    """A kept feature, on all ranks and on one; a second backward; autocast's copy of a weight: under no_sync.
+    And a backward outside, after a forward under no_sync."""
     torch.manual_seed(0)
     found = []
     ddp = wrap(_Feature())
