@@ -82,6 +82,7 @@ class Watchdog:
         self._port = inner.port if isinstance(inner, dist.TCPStore) else None
         self._thread = threading.Thread(target=self._run, args=(store,), name="minddp: watchdog", daemon=True)
         self._thread.start()
+        _living.add(self)
 
     def same_group(self, store: dist.Store) -> bool:
         return self._store() is store
@@ -291,7 +292,7 @@ class Watchdog:
             self._say_goodbye()
         self._stopping = True
         self._wake.set()
-        self._thread.join(0.0 if self.store_is_silent() else _EXIT_SECONDS)
+        self._thread.join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
         if self._thread.is_alive() and self._port is not None:
             _cut_connections(self._port)
             self._thread.join(_EXIT_SECONDS)
@@ -316,6 +317,7 @@ def _cut_connections(port: int) -> None:
 
 
 _current: Watchdog | None = None
+_living: weakref.WeakSet[Watchdog] = weakref.WeakSet()  # that of a group before may not have seen yet that it is gone
 _finalized_in = 0  # the process whose end `_child_ends` hears of
 _inherited = 0  # see _note_inherited
 
@@ -375,9 +377,9 @@ def introduce(group: Any, processes: Sequence[Process]) -> None:
 
 @atexit.register
 def _last_words() -> None:
-    if _current is not None:
+    for dog in list(_living):
         with suppress(Exception):
-            _current.end()
+            dog.end()
 
 
 def _note_inherited() -> None:

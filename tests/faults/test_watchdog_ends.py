@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minddp import DistributedDataParallel as DDP
-from minddp.guards import reports
+from minddp.guards import reports, watchdog
 from minddp.testing import RankPool, run_ranks
 
 SECONDS = 10  # far less than a store's own timeout
@@ -41,6 +41,24 @@ def test_threads_end_with_their_group():
     finally:
         pool.close()
     assert not os.path.exists(os.path.dirname(path))
+
+
+def _left_at_the_end(rank, world_size):
+    before = [t for t in threading.enumerate() if t.name == "minddp: watchdog"]
+    watchdog._last_words()  # as `atexit` calls it
+    return sum(thread.is_alive() for thread in before)
+
+
+def test_python_ends_after_the_threads_of_all_groups():
+    """One that is in a request to its store while Python shuts down ends the process: also that of a group that was
+    destroyed a moment ago, with a new one since."""
+    pool = RankPool(2)
+    try:
+        for _ in range(2):
+            pool.run(_wrapped)
+        assert pool.run(_left_at_the_end, backend=None) == [0, 0]
+    finally:
+        pool.close()
 
 
 def _file_is_removed(rank, world_size):
