@@ -268,6 +268,8 @@ def start_zygotes() -> Path:
     if folder not in _leases:
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder in _leases:  # another thread has just got them, and they end with the last one that is let go
+                return folder
             try:
                 _leases[folder] = _lease(folder)
             except (FileNotFoundError, ConnectionRefusedError):  # none yet, or the last user has just gone

@@ -167,6 +167,26 @@ def _listens(folder: Path) -> bool:
     return True
 
 
+def test_threads_share_what_keeps_the_zygotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread that let the first one's go would end them while they are asked for ranks."""
+    zygote.start_zygotes()
+    lease, leased = zygote._lease, []
+
+    def slow(folder: Path) -> Any:
+        time.sleep(0.05)
+        leased.append(lease(folder))
+        return leased[-1]
+
+    monkeypatch.setattr(zygote, "_lease", slow)
+    monkeypatch.setattr(zygote, "_leases", {})
+    threads = [threading.Thread(target=zygote.start_zygotes) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(leased) == 1
+
+
 def test_starts_as_users_do_them_are_listed() -> None:
     """By their folder, or by their file."""
     start = ".".join(("sys", "executable"))
