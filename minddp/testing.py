@@ -7,7 +7,7 @@ Overview
     call gets a new one.
 
 What always holds
-    A call ends within ``timeout`` seconds. When a rank raises, the others get ``grace`` seconds to
+    A call ends within ``timeout`` seconds, in which the start of new ranks does not count. When a rank raises, the others get ``grace`` seconds to
     end by themselves; what still runs then is killed, by process id, and the next call starts anew.
     Ranks that have all answered are kept, also where one raised, if each says that it is clean: its
     process groups are destroyed, no call to them is under way, and a call that raised has left no thread.
@@ -32,11 +32,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 __all__ = ["Process", "RankError", "RankPool", "Start", "free_port", "run_ranks", "shutdown", "spawn", "start_rank"]
 
+START_SECONDS = 120.0  # in which new ranks have imported torch, on a busy machine too
 CLEAN_SECONDS = 10.0  # in which a rank that has answered ends its groups; else it is not used again
 THREADS_SECONDS = 3.0  # of these, for threads to end
 
@@ -52,6 +54,10 @@ class RankError(AssertionError):
         super().__init__(message)
         self.failures = failures
         self.results = results
+
+
+def _text(failures: dict[int, str]) -> str:
+    return "\n".join(f"--- rank {rank}\n{failures[rank]}" for rank in sorted(failures))
 
 
 class Process(Protocol):
@@ -138,6 +144,7 @@ def _rank_main(rank: int, world_size: int, threads: int, pipe: Connection) -> No
     import torch.distributed as dist
 
     torch.set_num_threads(threads)
+    pipe.send("here")
     while True:
         try:
             message = pipe.recv()
@@ -204,6 +211,18 @@ class RankPool:
             ours, theirs = multiprocessing.Pipe()
             self._processes.append(start(_rank_main, (rank, self.world_size, self._threads), rank, theirs))
             self._pipes.append(ours)
+        deadline = time.monotonic() + START_SECONDS
+        late = {}
+        for rank, pipe in enumerate(self._pipes):
+            with suppress(EOFError, OSError):  # it has died: the call says so
+                if pipe.poll(max(deadline - time.monotonic(), 0)):
+                    pipe.recv()
+                else:
+                    late[rank] = f"did not start within {START_SECONDS} s"
+        if late:
+            self._show_where(late)
+            self.close()
+            raise RankError(_text(late), late, {})
 
     def _is_clean(self) -> bool:
         """Whether every rank is there, and has left its last call behind."""
@@ -219,10 +238,8 @@ class RankPool:
     def close(self) -> None:
         """Ends the ranks: asks, then kills by process id."""
         for pipe in self._pipes:
-            try:
+            with suppress(OSError):
                 pipe.send(None)
-            except (BrokenPipeError, OSError):
-                pass
         for process in self._processes:
             process.join(0.5)
             if process.is_alive():
@@ -257,14 +274,14 @@ class RankPool:
         store = os.path.join(self._folder.name, f"store{self._runs}")
         message = (pickle.dumps((fn, args)), store, backend, env or {})
         for pipe in self._pipes:
-            pipe.send(message)
+            with suppress(OSError):  # it has died
+                pipe.send(message)
         results, failures, answered = self._collect(timeout, grace)
         self._dirty = True
         if not answered:
             self.close()
         if failures:
-            text = "\n".join(f"--- rank {rank}\n{failures[rank]}" for rank in sorted(failures))
-            raise RankError(text, failures, results)
+            raise RankError(_text(failures), failures, results)
         return [results[rank] for rank in range(self.world_size)]
 
     def _show_where(self, stuck: Iterable[int]) -> None:
@@ -326,7 +343,7 @@ def run_ranks(
         fn: a module-level function.
         world_size: how many ranks.
         args: picklable arguments, the same for every rank.
-        timeout: seconds after which the call fails and the ranks are killed.
+        timeout: seconds after which the call fails and the ranks are killed; without the start of new ranks.
         grace: seconds that the other ranks get after one has raised.
         backend: the default group's backend; ``None`` makes no group.
         env: environment variables set during the call.

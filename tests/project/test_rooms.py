@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -73,7 +74,9 @@ def imports(name: str, path: Path) -> set[str]:
     return found
 
 
-GRAPH = {name: imports(name, path) for name, path in FILES.items()}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    return {name: imports(name, path) for name, path in FILES.items()}
 
 
 def room(name: str) -> str:
@@ -93,7 +96,7 @@ def test_rooms_are_listed_lowest_first() -> None:
 def test_imports_point_down() -> None:
     wrong = {}
     for name in filter(None, FILES):
-        others = {room(target) for target in GRAPH[name] if target != NATIVE} - {room(name)}
+        others = {room(target) for target in graph()[name] if target != NATIVE} - {room(name)}
         if not others <= ROOMS[room(name)]:
             wrong[f"minddp/{name}"] = others - ROOMS[room(name)]
     assert not wrong, f"imports from rooms above, or of no concern: {wrong}"
@@ -102,7 +105,7 @@ def test_imports_point_down() -> None:
 def test_no_circles() -> None:
     """Between files. A room's own text may list what it offers; its files do not import that text."""
     try:
-        list(TopologicalSorter(GRAPH).static_order())
+        list(TopologicalSorter(graph()).static_order())
     except CycleError as error:
         pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
 
@@ -136,6 +139,6 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 
 if __name__ == "__main__":
-    for name in TopologicalSorter(GRAPH).static_order():
-        if name in GRAPH:
-            print(f"{name or '(package)':32} {', '.join(sorted(GRAPH[name] - {NATIVE}))}")
+    for name in TopologicalSorter(graph()).static_order():
+        if name in graph():
+            print(f"{name or '(package)':32} {', '.join(sorted(graph()[name] - {NATIVE}))}")

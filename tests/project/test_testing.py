@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 import minddp
+from minddp import testing
 from minddp.testing import RankError, RankPool, run_ranks, shutdown, spawn
+from tests import zygote
 
 
 def _sum(rank, world_size, base):
@@ -125,6 +127,40 @@ def test_ranks_that_cannot_go_on_are_not(pool, fn, says):
     with pytest.raises(RankError, match=says):
         pool.run(fn, backend=None)
     assert not set(pool.run(_process)) & set(before)
+
+
+def _starts_late(path, *args):
+    time.sleep(0.5)
+    path.touch()
+    testing._rank_main(*args)
+
+
+def _does_not_start(path, *args):
+    os._exit(3)
+
+
+def test_the_start_of_a_rank_is_no_part_of_the_call(monkeypatch, tmp_path):
+    """On a busy machine it may take longer than what is called."""
+
+    def start(_, args, rank, pipe):
+        return zygote.start_rank(target, (tmp_path / "started", *args), rank, pipe)
+
+    pool = RankPool(1, start=start)
+    try:
+        target = _starts_late
+        pool._start()  # before a call's time begins
+        assert (tmp_path / "started").exists()
+        pool.run(_process)
+        pool.close()
+        target = _does_not_start
+        with pytest.raises(RankError, match="rank 0\nprocess died, exit code 3"):
+            pool.run(_process)
+        target = _starts_late
+        monkeypatch.setattr(testing, "START_SECONDS", 0.1)
+        with pytest.raises(RankError, match="rank 0\ndid not start within 0.1 s"):
+            pool.run(_process)
+    finally:
+        pool.close()
 
 
 @pytest.mark.long
