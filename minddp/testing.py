@@ -7,9 +7,9 @@ Overview
     call gets a new one.
 
 What always holds
-    A call ends within ``timeout`` seconds, in which the start of new ranks does not count. When a rank raises, the others get ``grace`` seconds to
-    end by themselves; what still runs then is killed, by process id, and the next call starts anew.
-    Ranks that have all answered are kept, also where one raised, if each says that it is clean: its
+    A call ends within ``timeout`` seconds, in which the start of new ranks does not count. When a rank raises, the
+    others get ``grace`` seconds to end by themselves; what still runs then is killed, by process id, and the next
+    call starts anew. Ranks that have all answered are kept, also where one raised, if each says that it is clean: its
     process groups are destroyed, no call to them is under way, and a call that raised has left no thread.
     The parent's exit ends the ranks.
 
