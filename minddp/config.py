@@ -251,8 +251,10 @@ def _cap_bytes(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are some
         raise TypeError(f"{name} must be a number of MiB, got {value!r}")
     value = float(value)
-    if not value > 0 or value == float("inf"):
-        raise ValueError(f"{name} must be a positive, finite number of MiB, got {value!r}")
+    if not 0 <= value < float("inf"):
+        raise ValueError(
+            f"{name} must be a finite number of MiB, 0 (a bucket for each gradient) or more, got {value!r}"
+        )
     return max(int(value * MIB), 1)
 
 

@@ -7,6 +7,7 @@
 #include "transport/ordered_allreduce.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace minddp {
@@ -36,9 +37,12 @@ void Reducer::begin_forward() {
 // If no output tensor is found (a dataclass, tensors kept elsewhere), there is no hook. If the forward was
 // synchronized, each backward then counts as its own, until an iteration or the next synchronized forward ends. If it
 // ran under no_sync, a backward then counts as local, unless it goes through a synchronized forward or is taken.
-// Outputs without a node (a frozen module's) count as found.
+// Outputs without a node (a frozen module's) count as found, but for a module's own parameters under no_sync: no node
+// tells that a backward has come through that forward.
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
-  forwards.end(synchronized, /*visible=*/!outputs.empty());
+  const bool own = std::ranges::any_of(outputs, [](const at::Tensor& output) { return output.requires_grad(); }) &&
+      std::ranges::none_of(outputs, [](const at::Tensor& output) { return output.grad_fn() != nullptr; });
+  forwards.end(synchronized, /*visible=*/!outputs.empty() && (synchronized || !own));
   trace_->note(StepEvent::kForwardEnd);
   watch(outputs, synchronized);
 }
@@ -235,6 +239,8 @@ void Reducer::finish_backward(int graph_task) {
   auto lock = guard();
   if (!backward.has(graph_task)) return;
   if (backward.graph_tasks.size() > 1) return void(std::erase(backward.graph_tasks, graph_task));
+  finalizing_ = backward.is_synchronized();
+  auto ends = c10::make_scope_exit([this] { finalizing_ = false; });
   const Backward ended = std::exchange(backward, {});
   const bool local = ended.origin == Origin::kLocal || ended.origin == Origin::kBypassed;
   // A taken backward went through no synchronized forward, so neither does a backward through the nodes that it made.
@@ -265,6 +271,8 @@ void Reducer::launch_rest(int graph_task) {
 // May be called from a hook while backward runs. A gradient that comes afterwards is not in this average.
 void Reducer::finalize_backward_manual() {
   auto lock = guard();
+  finalizing_ = true;
+  auto ends = c10::make_scope_exit([this] { finalizing_ = false; });
   if (iteration.phase == Phase::kBackward) {
     trace_->note(StepEvent::kBackwardEnd);
     launch_rest(backward.graph_tasks.empty() ? GradStates::kNone : backward.graph_tasks.back());

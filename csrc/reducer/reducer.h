@@ -211,8 +211,9 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   std::vector<size_t> missing() const;                       // in this iteration
   // A synchronized forward has no backward yet, or its iteration is not over.
   bool expects_backward() const { return iteration.phase != Phase::kIdle || forwards.awaits_backward(); }
-  // A synchronized backward runs. Known once it has reached a watched output or a gradient.
-  bool in_backward() const { return !backward.graph_tasks.empty() && backward.is_synchronized(); }
+  // A synchronized backward runs, or its averages are waited for. Known once it has reached a watched output or a
+  // gradient.
+  bool in_backward() const { return finalizing_ || (!backward.graph_tasks.empty() && backward.is_synchronized()); }
   bool averaged_since(size_t index, int backward) const {
     return iteration.phase == Phase::kIdle && !used_map_.used_nowhere(index) &&
         grads.averaged_since(index, backward, parameters[index].grad());
@@ -279,6 +280,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
 
   std::recursive_mutex mutex_;  // guards all that runs in a backward
   size_t turn_ = 0;             // whose hook was looked at last
+  bool finalizing_ = false;
   bool graph_is_static_ = true;
   std::vector<size_t> last_missing_;
   std::vector<std::pair<size_t, size_t>> place_;  // by parameter: bucket, slot

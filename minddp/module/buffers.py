@@ -25,6 +25,7 @@ class BufferSync:
     _join_config: Any
     _minddp_has_joined = False
     device: torch.device
+    module: torch.nn.Module
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -35,7 +36,7 @@ class BufferSync:
         self.forward_sync_buffers = value
 
     def _assign_modules_buffers(self) -> None:
-        self.named_module_buffers = self._minddp_wrapped.buffers()
+        self.named_module_buffers = self._minddp_wrapped.buffers(self.module)
         self.modules_buffers = list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:

@@ -19,7 +19,6 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.utils import _cast_forward_inputs
-from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ..config import make_config
@@ -249,8 +248,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         if engine is None:
             return inputs, kwargs
         if not self._lazy_init_ran:
-            self._setup_in_backward_optimizers()
-            self._lazy_init_ran = True
+            self._lazy_init()
         grad = torch.is_grad_enabled()
         if grad:
             engine.arrive()
@@ -274,8 +272,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     @torch._disable_dynamo(recursive=True)
     def _post_forward(self, output: Any) -> Any:
         engine = self._minddp_engine
-        if self._minddp_delayed is not None:
-            self._minddp_delayed.prepare(self._join_config.enable, None if engine is None else engine.reducer.divisor)
+        self._clear_grad_buffer()
         if engine is None:
             return output
         if self._check_sync_bufs_post_fwd():
@@ -295,16 +292,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     # and begins in the next.
     @torch._disable_dynamo(recursive=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        outer = _TorchDDP._active_ddp_module
-        _TorchDDP._active_ddp_module = self
-        try:
+        with self._inside_ddp_forward():
             return _run_module(self.module, inputs, kwargs)
-        except BaseException as error:
-            if self._minddp_engine is not None:
-                self._minddp_engine.note_words(error)
-            raise
-        finally:
-            _TorchDDP._active_ddp_module = outer
 
     def _minddp_note_not_joined(self) -> None:
         work = Join.notify_join_context(self)

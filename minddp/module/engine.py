@@ -127,7 +127,7 @@ class Engine(StepCheck):
                 self.config.mixed_precision,
                 self.module,
                 self.parameters.module_parameters,
-                self.parameters.buffers().values(),
+                self.parameters.buffers(self.module).values(),
                 weakly(self._move_hooks),
             )
         if planned is not None:

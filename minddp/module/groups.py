@@ -11,12 +11,13 @@ def choose_group(group: Any, mesh: Any) -> Any:
     """The group of the arguments ``process_group`` and ``device_mesh``, or the default group.
 
     Raises:
-        RuntimeError: both are given, there is no group, this rank is not in it, or the mesh has several dimensions.
+        ValueError: there is no group; as from torch's class.
+        RuntimeError: both are given, this rank is not in the group, or the mesh has several dimensions.
     """
     if group is not None and mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if not dist.is_available() or (group is None and mesh is None and not dist.is_initialized()):
-        raise RuntimeError(
+        raise ValueError(
             "DistributedDataParallel needs a process group: call torch.distributed.init_process_group() "
             "on every rank first (torchrun sets what it reads), or pass process_group=."
         )

@@ -223,9 +223,10 @@ class Parameters:
         """Names, shapes and dtypes of what is reduced: what a bucket plan is tied to."""
         return self.names, [p.shape for p in self.reduced], [p.dtype for p in self.reduced]
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The module's buffers as they are now: modules may put other tensors in their places."""
-        return {name: buffer for name, buffer in self._module.named_buffers() if name not in self.ignored}
+    def buffers(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The module's buffers as they are now: modules may put other tensors in their places. ``module``: the
+        wrapper's, which may stand in the wrapped one's place for a while."""
+        return {name: buffer for name, buffer in module.named_buffers() if name not in self.ignored}
 
     def debug_mapping(self, parameters: Sequence[torch.nn.Parameter]) -> dict[int, str]:
         """Index in ``parameters`` -> name.

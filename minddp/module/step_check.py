@@ -55,7 +55,9 @@ class StepCheck:
         if not self._has_others():
             return self.group.size() == 1 and self.finite is not None and self.finite.check()
         self.report_failure(self._check_not_within)
-        if not self._uses_nothing_unfinished(stepped, others):
+        # Or a callback of its future does, on any thread.
+        by_hook = self.hook is not None and self.reducer.in_backward()
+        if not by_hook and not self._uses_nothing_unfinished(stepped, others):
             self.report_failure(self.reducer.check_finished)
             self.report_failure(lambda: self._check_not_interrupted(stepped))
         skips = self.finite is not None and self.finite.check()

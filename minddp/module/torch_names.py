@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class TorchNames:
     _minddp_delayed: Any
     _minddp_wrapped: Any
     _log_and_throw: Any
+    _join_config: Any
+    _setup_in_backward_optimizers: Any
     _find_common_rank: Any
     _distributed_rank: Any
 
@@ -59,6 +62,7 @@ class TorchNames:
         self.require_forward_param_sync = True
         self._divide_by_initial_world_size = True
         self._lazy_init_ran = False
+        self._use_python_reducer = False
         self._ddp_sink_clone = True
 
     @property
@@ -70,14 +74,10 @@ class TorchNames:
     def logger(self) -> Any:
         return None if self._minddp_engine is None else self._minddp_engine.logger
 
-    @property
+    @shown
     def num_iterations(self) -> int:
         """Synchronized backwards so far. Forks of torch's older classes count it up in a forward of their own."""
         return 0 if self._minddp_engine is None else self._minddp_engine.reducer.iteration()
-
-    @num_iterations.setter
-    def num_iterations(self, value: int) -> None:
-        pass
 
     @shown
     def device(self) -> torch.device:
@@ -134,6 +134,34 @@ class TorchNames:
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
         return _TorchDDP._active_ddp_module
+
+    # --- steps of a forward that is written anew ---
+
+    @contextmanager
+    @torch._disable_dynamo(recursive=False)
+    def _inside_ddp_forward(self: Any) -> Iterator[None]:
+        """torch.compile looks for the active module, and the other ranks hear of an exception in it."""
+        outer = _TorchDDP._active_ddp_module
+        _TorchDDP._active_ddp_module = self
+        try:
+            yield
+        except BaseException as error:
+            if self._minddp_engine is not None:
+                self._minddp_engine.note_words(error)
+            raise
+        finally:
+            _TorchDDP._active_ddp_module = outer
+
+    def _lazy_init(self) -> None:
+        """Before the first forward."""
+        self._setup_in_backward_optimizers()
+        self._lazy_init_ran = True
+
+    def _clear_grad_buffer(self) -> None:
+        """After a forward: gradients whose reduction is delayed lie in a buffer, and are in their places again."""
+        if self._minddp_delayed is not None:
+            divisor = None if self._minddp_engine is None else self._minddp_engine.reducer.divisor
+            self._minddp_delayed.prepare(self._join_config.enable, divisor)
 
     # --- inputs and outputs ---
 

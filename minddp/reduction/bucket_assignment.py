@@ -92,6 +92,9 @@ def agree_on_order(
     """Rank 0's order and token, on every rank. Collective.
 
     Ranks may observe different orders (branches, threads), and a bucket must hold the same parameters on all.
+
+    Raises:
+        RuntimeError: what came is no such order.
     """
     arrived, absent = order
     if group.size() == 1:
@@ -99,6 +102,12 @@ def agree_on_order(
     message = torch.tensor([token, len(arrived), *arrived, *absent], device=device)
     waiting.broadcast_from(group, message, 0, "the new buckets, before forward")
     token, count, *indices = message.tolist()
+    if sorted(indices) != sorted([*arrived, *absent]):
+        raise RuntimeError(
+            f"DistributedDataParallel on rank {group.rank()} got something else than the order of new buckets that "
+            "rank 0 was to send: the ranks called collectives in different orders. A forward that only some ranks "
+            "run, with buffers to broadcast, does that. Run it on all ranks, or call the wrapper's module there."
+        )
     return (indices[:count], indices[count:]), token
 
 

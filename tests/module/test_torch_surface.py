@@ -33,9 +33,6 @@ LEFT_OUT = {
     "_module_wait_for_copy_hook": _INSIDE,
     "_check_default_group": _INSIDE,
     "_check_manual_backward_finalization_supported": _INSIDE,
-    "_inside_ddp_forward": _INSIDE,
-    "_clear_grad_buffer": _INSIDE,
-    "_lazy_init": _INSIDE,
     "_check_global_requires_backward_grad_sync": _INSIDE,
     "_check_and_sync_module_buffers": _INSIDE,
     "_match_all_reduce_for_bwd_pass": _INSIDE,
@@ -50,7 +47,6 @@ ATTRIBUTES_LEFT_OUT = {
     "_delay_grad_views": _INSIDE,
     "_require_manual_backward_finalization": _INSIDE,
     "_accum_grad_hooks": _PYTHON_REDUCER,
-    "_use_python_reducer": _PYTHON_REDUCER,
 }
 _OF_THE_MODULE = "the module's method, or its constructor's argument, makes the reducer anew"
 REDUCER_LEFT_OUT = {

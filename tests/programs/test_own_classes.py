@@ -278,7 +278,57 @@ def retried(cls, rank, **args):
     return [p.detach() for p in ddp.parameters()]
 
 
-STEPS = [overrides_run, overrides_all, patches_the_instance, patches_the_class, calls_the_steps]
+def writes_steps_anew(cls, rank, **args):
+    """As forks of torch's class do; with attributes of their own under names that are torch's."""
+
+    class Own(cls):
+        def __init__(self, module, num_iterations):
+            super().__init__(module, **args)
+            self.num_iterations = num_iterations
+            self.made_ready = 0
+
+        def _lazy_init(self):
+            self.made_ready += 1
+            super()._lazy_init()
+
+        def _run_ddp_forward(self, *inputs, **kwargs):
+            if self._use_python_reducer:
+                raise AssertionError("torch's is not asked for")
+            with self._inside_ddp_forward():
+                assert nn.parallel.DistributedDataParallel._get_active_ddp_module() is self
+                return self.num_iterations * self.module(*inputs, **kwargs)
+
+        def _post_forward(self, output):
+            self._clear_grad_buffer()
+            return super()._post_forward(output)
+
+    ddp = Own(Two(), 3)
+    seen = trained(ddp, rank)
+    return [*seen, torch.tensor(ddp.made_ready), torch.tensor(ddp.num_iterations)]
+
+
+def a_bucket_for_each_gradient(cls, rank, **args):
+    return trained(cls(Two(), **{**args, "bucket_cap_mb": 0}), rank)
+
+
+def another_module_in_its_place(cls, rank, **args):
+    """An average of the weights, for an evaluation: its buffers are broadcast then."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    ddp = cls(module, **args)
+    other = copy.deepcopy(module)
+    other[1].running_mean.fill_(rank)
+    ddp(batch(rank)).square().sum().backward()
+    ddp.module = other
+    ddp.eval()
+    with torch.no_grad():
+        ddp(batch(rank))
+    ddp.module = module
+    return [*module.buffers(), *other.buffers()]
+
+
+STEPS = [writes_steps_anew, a_bucket_for_each_gradient, another_module_in_its_place, overrides_run, overrides_all]
+STEPS += [patches_the_instance, patches_the_class, calls_the_steps]
 PARAMETERS = [twice_told, hidden_child, told_by_a_child, scripted, scripted_whole, weight_dropout]
 OBJECTS = [names_of_its_own, closures, retried]
 HELD = {name: MODES[name] for name in ("default", "find_unused")}

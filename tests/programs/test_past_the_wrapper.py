@@ -1,5 +1,6 @@
 """Whose backward is it? What torch's class gets right must run; what it lets drift apart must raise."""
 
+import contextlib
 import copy
 import threading
 import warnings
@@ -318,6 +319,49 @@ def a_builtin_hook_after_the_first_steps(wrap, rank):
     return _weights(model)
 
 
+def a_step_in_a_hooks_callback(wrap, rank):
+    """By hand what torch's _hook_then_optimizer does, on whichever thread the collective ends."""
+    model = wrap(_net(), bucket_cap_mb=1e-5)
+    optimizers = {p: torch.optim.SGD([p], 0.05, momentum=0.9) for p in model.parameters()}
+
+    def hook(_, bucket):
+        def step(future):
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                parameter.grad = gradient
+                optimizers[parameter].step()
+            return bucket.buffer()
+
+        return allreduce_hook(None, bucket).then(step)
+
+    model.register_comm_hook(None, hook)
+    for i in range(4):
+        model(_batch(rank, i)).pow(2).sum().backward()
+        model.zero_grad()
+    return _weights(model)
+
+
+class _Prompt(nn.Module):
+    """Its output is its parameter: no node of the graph is of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.learned = nn.Parameter(torch.ones(4))
+
+    def forward(self):
+        return self.learned
+
+
+def a_parameter_as_the_output(wrap, rank):
+    """Local steps, and then some that are averaged."""
+    model = wrap(_Prompt())
+    for i in range(4):
+        model.zero_grad()
+        with model.no_sync() if i < 2 else contextlib.nullcontext():
+            (model() + rank + i).pow(2).sum().backward()
+        _sgd(model).step()
+    return _weights(model)
+
+
 class _Half(nn.Module):
     """Shares ``layer``, and never uses ``idle``."""
 
@@ -433,7 +477,7 @@ RIGHT = [
     logged_forward_then_no_sync, penalty_then_probe, penalty_then_weight_penalty, probe_in_another_thread,
     forward_returns_a_parameter, hidden_output_of_a_checkpoint, hidden_output_and_many_forwards,
     penalty_with_a_forward_between, penalty_on_weights_with_zero, copied_on_one_rank, probe_then_own_gradients,
-    with_a_closure,
+    with_a_closure, a_step_in_a_hooks_callback, a_parameter_as_the_output,
 ]  # fmt: skip
 
 

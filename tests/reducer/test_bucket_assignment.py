@@ -4,12 +4,14 @@ import functools
 import inspect
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minddp import DistributedDataParallel
 from minddp.config import make_config
-from minddp.reduction.bucket_assignment import assign_buckets, check_buckets, ready_order
+from minddp.ranks import waiting
+from minddp.reduction.bucket_assignment import agree_on_order, assign_buckets, check_buckets, ready_order
 
 KB = 1024
 
@@ -104,3 +106,19 @@ def test_default_buckets_are_a_tenth_of_the_model():
 def _config(**given):
     arguments = inspect.signature(DistributedDataParallel).parameters
     return make_config({name: argument.default for name, argument in arguments.items()} | given)
+
+
+class _Group:
+    def size(self):
+        return 2
+
+    def rank(self):
+        return 1
+
+
+def test_something_else_than_an_order_is_named(monkeypatch):
+    """A forward that rank 0 alone runs broadcasts buffers, which rank 1 takes for the order that it waits for."""
+    buffers = torch.tensor([5, 2, 0, 7])
+    monkeypatch.setattr(waiting, "broadcast_from", lambda group, message, *_: message.copy_(buffers))
+    with pytest.raises(RuntimeError, match="rank 1 got something else.*Run it on all ranks"):
+        agree_on_order(([1], [0]), 3, _Group(), "cpu")
