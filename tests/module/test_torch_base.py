@@ -42,5 +42,5 @@ def test_nothing_that_torchs_class_defines_is_reached():
 def test_what_comes_after_torchs_class_is_there_and_the_rest_says_so():
     assert TorchBase.join_hook is Joinable.join_hook
     bare = torch.nn.Module.__new__(minddp.DistributedDataParallel)
-    with pytest.raises(NotImplementedError, match="_clear_grad_buffer is a step inside torch's own DDP"):
-        super(minddp.DistributedDataParallel, bare)._clear_grad_buffer()
+    with pytest.raises(NotImplementedError, match="_register_accum_grad_hook is a step inside torch's own DDP"):
+        super(minddp.DistributedDataParallel, bare)._register_accum_grad_hook()
