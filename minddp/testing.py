@@ -60,6 +60,11 @@ def _text(failures: dict[int, str]) -> str:
     return "\n".join(f"--- rank {rank}\n{failures[rank]}" for rank in sorted(failures))
 
 
+def _next_word(pipe: Connection, deadline: float) -> Any:
+    """What a rank says next; None: nothing by then. Raises EOFError or OSError where it has died."""
+    return pipe.recv() if pipe.poll(max(deadline - time.monotonic(), 0)) else None
+
+
 class Process(Protocol):
     """What a pool needs of a rank's process; ``multiprocessing``'s have it."""
 
@@ -215,9 +220,7 @@ class RankPool:
         late = {}
         for rank, pipe in enumerate(self._pipes):
             with suppress(EOFError, OSError):  # it has died: the call says so
-                if pipe.poll(max(deadline - time.monotonic(), 0)):
-                    pipe.recv()
-                else:
+                if _next_word(pipe, deadline) is None:
                     late[rank] = f"did not start within {START_SECONDS} s"
         if late:
             self._show_where(late)
@@ -229,7 +232,7 @@ class RankPool:
         deadline = time.monotonic() + CLEAN_SECONDS
         try:
             for pipe in self._pipes if self._dirty else []:
-                if not pipe.poll(max(deadline - time.monotonic(), 0)) or not pipe.recv():
+                if not _next_word(pipe, deadline):
                     return False
         except (EOFError, OSError):
             return False

@@ -280,7 +280,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
 
   std::recursive_mutex mutex_;  // guards all that runs in a backward
   size_t turn_ = 0;             // whose hook was looked at last
-  bool finalizing_ = false;
+  bool finalizing_ = false;     // the last node of a synchronized backward has run, and its averages are waited for
   bool graph_is_static_ = true;
   std::vector<size_t> last_missing_;
   std::vector<std::pair<size_t, size_t>> place_;  // by parameter: bucket, slot

@@ -123,10 +123,10 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             which the same rank held the others up; rank 0 logs it. The ranks meet for it. CPU only.
 
     Raises:
-        RuntimeError: no process group, no parameter requires a gradient, uninitialized parameters, models
-            that differ between ranks (on every rank, naming parameter, shapes and ranks).
-        ValueError, TypeError: arguments that contradict each other, make no sense or differ between ranks (on
-            every rank), each named.
+        RuntimeError: no parameter requires a gradient, uninitialized parameters, models that differ between ranks (on
+            every rank, naming parameter, shapes and ranks).
+        ValueError, TypeError: no process group; arguments that contradict each other, make no sense or differ
+            between ranks (on every rank), each named.
     """
 
     def __init__(

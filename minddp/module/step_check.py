@@ -55,7 +55,7 @@ class StepCheck:
         if not self._has_others():
             return self.group.size() == 1 and self.finite is not None and self.finite.check()
         self.report_failure(self._check_not_within)
-        # Or a callback of its future does, on any thread.
+        # It steps with what it has reduced; so does a callback of its future, on any thread.
         by_hook = self.hook is not None and self.reducer.in_backward()
         if not by_hook and not self._uses_nothing_unfinished(stepped, others):
             self.report_failure(self.reducer.check_finished)

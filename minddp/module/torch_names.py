@@ -138,7 +138,6 @@ class TorchNames:
     # --- steps of a forward that is written anew ---
 
     @contextmanager
-    @torch._disable_dynamo(recursive=False)
     def _inside_ddp_forward(self: Any) -> Iterator[None]:
         """torch.compile looks for the active module, and the other ranks hear of an exception in it."""
         outer = _TorchDDP._active_ddp_module
@@ -158,7 +157,7 @@ class TorchNames:
         self._lazy_init_ran = True
 
     def _clear_grad_buffer(self) -> None:
-        """After a forward: gradients whose reduction is delayed lie in a buffer, and are in their places again."""
+        """After a forward: the buffer of the gradients whose reduction is delayed is made ready."""
         if self._minddp_delayed is not None:
             divisor = None if self._minddp_engine is None else self._minddp_engine.reducer.divisor
             self._minddp_delayed.prepare(self._join_config.enable, divisor)
