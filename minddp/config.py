@@ -20,6 +20,7 @@ MIB = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25  # at most
 _DEFAULT_BUCKETS, _DEFAULT_LEAST_BYTES = 10, 2 * MIB
 DEFAULT_LAST_BUCKET_BYTES = MIB
+FIRST_BUCKET_BYTES = DEFAULT_BUCKET_CAP_MB * MIB  # of a kind, while the order of arrival is not known
 _DEFAULT_ALONE_BYTES = {"cpu": 4 * MIB}  # elsewhere the cap: collectives cost more there, copies less
 
 FINITE_MODES = ("raise", "warn", "skip")
@@ -74,6 +75,12 @@ class Config:
         if not self.default_caps:
             return self.caps
         return (min(max(total // _DEFAULT_BUCKETS, _DEFAULT_LEAST_BYTES), *self.caps),)
+
+    @property
+    def torch_caps(self) -> tuple[int, ...]:
+        """``caps`` in torch's class: in launch order, filled from the front."""
+        default = (DEFAULT_LAST_BUCKET_BYTES, *self.caps) if self.default_caps else self.caps
+        return default if len(default) > 1 else default * 2
 
     @property
     def last_cap(self) -> int | None:

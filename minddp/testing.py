@@ -93,12 +93,24 @@ start_rank: Start = spawn
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that was free a moment ago."""
+    """A TCP port on 127.0.0.1 that was free a moment ago.
+
+    It is none of those that the kernel gives to connections, which come and go meanwhile.
+    """
+    import secrets
     import socket
 
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as stream:
+            end = int(stream.read().split()[0])
+    except OSError:
+        end = 32768
+    begin = min(10000, end - 1)
+    for _ in range(100):
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", begin + secrets.randbelow(end - begin)))
+            return int(sock.getsockname()[1])
+    raise RuntimeError(f"free_port: none of a hundred ports from {begin} to {end - 1} is free")
 
 
 def _serialize(value: Any) -> bytes:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -69,12 +70,19 @@ class LocalGradients:
 
         Raises:
             RuntimeError: the ranks' differ, or another rank has none.
+
+        Where the store's host has left, nobody can be asked: that is a warning, once a backward.
         """
         named = [(name, gradient) for name, gradient in named if has_values(gradient)]
         if not named or self._size == 1 or self._store is None:
             return
         if backward != self._seen:
-            self._seen, self._refusal = backward, self._ask(named, iteration)
+            self._seen = backward
+            try:
+                self._refusal = self._ask(named, iteration)
+            except dist.DistNetworkError:
+                self._refusal = None
+                warnings.warn(_NOBODY_ANSWERS.format(self._rank, named[0][0]), stacklevel=2)
         if self._refusal is not None:
             raise self._refusal
 
@@ -158,6 +166,12 @@ _NOT_ALL = (
     "waited for its backward: it was taken for that one's, as in torch, and its gradients were about to be averaged. "
     "But rank {1} has had no such backward for {2:.0f} s. Call the wrapper, ddp(...), instead of ddp.module(...), on "
     "every rank; or run a forward that no backward follows under torch.no_grad() or ddp.no_sync()."
+)
+
+_NOBODY_ANSWERS = (
+    "optimizer.step() on rank {0} uses gradients of a backward that ran past DistributedDataParallel's forward, of "
+    "'{1}' among others. Whether the other ranks have the same cannot be told: the process that holds the group's "
+    "store has ended."
 )
 
 _NOT_ALL_STEPPED = (

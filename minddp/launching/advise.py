@@ -69,20 +69,32 @@ def advise(
     Raises:
         ValueError: nothing could be predicted: no collective was seen, or on a device, where nobody knows its times.
     """
-    wrappers = [DistributedDataParallel(copy.deepcopy(module), **arguments)]
+    default = DistributedDataParallel(copy.deepcopy(module), **arguments)
     for _ in range(_STEPS):
-        _step(wrappers[0], loss)
-    predicted = wrappers[0].report(_STEPS - 2).advice
+        _step(default, loss)
+    choices = predict(default, _STEPS - 2)[: 1 + candidates]
+    wrappers = [default]
+    for choice in choices[1:]:
+        wrappers.append(DistributedDataParallel(copy.deepcopy(module), **arguments, **choice.arguments))
+        if settle is not None and choice.arguments.get("bucket_cap_mb") == "auto":
+            settle(wrappers[-1])
+    measure(choices, wrappers, loss, rounds)
+    return choices
+
+
+def predict(default: DistributedDataParallel, steps: int) -> list[Choice]:
+    """The defaults, and then all that the report of ``default``'s last ``steps`` predicts, best first. Collective.
+
+    Raises:
+        ValueError: nothing could be predicted.
+    """
+    predicted = default.report(steps).advice
     if predicted is None:
         raise ValueError("nothing can be predicted: too few collectives, or on a device, whose times nobody knows")
     choices = [Choice({}, predicted.present.seconds)]
-    for other in sorted(predicted.others, key=lambda other: other.seconds)[:candidates]:
+    for other in sorted(predicted.others, key=lambda other: other.seconds):
         name, _, value = other.name.partition("=")
         choices.append(Choice({name: ast.literal_eval(value)}, other.seconds))
-        wrappers.append(DistributedDataParallel(copy.deepcopy(module), **arguments, **choices[-1].arguments))
-        if settle is not None and choices[-1].arguments.get("bucket_cap_mb") == "auto":
-            settle(wrappers[-1])
-    measure(choices, wrappers, loss, rounds)
     return choices
 
 

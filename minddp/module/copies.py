@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .groups import choose_group
 from .parameters import Parameters
 
 # Made anew where the module is unpickled or copied, and given up when the interpreter ends.
@@ -45,7 +46,7 @@ class Copies:
         state.pop("broadcast_buffers", None)
         mine = "_minddp" if "_minddp_names" in state else ""  # else pickled by an older minddp
         hook, names = state.pop(f"{mine}_hook", None), state.pop(f"{mine}_names")
-        self.process_group = dist.group.WORLD
+        self.process_group = choose_group(None, None)
         super().__setstate__(state)  # type: ignore[misc]
         self._minddp_wrapped = Parameters.like(self.module, names)
         self._minddp_take_parameters()

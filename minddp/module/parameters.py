@@ -202,7 +202,7 @@ class Parameters:
         if device_ids and single:
             output = device_ids[0] if output_device is None else output_device
             return [_get_device_index(x, True) for x in device_ids], _get_device_index(output, True)
-        if device_ids or output_device is not None:
+        if device_ids or output_device:  # as torch: an output_device of 0 is none
             raise ValueError(
                 f"device_ids {device_ids} and output_device {output_device} only work with a module on one GPU, "
                 f"but its parameters are on {sorted(str(d) for d in self.devices)}: leave both out."

@@ -8,6 +8,7 @@ backward left to hide behind, so the last bucket is a small one.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ def assign_buckets(
         nbytes: bytes of each parameter's gradient, by parameter index.
         kinds: what may not share a bucket ((dtype, device), say), by parameter index.
         order: parameter indices by expected arrival.
-        caps: bytes at which the i-th launched bucket closes; the last entry repeats. A bucket closes once it
+        caps: bytes at which a kind's i-th launched bucket closes; the last entry repeats. A bucket closes once it
             has reached its cap, so it exceeds it by less than a parameter (with one entry: and a sixteenth).
         last_cap: where ``caps`` has one entry, the cap of the bucket that is launched last.
     """
@@ -48,6 +49,12 @@ def assign_buckets(
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
+def unordered_buckets(nbytes: Sequence[int], kinds: Sequence[Hashable], caps: Sequence[int]) -> Buckets:
+    """Before anybody knows the order, as torch's class: filled from the first parameter, launched from the last."""
+    buckets = _fill(nbytes, kinds, range(len(nbytes)), lambda i: caps[min(i, len(caps) - 1)])
+    return sorted(buckets, key=min, reverse=True)
+
+
 def _fill(
     nbytes: Sequence[int],
     kinds: Sequence[Hashable],
@@ -58,6 +65,7 @@ def _fill(
     closed: Buckets = []
     filling: dict[Hashable, Buckets] = {}
     sizes: dict[Hashable, int] = {}
+    counts: dict[Hashable, int] = {}
     last: dict[Hashable, list[int]] = {}  # the bucket that was closed last, and what it still takes
     left: dict[Hashable, float] = {}
     for index in order:
@@ -68,9 +76,10 @@ def _fill(
             continue
         filling.setdefault(kind, [[]])[0].append(index)
         sizes[kind] = sizes.get(kind, 0) + nbytes[index]
-        limit = cap(len(closed))
+        limit = cap(counts.get(kind, 0))
         if sizes[kind] >= limit:
             last[kind], left[kind] = filling[kind][0], limit * room
+            counts[kind] = counts.get(kind, 0) + 1
             closed += filling.pop(kind)
             del sizes[kind]
     return closed + [bucket for buckets in filling.values() for bucket in buckets]
@@ -86,29 +95,43 @@ def ready_order(ready_ns: Sequence[int]) -> tuple[list[int], list[int]]:
     return sorted(arrived, key=lambda i: ready_ns[i]), absent
 
 
-def agree_on_order(
-    order: tuple[list[int], list[int]], token: int, group: dist.ProcessGroup, device: torch.device
-) -> tuple[tuple[list[int], list[int]], int]:
-    """Rank 0's order and token, on every rank. Collective.
+@dataclass(frozen=True)
+class Agreed:
+    """What rank 0 says of the new buckets.
+
+    Attributes:
+        arrived: parameter indices by arrival.
+        absent: those that never arrived.
+        as_torch: they are cut as torch's class cuts them.
+        token: a number that no other reducer has.
+    """
+
+    arrived: list[int]
+    absent: list[int]
+    as_torch: bool
+    token: int
+
+
+def agree_on_order(mine: Agreed, group: dist.ProcessGroup, device: torch.device) -> Agreed:
+    """Rank 0's, on every rank. Collective.
 
     Ranks may observe different orders (branches, threads), and a bucket must hold the same parameters on all.
 
     Raises:
         RuntimeError: what came is no such order.
     """
-    arrived, absent = order
     if group.size() == 1:
-        return order, token
-    message = torch.tensor([token, len(arrived), *arrived, *absent], device=device)
+        return mine
+    message = torch.tensor([mine.token, mine.as_torch, len(mine.arrived), *mine.arrived, *mine.absent], device=device)
     waiting.broadcast_from(group, message, 0, "the new buckets, before forward")
-    token, count, *indices = message.tolist()
-    if sorted(indices) != sorted([*arrived, *absent]):
+    token, as_torch, count, *indices = message.tolist()
+    if sorted(indices) != sorted([*mine.arrived, *mine.absent]):
         raise RuntimeError(
             f"DistributedDataParallel on rank {group.rank()} got something else than the order of new buckets that "
             "rank 0 was to send: the ranks called collectives in different orders. A forward that only some ranks "
             "run, with buffers to broadcast, does that. Run it on all ranks, or call the wrapper's module there."
         )
-    return (indices[:count], indices[count:]), token
+    return Agreed(indices[:count], indices[count:], bool(as_torch), token)
 
 
 def split_by_kind(buckets: Buckets, kinds: Sequence[Hashable]) -> Buckets:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,10 +18,18 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..config import Config
+from ..config import FIRST_BUCKET_BYTES, Config
 from ..guards.lifetime import outlive, outlive_callbacks
 from ..ranks.waiting import SHADOWED, wait_for_future
-from .bucket_assignment import Buckets, agree_on_order, assign_buckets, check_buckets, ready_order
+from .bucket_assignment import (
+    Agreed,
+    Buckets,
+    agree_on_order,
+    assign_buckets,
+    check_buckets,
+    ready_order,
+    unordered_buckets,
+)
 from .weights import Weights
 from .wire import WireFormat, nbytes
 
@@ -70,7 +79,8 @@ class Reducer(_C.Reducer):
         # Smaller buckets would be skipped by ranks that send the larger one alike, as with torch's.
         # Nor are views made anew, as with torch's: a program may hold those that it has seen.
         keeps_buckets = config.skip_all_reduce_unused_params or config.gradient_as_bucket_view
-        self.is_settled = keeps_buckets and not self._agrees_on_order
+        self._fits_one = sum(self._nbytes) <= config.torch_caps[0]
+        self.is_settled = (keeps_buckets or self._fits_one) and not self._agrees_on_order
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook, self._divisor = False, group.size()
         self._manual_finalization = config.manual_finalization
@@ -86,8 +96,7 @@ class Reducer(_C.Reducer):
             not_in_contexts=_not_in_contexts(config.reduction, delays),
             **from_wire,
         )
-        buckets = self._assign(range(len(parameters))[::-1], [])
-        super().__init__(list(parameters), self.names, list(expect_sparse), group, options, buckets)
+        super().__init__(list(parameters), self.names, list(expect_sparse), group, options, self._first_buckets())
         self.set_skip_all_reduce_unused(config.skip_all_reduce_unused_params)
         self.set_manual_finalization(config.manual_finalization)
         outlive(self, group)
@@ -101,11 +110,22 @@ class Reducer(_C.Reducer):
 
     # --- buckets ---
 
-    def _assign(self, arrived: Sequence[int], absent: Sequence[int]) -> Buckets:
+    def _first_buckets(self) -> Buckets:
+        """As torch's class: all of a kind together, where that fits a bucket or the order will be known soon.
+
+        Not where it is more than 25 MiB: a bucket takes memory of its own, which a large gradient alone does not.
+        """
+        soon = self._agrees_on_order and sum(self._nbytes) <= FIRST_BUCKET_BYTES
+        listed = len(self.config.caps) > 1
+        if self._fits_one or soon or listed:
+            return unordered_buckets(self._nbytes, self.kinds, self.config.caps if listed else [sys.maxsize])
+        return self._assign(range(len(self._nbytes))[::-1], [])
+
+    def _assign(self, arrived: Sequence[int], absent: Sequence[int], as_torch: bool = False) -> Buckets:
         # What never arrived would hold up what did, so the two do not share buckets.
         config = self.config
-        alone = config.alone_from(self._device.type) or math.inf
-        caps = config.caps_for(sum(self._nbytes))
+        alone = math.inf if as_torch else config.alone_from(self._device.type) or math.inf
+        caps = config.torch_caps if as_torch else config.caps_for(sum(self._nbytes))
         kinds: list[Hashable] = [
             (kind, i) if nbytes >= alone else kind for i, (kind, nbytes) in enumerate(zip(self.kinds, self._nbytes))
         ]
@@ -132,18 +152,19 @@ class Reducer(_C.Reducer):
         if self.is_settled or self.ended() < 1 + static or self.phase() != _C.Phase.IDLE:
             return False
         self.is_settled = True
-        order = ready_order(self.last_step()["ready_ns"])
+        arrived, absent = ready_order(self.last_step()["ready_ns"])
+        # The numbers of a communication hook may depend on what travels together. Rank 0's hook decides.
+        agreed = Agreed(arrived, absent, as_torch=self._has_hook, token=secrets.randbits(62))
         if self._agrees_on_order:
             with collective():
-                order, token = agree_on_order(order, secrets.randbits(62), self.group, self._device)
-            self.agreed_token = f"{token:x}"
+                agreed = agree_on_order(agreed, self.group, self._device)
+            self.agreed_token = f"{agreed.token:x}"
         elif self.group.size() > 1:
             used = self._get_local_used_map().tolist()
-            backwards = reversed(range(len(used)))
-            order = [], []
-            for index in backwards:
-                order[not used[index]].append(index)
-        self._cut(self._assign(*order))
+            backwards = range(len(used))[::-1]
+            order = [i for i in backwards if used[i]], [i for i in backwards if not used[i]]
+            agreed = Agreed(*order, as_torch=False, token=0)
+        self._cut(self._assign(agreed.arrived, agreed.absent, agreed.as_torch))
         return True
 
     def last_step(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"gradient_as_bucket_view": True},
     {"static_graph": True},
     {"find_unused_parameters": True},
-    {"bucket_cap_mb": 0.01},
+    {"bucket_cap_mb_list": [0.01] * 2},
 ]
 
 

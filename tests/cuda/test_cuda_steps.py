@@ -28,8 +28,8 @@ MODES: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
     "find_unused": {"find_unused_parameters": True},
     "static": {"static_graph": True},
-    "small buckets": {"bucket_cap_mb": 0.05},
-    "small views": {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": True},
+    "small buckets": {"bucket_cap_mb_list": [0.05] * 2},
+    "small views": {"bucket_cap_mb_list": [0.05] * 2, "gradient_as_bucket_view": True},
 }
 SLEEP = 20_000_000  # cycles: some 10 ms
 

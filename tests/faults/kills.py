@@ -39,7 +39,7 @@ def train(folder: Path) -> None:
     (folder / f"pid-{rank}-{os.getpid()}").touch()
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 4))
-    ddp = minddp.DistributedDataParallel(net, bucket_cap_mb=0.001)
+    ddp = minddp.DistributedDataParallel(net, bucket_cap_mb_list=[0.001] * 2)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     step, saved = 0, folder / "checkpoint.pt"
     if saved.exists():

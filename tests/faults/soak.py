@@ -83,11 +83,11 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"gradient_as_bucket_view": True, "check_finite": "skip"},
     {"find_unused_parameters": True, "check_replicas_every": 50},
-    {"static_graph": True, "bucket_cap_mb": 0.001},
+    {"static_graph": True, "bucket_cap_mb_list": [0.001] * 2},
     {"bucket_cap_mb": "auto"},
     {"reduction": "weighted", "lazy_bucket_allocation": True},
-    {"reduction": "sum", "gradient_as_bucket_view": True, "bucket_cap_mb": 0.01},
-    {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.001},
+    {"reduction": "sum", "gradient_as_bucket_view": True, "bucket_cap_mb_list": [0.01] * 2},
+    {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb_list": [0.001] * 2},
 )
 
 

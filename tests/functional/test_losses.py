@@ -145,7 +145,7 @@ def _minibatch_stddev(rank, size, per_rank, own_group):
     reference = _module(Discriminator, _StdDevInOneProcess())
     # Buckets of one parameter: DDP's collectives fall between the layer's own.
     ddp = DistributedDataParallel(
-        _module(Discriminator, losses.MinibatchStdDev(group)), bucket_cap_mb=1e-6, broadcast_buffers=False
+        _module(Discriminator, losses.MinibatchStdDev(group)), bucket_cap_mb_list=[1e-6] * 2, broadcast_buffers=False
     )
     for _ in range(3):
         reference.zero_grad()

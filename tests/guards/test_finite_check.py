@@ -57,7 +57,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"bucket_cap_mb": 1e-6}, {"gradient_as_bucket_view": True, "reduction": "sum"}]
+    "kwargs", [{}, {"bucket_cap_mb_list": [1e-6] * 2}, {"gradient_as_bucket_view": True, "reduction": "sum"}]
 )
 @pytest.mark.parametrize(("bad", "message"), CASES)
 def test_every_rank_names_parameters_and_ranks(bad, message, kwargs):
@@ -131,7 +131,7 @@ def _modes(rank, world_size):
     for mode, optimizer_type in (("skip", "sgd"), ("skip", "adam"), ("warn", "sgd")):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-        ddp = minddp.DistributedDataParallel(net, check_finite=mode, bucket_cap_mb=1e-6)
+        ddp = minddp.DistributedDataParallel(net, check_finite=mode, bucket_cap_mb_list=[1e-6] * 2)
         front, back = list(net[0].parameters()), list(net[2].parameters())
         if optimizer_type == "sgd":
             make = lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1)  # noqa: E731

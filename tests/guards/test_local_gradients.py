@@ -64,6 +64,14 @@ def test_any_other_rank_is_waited_for_as_long_as_the_store_says(monkeypatch):
         guard.meet(2)
 
 
+def test_a_store_whose_host_has_left_ends_no_program():
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    guard = LocalGradients(_Group(), dist.TCPStore("127.0.0.1", host.port), "wrapper")
+    del host
+    with pytest.warns(UserWarning, match="'weight' .* the group's store has ended"):
+        guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
+
+
 class _Cares:
     """All that optimizer_guard asks who cares for parameters, where no step is refused."""
 

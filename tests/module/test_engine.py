@@ -334,7 +334,7 @@ def _raise_after(backward_calls):
 def _errors_have_exits(rank, world_size):
     for index in (-1, 0):  # before the first gradient of a backward, and in its midst
         net = _net()
-        ddp = DDP(net, bucket_cap_mb=1e-5)
+        ddp = DDP(net, bucket_cap_mb_list=[1e-5] * 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.0)
         for i in range(2):
             _step(ddp, rank, i)
@@ -461,7 +461,7 @@ def test_complex_parameters_with_hooks_and_checks():
 def _finite(rank, world_size):
     """The last bucket is skipped as unused; and ranks that are out of data take part in the question."""
     ddp = DDP(OneOfTwo(), check_finite=True, find_unused_parameters=True, skip_all_reduce_unused_params=True,
-              bucket_cap_mb=1e-6)  # fmt: skip
+              bucket_cap_mb_list=[1e-6] * 2)  # fmt: skip
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for which in ("a", "b"):
         for value in (1.0, float("nan") if rank == 1 else 1.0):

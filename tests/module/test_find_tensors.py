@@ -169,7 +169,7 @@ MODES = {
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
-    "small": {"bucket_cap_mb": 1e-5},
+    "small": {"bucket_cap_mb_list": [1e-5] * 2},
 }
 
 

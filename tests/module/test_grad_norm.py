@@ -108,9 +108,9 @@ BETWEEN = {
 WAYS = [
     {},
     {"gradient_as_bucket_view": True},
-    {"bucket_cap_mb": 0.001},
+    {"bucket_cap_mb_list": [0.001] * 2},
     {"reduction": "sum"},
-    {"lazy_bucket_allocation": True, "bucket_cap_mb": 0.001},
+    {"lazy_bucket_allocation": True, "bucket_cap_mb_list": [0.001] * 2},
     {"wire": "int8"},
 ]
 

@@ -18,7 +18,7 @@ def _net():
 
 def _train(wrap, rank, batches, options):
     """As many joined batches as the rank has, then three of all ranks."""
-    model = wrap(_net(), bucket_cap_mb=1e-4, **options)
+    model = wrap(_net(), bucket_cap_mb_list=[1e-4] * 2, **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step(i):

@@ -62,7 +62,7 @@ def _warm(ddp, rank, steps=3):
 
 def _accumulation(rank, world_size):
     for views in (False, True):
-        ddp = _ddp(gradient_as_bucket_view=views, bucket_cap_mb=0.0002)
+        ddp = _ddp(gradient_as_bucket_view=views, bucket_cap_mb_list=[0.0002] * 2)
         _warm(ddp, rank)
         expected = _mean_of(ddp.module, world_size, lambda r: [_data(r, 10), _data(r, 11), _data(r, 12)])
         with ddp.no_sync():
@@ -344,7 +344,7 @@ def _buffers_follow_rank_zero(rank, world_size):
 
 
 def _copies_and_pickles(rank, world_size):
-    ddp = _ddp(bucket_cap_mb=0.0002)
+    ddp = _ddp(bucket_cap_mb_list=[0.0002] * 2)
     _warm(ddp, rank)
     for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
         for step in range(3):
@@ -594,7 +594,7 @@ BAD = [
     (_mixed_devices, {}, r"ValueError.*same type of devices.*\['cpu', 'meta'\]"),
     (_net, {"device_ids": [0]}, r"ValueError.*device_ids \[0\]"),
     (_net, {"device_ids": [0, 1]}, "ValueError.*single element"),
-    (_net, {"output_device": 0}, "ValueError.*output_device 0"),
+    (_net, {"output_device": 1}, "ValueError.*output_device 1"),  # 0 is none, as with torch's class
     (_net, {"bucket_cap_mb": -1}, "ValueError.*bucket_cap_mb must be a finite number of MiB, 0 .* or more, got -1"),
     (_net, {"bucket_cap_mb": "big"}, 'ValueError.*bucket_cap_mb.*"auto".*big'),
     (_net, {"bucket_cap_mb": [1]}, "TypeError.*bucket_cap_mb must be a number"),

@@ -133,11 +133,11 @@ MODELS = {
 ARGUMENTS = [
     {},
     {"gradient_as_bucket_view": True},
-    {"bucket_cap_mb": 0.0005},
-    {"bucket_cap_mb": 0.0005, "gradient_as_bucket_view": True, "find_unused_parameters": True},
+    {"bucket_cap_mb_list": [0.0005] * 2},
+    {"bucket_cap_mb_list": [0.0005] * 2, "gradient_as_bucket_view": True, "find_unused_parameters": True},
     {"find_unused_parameters": True},
     {"static_graph": True},
-    {"static_graph": True, "bucket_cap_mb": 0.0005},
+    {"static_graph": True, "bucket_cap_mb_list": [0.0005] * 2},
     {"batched_grad_copy": True},
 ]
 

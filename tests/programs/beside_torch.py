@@ -21,8 +21,8 @@ MODES: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
     "find_unused": {"find_unused_parameters": True},
-    "small": {"bucket_cap_mb": 1e-5},
-    "small views": {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True},
+    "small": {"bucket_cap_mb_list": [1e-5] * 2},
+    "small views": {"bucket_cap_mb_list": [1e-5] * 2, "gradient_as_bucket_view": True},
 }
 
 

@@ -56,10 +56,10 @@ def of_context(context, *modules):
 
 MODES = {
     "default": {},
-    "small": {"bucket_cap_mb": 1e-5},
-    "find_unused": {"find_unused_parameters": True, "bucket_cap_mb": 1e-5},
+    "small": {"bucket_cap_mb_list": [1e-5] * 2},
+    "find_unused": {"find_unused_parameters": True, "bucket_cap_mb_list": [1e-5] * 2},
     "static": {"static_graph": True},
-    "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-5},
+    "views": {"gradient_as_bucket_view": True, "bucket_cap_mb_list": [1e-5] * 2},
 }
 
 
@@ -306,7 +306,7 @@ def mean_of_own(module, losses):
 def _unused_by_some(rank, world_size, port, views):
     with_agent(rank, world_size, port)
     ddp = minddp.DistributedDataParallel(
-        Branches(), find_unused_parameters=True, gradient_as_bucket_view=views, bucket_cap_mb=1e-5
+        Branches(), find_unused_parameters=True, gradient_as_bucket_view=views, bucket_cap_mb_list=[1e-5] * 2
     )
     for i in range(4):
         which = (rank + i) % 2
@@ -359,7 +359,7 @@ def test_views_of_contexts_are_windows_of_their_own():
 
 def _finalized_by_hand(rank, world_size, port):
     with_agent(rank, world_size, port)
-    ddp = minddp.DistributedDataParallel(mlp(), bucket_cap_mb=1e-5)
+    ddp = minddp.DistributedDataParallel(mlp(), bucket_cap_mb_list=[1e-5] * 2)
     ddp.require_manual_backward_finalization = True
     for i in range(3):
         expected = mean_of_own(ddp.module, ddp.module(batch(rank, i)).sum())

@@ -57,8 +57,8 @@ class Experts(nn.Module):
 def experts_changed_in_place(wrap, rank):
     """The in-place operation gives the output, a view, another node; which experts rest depends on the rank."""
     torch.manual_seed(0)
-    body = wrap(nn.Linear(4, 4, bias=False), bucket_cap_mb=1e-5)
-    experts = wrap(Experts(), find_unused_parameters=True, bucket_cap_mb=1e-5)
+    body = wrap(nn.Linear(4, 4, bias=False), bucket_cap_mb_list=[1e-5] * 2)
+    experts = wrap(Experts(), find_unused_parameters=True, bucket_cap_mb_list=[1e-5] * 2)
     for i in range(4):
         body.zero_grad()
         experts.zero_grad()
@@ -82,7 +82,7 @@ class StatisticThenExperts(nn.Module):
 
 
 def a_collective_of_the_model(wrap, rank):
-    model = wrap(StatisticThenExperts(), find_unused_parameters=True, bucket_cap_mb=1e-5)
+    model = wrap(StatisticThenExperts(), find_unused_parameters=True, bucket_cap_mb_list=[1e-5] * 2)
     for _ in range(4):
         model.zero_grad()
         out = model(batch(0)[:4] * (rank + 1), 2 if rank == 1 else 0)
@@ -251,8 +251,8 @@ def _penalized_experts(rank, world_size):
     body, experts = nn.Linear(4, 4, bias=False), Experts()
     alone_body, alone_experts = nn.Linear(4, 4, bias=False), Experts()
     alone_body.load_state_dict(body.state_dict())
-    first = minddp.DistributedDataParallel(body, bucket_cap_mb=1e-5)
-    second = minddp.DistributedDataParallel(experts, find_unused_parameters=True, bucket_cap_mb=1e-5)
+    first = minddp.DistributedDataParallel(body, bucket_cap_mb_list=[1e-5] * 2)
+    second = minddp.DistributedDataParallel(experts, find_unused_parameters=True, bucket_cap_mb_list=[1e-5] * 2)
 
     def loss(body, experts, other, i):
         return experts(body(batch(other, i)), 2 if other == 1 else 0).pow(2).sum()
@@ -286,7 +286,7 @@ class LossInside(StatisticThenExperts):
 def _loss_inside(rank, world_size):
     """Backward begins at no output, with an expert's gradient: then which experts rest must be known already."""
     module, alone = LossInside(), LossInside()
-    model = minddp.DistributedDataParallel(module, find_unused_parameters=True, bucket_cap_mb=1e-5)
+    model = minddp.DistributedDataParallel(module, find_unused_parameters=True, bucket_cap_mb_list=[1e-5] * 2)
     same = []
     for i in range(4):
         model.zero_grad()

@@ -321,7 +321,7 @@ def a_builtin_hook_after_the_first_steps(wrap, rank):
 
 def a_step_in_a_hooks_callback(wrap, rank):
     """By hand what torch's _hook_then_optimizer does, on whichever thread the collective ends."""
-    model = wrap(_net(), bucket_cap_mb=1e-5)
+    model = wrap(_net(), bucket_cap_mb_list=[1e-5] * 2)
     optimizers = {p: torch.optim.SGD([p], 0.05, momentum=0.9) for p in model.parameters()}
 
     def hook(_, bucket):
@@ -426,7 +426,7 @@ def _raises(_):
 
 def forwards_on_one_rank_with_a_static_graph(wrap, rank):
     """Buckets are cut anew in a forward, together: with a static graph after the second backward, not the first."""
-    model = wrap(_net(), static_graph=True, bucket_cap_mb=1e-4)
+    model = wrap(_net(), static_graph=True, bucket_cap_mb_list=[1e-4] * 2)
     optimizer = _sgd(model)
     for i in range(4):
         optimizer.zero_grad()
@@ -744,7 +744,7 @@ class _CheckpointedHead(torch.nn.Module):
 
 def _taken_with_absent_parameters(rank, world_size, wrap):
     torch.manual_seed(0)
-    ddp = wrap(_CheckpointedHead(), find_unused_parameters=True, bucket_cap_mb=1e-6)
+    ddp = wrap(_CheckpointedHead(), find_unused_parameters=True, bucket_cap_mb_list=[1e-6] * 2)
     x = torch.full((2, 3), rank + 1.0)
     for _ in range(3):
         ddp(x, False).sum().backward()

@@ -25,10 +25,10 @@ MODES = {
     "find_unused": {"find_unused_parameters": True},
     "static": {"static_graph": True},
     "views": {"gradient_as_bucket_view": True},
-    "small_buckets": {"bucket_cap_mb": 1e-5},
+    "small_buckets": {"bucket_cap_mb_list": [1e-5] * 2},
     "unused_small_views": {
         "find_unused_parameters": True,
-        "bucket_cap_mb": 1e-5,
+        "bucket_cap_mb_list": [1e-5] * 2,
         "gradient_as_bucket_view": True,
     },
 }
@@ -356,7 +356,8 @@ def two_modules_one_loss(wrap, rank):
     """The second takes another branch on each rank, beside other collectives in the same backward."""
     torch.manual_seed(0)
     first = wrap(mlp())
-    second, seen = wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=1e-5, static_graph=False), []
+    second = wrap(Branches(), find_unused_parameters=True, bucket_cap_mb_list=[1e-5] * 2, static_graph=False)
+    seen = []
     for i in range(4):
         first.zero_grad()
         second.zero_grad()
@@ -370,7 +371,7 @@ def two_modules_one_loss(wrap, rank):
 def chained_modules(wrap, rank):
     torch.manual_seed(0)
     body = wrap(nn.Linear(4, 4))
-    head, seen = wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=1e-5, static_graph=False), []
+    head, seen = wrap(Branches(), find_unused_parameters=True, bucket_cap_mb_list=[1e-5] * 2, static_graph=False), []
     for i in range(4):
         body.zero_grad()
         head.zero_grad()
@@ -533,7 +534,7 @@ def _power_sgd_in_seven_buckets(rank, world_size, find_unused):
     def trained(wrap, hook):
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.BatchNorm1d(64))
-        ddp = wrap(net, bucket_cap_mb=0.02, find_unused_parameters=find_unused)
+        ddp = wrap(net, bucket_cap_mb_list=[0.02] * 2, find_unused_parameters=find_unused)
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, hook)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)

@@ -58,6 +58,12 @@ def test_a_hang_ends_in_time_and_the_next_call_works(capfd):
     assert len(run_ranks(_sum, 2, 1)) == 2
 
 
+def test_a_free_port_is_none_that_the_kernel_gives_to_connections():
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as stream:
+        first, last = map(int, stream.read().split())
+    assert not any(first <= testing.free_port() <= last for _ in range(20))
+
+
 @pytest.fixture
 def pool():
     pool = RankPool(2)

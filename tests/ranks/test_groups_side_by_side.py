@@ -109,7 +109,7 @@ def _side_by_side(rank, world_size, options):
     reduce_group = dist.new_group()
     for wrap in (torch.nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel):
         found = _train(
-            lambda model: wrap(model, process_group=reduce_group, bucket_cap_mb=1e-5, **options),
+            lambda model: wrap(model, process_group=reduce_group, bucket_cap_mb_list=[1e-5] * 2, **options),
             Mixed(norm_group, share_group), rank, world_size,
         )  # fmt: skip
         torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5, msg=lambda text: f"{wrap.__module__}: {text}")

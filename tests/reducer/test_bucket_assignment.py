@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from minddp import DistributedDataParallel
 from minddp.config import make_config
 from minddp.ranks import waiting
-from minddp.reduction.bucket_assignment import agree_on_order, assign_buckets, check_buckets, ready_order
+from minddp.reduction.bucket_assignment import (
+    Agreed,
+    agree_on_order,
+    assign_buckets,
+    check_buckets,
+    ready_order,
+    unordered_buckets,
+)
 
 KB = 1024
 
@@ -28,6 +35,7 @@ def test_the_last_bucket_is_the_small_one():
 def test_a_list_of_caps_counts_in_launch_order_and_repeats_its_last():
     buckets = assign_buckets([KB] * 6, [0] * 6, range(6), [KB, 2 * KB])
     assert buckets == [[0], [1, 2], [3, 4], [5]]
+    assert assign_buckets([KB] * 6, [0, 1] * 3, range(6), [KB, 2 * KB]) == [[0], [1], [2, 4], [3, 5]], "by kind"
 
 
 def test_a_bucket_exceeds_its_cap_by_less_than_a_parameter():
@@ -49,6 +57,11 @@ def test_a_bias_shares_the_bucket_of_the_weight_that_it_arrives_before():
 def test_kinds_do_not_mix_and_buckets_come_as_they_complete():
     buckets = assign_buckets([KB] * 4, ["a", "b", "a", "b"], range(4), [100 * KB])
     assert buckets == [[0, 2], [1, 3]]
+
+
+def test_without_an_order_the_first_parameter_leaves_last():
+    assert unordered_buckets([KB] * 5, [0, 0, 1, 0, 0], [KB, 2 * KB]) == [[4], [2], [1, 3], [0]]
+    assert unordered_buckets([KB] * 4, ["a", "b", "a", "b"], [100 * KB]) == [[1, 3], [0, 2]]
 
 
 @settings(max_examples=300, deadline=None)
@@ -118,7 +131,7 @@ class _Group:
 
 def test_something_else_than_an_order_is_named(monkeypatch):
     """A forward that rank 0 alone runs broadcasts buffers, which rank 1 takes for the order that it waits for."""
-    buffers = torch.tensor([5, 2, 0, 7])
+    buffers = torch.tensor([5, 0, 2, 0, 7])
     monkeypatch.setattr(waiting, "broadcast_from", lambda group, message, *_: message.copy_(buffers))
     with pytest.raises(RuntimeError, match="rank 1 got something else.*Run it on all ranks"):
-        agree_on_order(([1], [0]), 3, _Group(), "cpu")
+        agree_on_order(Agreed([1], [0], as_torch=False, token=3), _Group(), "cpu")

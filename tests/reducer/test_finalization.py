@@ -22,7 +22,7 @@ TORCH = nn.parallel.DistributedDataParallel
 TORCH_HAS_IT = hasattr(TORCH, "finalize_backward")
 TORCH_HAS_IT_MIXED = TORCH_HAS_IT and torch.accelerator.is_available()  # it makes a stream, on the CPU too
 OURS = minddp.DistributedDataParallel
-ALONE = {"bucket_cap_mb": 1e-6}  # every gradient has a bucket of its own
+ALONE = {"bucket_cap_mb_list": [1e-6] * 2}  # every gradient has a bucket of its own
 
 
 class Ahead(torch.autograd.Function):
@@ -630,7 +630,7 @@ def test_in_join():
 
 
 def _side_by_side(ddp_class, rank, manual):
-    first, second = ddp_class(_net()), ddp_class(_net(), bucket_cap_mb=1e-6)
+    first, second = ddp_class(_net()), ddp_class(_net(), bucket_cap_mb_list=[1e-6] * 2)
     for ddp, value in zip((first, second), manual):
         if value:
             ddp.require_manual_backward_finalization = True

@@ -73,10 +73,10 @@ def _assert_same(ours, theirs, name, exactly=False):
 CASES = {
     "plain": {},
     "views": VIEWS,
-    "small buckets": {"bucket_cap_mb": 0.02},
-    "small buckets, views": {"bucket_cap_mb": 0.02, **VIEWS},
-    "alone": {"bucket_cap_mb": 1e-6},
-    "alone, views": {"bucket_cap_mb": 1e-6, **VIEWS},
+    "small buckets": {"bucket_cap_mb_list": [0.02] * 2},
+    "small buckets, views": {"bucket_cap_mb_list": [0.02] * 2, **VIEWS},
+    "alone": {"bucket_cap_mb_list": [1e-6] * 2},
+    "alone, views": {"bucket_cap_mb_list": [1e-6] * 2, **VIEWS},
     "static": {"static_graph": True},
     "batched": {"batched_grad_copy": True},
     "batched, views": {"batched_grad_copy": True, **VIEWS},
@@ -84,7 +84,7 @@ CASES = {
 WITH_BRANCHES = {
     "unused": {"find_unused_parameters": True},
     "unused, views": {"find_unused_parameters": True, **VIEWS},
-    "unused, small buckets, views": {"find_unused_parameters": True, "bucket_cap_mb": 0.02, **VIEWS},
+    "unused, small buckets, views": {"find_unused_parameters": True, "bucket_cap_mb_list": [0.02] * 2, **VIEWS},
 }
 OURS_ALONE = {
     "sum": {"reduction": "sum"},
@@ -115,7 +115,7 @@ def _memory(rank, world_size, kwargs):
     """Bytes of buckets: between iterations, when a gradient of the middle arrives, and with eager buckets."""
     found = []
     for lazy in (LAZY, {}):
-        ddp = OURS(_net(), bucket_cap_mb=0.02, **kwargs, **lazy)
+        ddp = OURS(_net(), bucket_cap_mb_list=[0.02] * 2, **kwargs, **lazy)
         inside, between = [], []
         # Runs before the gradient's own accumulation; layer 3 has its, and none of the last bucket's has come.
         ddp.module.layers[2].weight.register_hook(lambda grad, ddp=ddp: inside.append(ddp.reducer.allocated_bytes()))
@@ -133,7 +133,7 @@ def test_a_lazy_bucket_has_memory_during_backward_only(kwargs):
     for (inside, between, total), (_, eager, _) in run_ranks(_memory, 2, kwargs):
         assert between == [0] * 6
         assert all(0 < one < total for one in inside)
-        assert eager[0] == 0 and eager[1:] == [total] * 5
+        assert eager[0] == 0 and eager[1] > 0 and eager[3:] == [total] * 3, "the first iteration has other buckets"
 
 
 class _Heads(nn.Module):
@@ -148,7 +148,7 @@ class _Heads(nn.Module):
 
 def _skipped(rank, world_size, kwargs):
     skips = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
-    ddp = OURS(_Heads(), bucket_cap_mb=0.035, **skips, **kwargs, **LAZY)
+    ddp = OURS(_Heads(), bucket_cap_mb_list=[0.035] * 2, **skips, **kwargs, **LAZY)
     held = []
     for _ in range(4):
         ddp(torch.ones(2, 64)).sum().backward()
@@ -164,7 +164,7 @@ def test_a_lazy_bucket_that_is_not_sent_has_no_memory_either(kwargs):
 
 def _in_place(rank, world_size):
     """Gradients that have a bucket of their own, with views: their own memory is sent, in the first iteration too."""
-    ddp = OURS(_net(), bucket_cap_mb=1e-6, **VIEWS, **LAZY)
+    ddp = OURS(_net(), bucket_cap_mb_list=[1e-6] * 2, **VIEWS, **LAZY)
     made, held = {}, []
     for name, p in ddp.module.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: made.update({name: p.grad.data_ptr()}))
@@ -200,7 +200,7 @@ def test_gradients_keep_their_buckets_memory():
 
 def _hooked(rank, world_size):
     """What a communication hook has kept of a bucket stays as it was."""
-    ddp = OURS(_net(), bucket_cap_mb=0.02, **LAZY)
+    ddp = OURS(_net(), bucket_cap_mb_list=[0.02] * 2, **LAZY)
     kept = []
 
     def hook(state, bucket):
@@ -228,8 +228,8 @@ def test_a_hook_may_keep_a_lazy_buckets_buffer():
 
 def _given_up(rank, world_size):
     """An exception in the middle of backward on all ranks: abort_iteration() frees what was packed or sent."""
-    ddp = OURS(_net(), bucket_cap_mb=0.02, **LAZY)
-    reference = OURS(_net(), bucket_cap_mb=0.02)
+    ddp = OURS(_net(), bucket_cap_mb_list=[0.02] * 2, **LAZY)
+    reference = OURS(_net(), bucket_cap_mb_list=[0.02] * 2)
     for i in range(4):
         ddp.zero_grad()
         fails = ddp.module.layers[1].weight.register_hook(lambda grad: 1 / 0)

@@ -24,7 +24,7 @@ from minddp.reduction.weights import Weights
 from minddp.testing import run_ranks
 from tests.streams.late import LateGroup
 
-ALONE = {"bucket_cap_mb": 1e-6}  # every gradient has a bucket of its own
+ALONE = {"bucket_cap_mb_list": [1e-6] * 2}  # every gradient has a bucket of its own
 
 
 def _x(rank, step=0, width=4):
@@ -841,7 +841,7 @@ def test_buckets_are_cut_anew_once():
 
 
 def _never_arrived(rank, world_size):
-    ddp = DDP(Two(), find_unused_parameters=True)
+    ddp = DDP(Two(), find_unused_parameters=True, bucket_cap_mb=7e-5)  # all but one fit
     for step in range(2):
         ddp(_x(rank, step), ("left",)).backward()
     names = [sorted(ddp.reducer.names[i] for i in bucket) for bucket in ddp.reducer.buckets()]
@@ -849,6 +849,7 @@ def _never_arrived(rank, world_size):
 
 
 def test_what_never_arrived_shares_no_bucket():
+    """Where there are several."""
     run_ranks(_never_arrived, 2)
 
 
@@ -1156,7 +1157,7 @@ def test_tensors_that_functional_call_leaves_are_seen_by_the_next_forward_of_eac
 
 
 def _late_collective(rank, world_size):
-    ddp = DDP(Two(), gradient_as_bucket_view=True, bucket_cap_mb=1e-6)
+    ddp = DDP(Two(), gradient_as_bucket_view=True, bucket_cap_mb_list=[1e-6] * 2)
     late = []
 
     def hook(state, bucket):

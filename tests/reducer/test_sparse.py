@@ -44,7 +44,7 @@ def compare(rank: int, world_size: int, dtype: torch.dtype, backend: str, reduct
     group = dist.new_group(backend=backend)
     net = Tables(dtype)
     alone = copy.deepcopy(net)
-    ddp = DistributedDataParallel(net, process_group=group, bucket_cap_mb=1e-5, reduction=reduction)
+    ddp = DistributedDataParallel(net, process_group=group, bucket_cap_mb_list=[1e-5] * 2, reduction=reduction)
     for name, rows in ROWS.items():
         for _ in range(2):
             ddp.zero_grad()
@@ -76,7 +76,7 @@ def test_sparse_gradients_are_averaged(world_size: int, dtype: torch.dtype, back
 
 def train(rank: int, world_size: int, steps: int) -> None:
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(Tables(), bucket_cap_mb=1e-5)
+    ddp = DistributedDataParallel(Tables(), bucket_cap_mb_list=[1e-5] * 2)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
     for step in range(steps):
         optimizer.zero_grad()

@@ -78,7 +78,7 @@ def _train(rank, world_size, wrap, arguments, local=False, together=_side_by_sid
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}])
+@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb_list": [1e-4] * 2}])
 def test_backwards_side_by_side_train_as_with_torch(world_size, arguments):
     theirs = run_ranks(_train, world_size, TorchDDP, arguments, timeout=50)
     ours = run_ranks(_train, world_size, minddp.DistributedDataParallel, arguments, timeout=50)

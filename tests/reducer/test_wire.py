@@ -90,7 +90,7 @@ def expected(wire: str | None, name: str, world_size: int) -> Tensor:
 # --- which bits ---
 
 PLANS: dict[str, dict[str, Any]] = {
-    "one bucket a gradient": {"bucket_cap_mb": 1e-6},
+    "one bucket a gradient": {"bucket_cap_mb_list": [1e-6] * 2},
     "default": {},
     "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 2e-3},
     "lazy": {"lazy_bucket_allocation": True, "bucket_cap_mb_list": [1e-3, 1]},
@@ -588,7 +588,7 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def _dies(rank: int, world_size: int, wire: dict[str, Any]) -> str:
-    ddp = minddp.DistributedDataParallel(Net(), bucket_cap_mb=1e-6, **wire)
+    ddp = minddp.DistributedDataParallel(Net(), bucket_cap_mb_list=[1e-6] * 2, **wire)
     _plain(ddp, torch.ones(6, 12), rank, 0)
     ddp.zero_grad()
     if rank == 1:

@@ -54,7 +54,7 @@ def _train(steps: int, delays: dict[str, float] | None = None, **arguments: Any)
     """Steps of some 10 ms, and ``delays`` by phase."""
     more = dict.fromkeys(PHASES, 0.0) | (delays or {})
     net = _Net(0.002 + more["forward"], 0.004 + more["backward"])
-    ddp = minddp.DistributedDataParallel(net, bucket_cap_mb=0.002, **arguments)
+    ddp = minddp.DistributedDataParallel(net, bucket_cap_mb_list=[0.002] * 2, **arguments)
     if more["hook"]:
 
         def hook(state, bucket):

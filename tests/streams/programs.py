@@ -127,14 +127,14 @@ def late_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
 
 
 MIXED = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-SMALL = {"bucket_cap_mb": 1e-4}  # several buckets of two or three gradients
+SMALL = {"bucket_cap_mb_list": [1e-4] * 2}  # several buckets of two or three gradients
 
 PROGRAMS: dict[str, Program] = {
     "default": Program(SMALL),
     "one bucket": Program(),
-    "each alone": Program({"bucket_cap_mb": 1e-6}),
+    "each alone": Program({"bucket_cap_mb_list": [1e-6] * 2}),
     "views": Program({**SMALL, "gradient_as_bucket_view": True}),
-    "views, alone": Program({"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True}),
+    "views, alone": Program({"bucket_cap_mb_list": [1e-6] * 2, "gradient_as_bucket_view": True}),
     "views, accumulating": Program({**SMALL, "gradient_as_bucket_view": True}, zero=None, steps=False),
     "accumulating": Program(SMALL, zero=None, steps=False),
     "zeros": Program(SMALL, zero=False),

@@ -63,7 +63,7 @@ def one_process(counts, accumulate):
 
 def joined(rank, world_size, counts, accumulate, options):
     net, optimizer = make()
-    ddp = DistributedDataParallel(convert_sync_batchnorm(net), bucket_cap_mb=1e-4, **options)
+    ddp = DistributedDataParallel(convert_sync_batchnorm(net), bucket_cap_mb_list=[1e-4] * 2, **options)
     optimizer.param_groups[0]["params"] = list(ddp.parameters())
     weighted = options.get("reduction") == "weighted"
     x, target = data(max(counts), world_size)

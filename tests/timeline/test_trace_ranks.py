@@ -105,7 +105,7 @@ def _train(rank: int, world_size: int, path: str) -> tuple[Any, list[int]]:
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
-    ddp = minddp.DistributedDataParallel(model, bucket_cap_mb=0.01)
+    ddp = minddp.DistributedDataParallel(model, bucket_cap_mb_list=[0.01] * 2)
     batch = torch.randn(4, 64)
     ddp(batch).sum().backward()
     with recording.trace(path):

@@ -28,6 +28,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from minddp.testing import free_port
+
 from .program import FAULTS, PLACES, STEPS, Rank
 from .table import WELL, page, summary
 
@@ -73,14 +75,6 @@ def all_cells() -> Iterator[dict[str, Any]]:
 
 def cell(fault: str, place: str, ranks: int, faulty: int, backend: str, kind: str = "minddp") -> dict[str, Any]:
     return {"fault": fault, "place": place, "ranks": ranks, "faulty": faulty, "backend": backend, "class": kind}
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextlib.contextmanager

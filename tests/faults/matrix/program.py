@@ -135,7 +135,7 @@ class Rank:
             nn.Linear(16, 32), nn.Tanh(), Place("forward", "mid-backward"), nn.Linear(32, 32), nn.Tanh(),
             nn.Linear(32, 8), Place("", "before the first bucket"),
         )  # fmt: skip
-        arguments: dict[str, Any] = {"bucket_cap_mb": 0.001}
+        arguments: dict[str, Any] = {"bucket_cap_mb_list": [0.001] * 2}
         if self.cell["class"] == "torch":
             wrapper: Callable[..., Any] = torch.nn.parallel.DistributedDataParallel
         else:

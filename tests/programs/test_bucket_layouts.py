@@ -1,0 +1,102 @@
+"""Numbers of communication hooks that depend on what travels together: buckets are torch's where a hook sees them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import Linear, Sequential
+
+from tests.programs.beside_torch import those_that_differ
+
+MODES = {
+    "default": {},
+    "small": {"bucket_cap_mb": 0.002},
+    "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.002},
+    "static": {"static_graph": True, "bucket_cap_mb": 0.002},
+    "torch's": {"bucket_cap_mb": 25},
+    "list": {"bucket_cap_mb_list": [0.001, 0.003]},
+    "unused": {"find_unused_parameters": True},
+}
+
+
+def _model(width=20, static_graph=False, **_):
+    """Of two dtypes; not in a static graph: in its first iteration torch's class gives both's buckets one index."""
+    torch.manual_seed(5)
+    layers = [Linear(width, width) for _ in range(5)]
+    layers[2].to(torch.float32 if static_graph else torch.float64)
+    return _Casting(*layers)
+
+
+class _Casting(Sequential):
+    """Calls its layers in an order that is not that of their registration, each in its dtype."""
+
+    def forward(self, inputs):
+        for layer in (*self[1:], self[0]):
+            inputs = layer(inputs.to(layer.weight.dtype)).tanh()
+        return inputs
+
+
+def _steps(ddp, rank, width=20, count=4):
+    generator = torch.Generator().manual_seed(rank)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for _ in range(count):
+        optimizer.zero_grad()
+        ddp(torch.randn(6, width, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return list(ddp.parameters())
+
+
+def seen_layouts(wrap, rank, width=20, **arguments):
+    ddp = wrap(_model(width, **arguments), **arguments)
+    index = {id(p): i for i, p in enumerate(ddp.parameters())}
+    seen = []
+
+    def hook(state, bucket):
+        held = [index[id(p)] for p in bucket.parameters()]
+        seen.append([bucket.index(), bucket.is_last(), *held, *[-1] * (len(index) - len(held))])
+        return default_hooks.allreduce_hook(None, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    weights = _steps(ddp, rank, width)
+    return [*weights, torch.tensor(seen), torch.tensor(len(seen))]
+
+
+def above_the_first_cap(wrap, rank, **arguments):
+    return seen_layouts(wrap, rank, width=300, **arguments)
+
+
+def a_scale_for_each_bucket(wrap, rank, **arguments):
+    """Signs and one scale, with what they lose kept by the bucket's index."""
+    ddp = wrap(_model(**arguments), **arguments)
+    losses = {}
+
+    def hook(state, bucket):
+        sent = bucket.buffer() + losses.get((bucket.index(), bucket.buffer().numel()), 0)
+        coded = sent.sign() * sent.abs().mean()
+        losses[bucket.index(), bucket.buffer().numel()] = sent - coded
+        future = dist.all_reduce(coded / dist.get_world_size(), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    ddp.register_comm_hook(None, hook)
+    return _steps(ddp, rank)
+
+
+def on_one_rank(wrap, rank, hooked=0, **arguments):
+    ddp = wrap(_model(300).float(), **arguments)
+    if rank == hooked:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return _steps(ddp, rank, 300)
+
+
+def on_the_other(wrap, rank, **arguments):
+    return on_one_rank(wrap, rank, hooked=1, **arguments)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_hooks_see_torchs_buckets(world_size):
+    assert those_that_differ([seen_layouts, a_scale_for_each_bucket], world_size, timeout=60, modes=MODES) == []
+
+
+def test_where_a_kind_has_several_buckets_by_default():
+    modes = {mode: MODES[mode] for mode in ("default", "static", "torch's")}
+    assert those_that_differ([above_the_first_cap, on_one_rank, on_the_other], 2, timeout=60, modes=modes) == []
