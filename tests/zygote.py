@@ -74,7 +74,7 @@ REAL_STARTS = {
 FOLDER = "MINDDP_TEST_ZYGOTES"  # where the sockets are; set by the first user, found by its children
 SEEDS = "MINDDP_TEST_HASH_SEEDS"  # the like of 17,4711: those of an earlier run
 SERVERS = 2
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 PRELOAD = (
     "numpy", "pytest", "torch", "torch._dynamo", "torch._dynamo.backends.common",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.distributed.algorithms.join",

@@ -96,7 +96,7 @@ def _settle_groups() -> None:
     destroyed = [ddp for ddp in modules if ddp.process_group not in dist.distributed_c10d._world.pg_map]
     if len(destroyed) < len(modules):
         _rest()
-    if any(ddp.has_comm_hook for ddp in destroyed):
+    if any(ddp._minddp_engine is not None and ddp._minddp_engine.hook for ddp in destroyed):
         time.sleep(_MOMENT_FOR_CALLBACKS)
     for ddp in destroyed:
         ddp.let_go()

@@ -39,6 +39,7 @@ from .engine import Engine
 from .finalization import ManualFinalization
 from .find_tensors import find_tensors
 from .forward_steps import steps_of
+from .given_way import give_way
 from .grad_norm import GradNorm
 from .groups import choose_group
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
@@ -227,6 +228,10 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         names = wrapped.debug_mapping(wrapped.reduced)
         self._ddp_init_helper(wrapped.reduced, wrapped.expect_sparse(), names, self._minddp_config.static_graph)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        give_way(cls, DistributedDataParallel)
+
     # ----------------------------------------------------------------------------------------
     # Forward
     # ----------------------------------------------------------------------------------------
@@ -373,8 +378,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         self._minddp_weights("clear_weight").clear()
 
     def _minddp_weights(self, method: str) -> Any:
-        if self.reduction != "weighted" or self.reducer is None:
-            raise RuntimeError(f'{method} needs reduction="weighted", this module has {self.reduction!r}')
+        reduction = self._minddp_config.reduction
+        if reduction != "weighted" or self.reducer is None:
+            raise RuntimeError(f'{method} needs reduction="weighted", this module has {reduction!r}')
         return self.reducer.weights
 
     def abort_iteration(self) -> None:

@@ -147,8 +147,8 @@ class EmptyBatch:
         kept = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        if ddp.reduction == "weighted":
-            ddp.add_weight(0)
+        if ddp._minddp_config.reduction == "weighted":
+            ddp._minddp_weights("add_weight").add(0.0)
         with nullcontext() if synchronizes else ddp.no_sync():
             self._run(*self._inputs)
             if synchronizes and ddp.require_manual_backward_finalization:

@@ -65,4 +65,4 @@ class Replicas:
         self._minddp_iterations_unchecked += 1
         if self._minddp_iterations_unchecked >= self._minddp_config.check_replicas_every:
             self._minddp_iterations_unchecked = 0
-            self.check_replicas()
+            Replicas.check_replicas(self)

@@ -54,7 +54,6 @@ class TorchNames:
         self.batched_grad_copy = config.batched_grad_copy
         self.forward_sync_buffers = config.forward_sync_buffers
         self.mixed_precision = config.mixed_precision
-        self.reduction = config.reduction
         self.bucket_bytes_cap = config.cap
         self.bucket_bytes_cap_default = config.default_caps
         self.broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
@@ -126,6 +125,10 @@ class TorchNames:
     @shown
     def lazy_bucket_allocation(self) -> bool:
         return self._minddp_config.lazy_bucket_allocation
+
+    @shown
+    def reduction(self) -> str:
+        return self._minddp_config.reduction
 
     @shown
     def check_finite(self) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import minddp
+from minddp.module.given_way import ADDED
 from minddp.module.torch_base import TorchBase
 from minddp.testing import run_ranks
 
@@ -157,6 +158,13 @@ def test_every_attribute_is_here_or_left_out(instances: Any) -> None:
     missing = theirs["attributes"] - ours["all"]
     assert missing <= set(ATTRIBUTES_LEFT_OUT), sorted(missing - set(ATTRIBUTES_LEFT_OUT))
     assert not _public(missing)
+
+
+def test_every_name_that_torchs_class_has_not_gives_way(instances: Any) -> None:
+    theirs, ours = instances
+    of_newer_torch = {"finalize_backward", "lazy_bucket_allocation"}
+    of_newer_torch |= {"require_manual_backward_finalization", "should_finalize_after_backward"}
+    assert _public(ours["all"] - theirs["all"]) - of_newer_torch == set(ADDED) | {"let_go"}
 
 
 def test_every_name_of_the_reducer_is_here_or_left_out(instances: Any) -> None:

@@ -327,10 +327,45 @@ def another_module_in_its_place(cls, rank, **args):
     return [*module.buffers(), *other.buffers()]
 
 
+class _Named(Two):
+    """Has names that are minddp's, too."""
+
+    last_step, reduction, add_weight = 7, "none", None
+
+    def report(self):
+        return self.grad_norm(2) + len(self.parameter_names) + self.last_step
+
+    def grad_norm(self, power):
+        return sum(p.grad.norm(power).item() for p in self.parameters())
+
+    @property
+    def parameter_names(self):
+        return [name for name, _ in self.named_parameters()]
+
+
+def unknown_names_are_the_modules(cls, rank, **args):
+    class Passes(cls):
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.module, name)
+
+    class Further(Passes):
+        pass
+
+    if cls is minddp.DistributedDataParallel:
+        args = {**args, "check_replicas_every": 1}
+    ddp = Further(_Named(), **args)
+    seen = trained(ddp, rank)
+    said = f"{ddp.report():.4f} {ddp.reduction} {ddp.last_step} {ddp.add_weight} {ddp.parameter_names}"
+    return [*seen, torch.tensor(list(said.encode()))]
+
+
 STEPS = [writes_steps_anew, a_bucket_for_each_gradient, another_module_in_its_place, overrides_run, overrides_all]
 STEPS += [patches_the_instance, patches_the_class, calls_the_steps]
 PARAMETERS = [twice_told, hidden_child, told_by_a_child, scripted, scripted_whole, weight_dropout]
-OBJECTS = [names_of_its_own, closures, retried]
+OBJECTS = [names_of_its_own, unknown_names_are_the_modules, closures, retried]
 HELD = {name: MODES[name] for name in ("default", "find_unused")}
 HELD["find_unused, views"] = {**MODES["find_unused"], **MODES["views"]}
 
