@@ -203,7 +203,7 @@ def train(ddp_class, rank, place, way, seconds):
                 with ddp.no_sync():
                     ddp(_batch(rank, step + 10)).sum().backward()
                     late(place)
-            size = 5 if place == "compile" and rank == 1 and step == SLOW_STEP else 3  # another shape is compiled anew
+            size = 5 if place == "compile" and rank == 1 and step == SLOW_STEP else 3  # which is compiled anew
             output = forward(_batch(rank, step, size))
             if place == "functional":
                 late(place)
