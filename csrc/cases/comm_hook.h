@@ -11,11 +11,13 @@
 
 namespace minddp {
 
-// What a hook sees of a bucket; a value, which may outlive the backward that made it.
+// What a hook sees of a bucket; a value, which may outlive the backward that made it. As with torch's class, the
+// buffer of complex gradients holds pairs of real numbers: hooks cast, clamp and compare.
 class GradBucket {
  public:
   GradBucket(const ReducerState& state, size_t index, at::Tensor buffer)
-      : index_(index), is_last_(index + 1 == state.buckets.size()), buffer_(std::move(buffer)),
+      : index_(index), is_last_(index + 1 == state.buckets.size()), is_complex_(buffer.is_complex()),
+        buffer_(is_complex_ ? at::view_as_real(buffer).flatten() : std::move(buffer)),
         slots_(state.buckets[index]->slots()) {}
   size_t index() const { return index_; }
   bool is_last() const { return is_last_; }
@@ -25,8 +27,9 @@ class GradBucket {
     if (buffer_.is_sparse()) return {buffer_};
     if (buffer_.scalar_type() == at::kByte) return dequantized(*slots_, buffer_);  // copies
     std::vector<at::Tensor> tensors;
+    const at::Tensor all = is_complex_ ? at::view_as_complex(buffer_.view({-1, 2})) : buffer_;
     for (const Bucket::Slot& s : *slots_)
-      tensors.push_back(buffer_.as_strided(s.parameter.sizes(), s.strides, buffer_.storage_offset() + s.offset));
+      tensors.push_back(all.as_strided(s.parameter.sizes(), s.strides, all.storage_offset() + s.offset));
     return tensors;
   }
   // In the order of gradients().
@@ -38,7 +41,7 @@ class GradBucket {
 
  private:
   size_t index_;
-  bool is_last_;
+  bool is_last_, is_complex_;
   at::Tensor buffer_;
   std::shared_ptr<const std::vector<Bucket::Slot>> slots_;
 };

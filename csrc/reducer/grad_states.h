@@ -39,10 +39,12 @@ class GradStates {
   const GradState& operator[](size_t index) const { return states_[index]; }
 
   // `never_averaged`: no rank used the parameter in a static graph's first iteration, so no average is ever written
-  // to it. Then a local gradient counts as bypassing. `within_no_sync`: backward runs under no_sync.
+  // to it. Then a local gradient counts as bypassing. `within_no_sync`: backward runs under no_sync. Then what
+  // bypasses the wrapper is local, too: the program has asked for local gradients.
   void arrived(
       size_t index, Origin origin, int graph_task, const at::Tensor& grad, bool never_averaged, bool within_no_sync) {
     GradState& state = states_[index];
+    if (origin == Origin::kBypassed && within_no_sync) origin = Origin::kLocal;
     const bool bypassed = origin == Origin::kBypassed || (never_averaged && origin == Origin::kLocal);
     (bypassed ? state.bypassed_in : state.arrived_in) = graph_task;
     if (bypassed) state.bypassed_grad = grad;

@@ -55,10 +55,25 @@ class LocalGradients:
         self._seen = -1  # the backward of the last answer
         self._refusal: RuntimeError | None = None
         self._kept: list[str] = []
+        self._key, self._joined_as = key, ""
         self.name(key)
 
     def name(self, key: str) -> None:
+        self._key = key
         self._store = None if self._base is None else dist.PrefixStore(f"minddp/local/{key}", self._base)
+
+    def note_joined(self) -> None:
+        """This rank has no more data: others' questions it answers no more, and is not asked."""
+        if self._store is not None and self._joined_as != self._key:
+            self._store.set(f"joined/{self._rank}", "")
+            self._joined_as = self._key
+
+    def note_back(self) -> None:
+        """No rank has; they go on together."""
+        if self._store is not None and self._joined_as == self._key:
+            with suppress(RuntimeError, NotImplementedError):  # a store that deletes nothing
+                self._store.delete_key(f"joined/{self._rank}")
+        self._joined_as = ""
 
     def check(self, named: Sequence[tuple[str, torch.Tensor]], backward: int, iteration: int) -> None:
         """Asks the other ranks once for each such backward, whoever steps how often.
@@ -119,6 +134,8 @@ class LocalGradients:
         begin = time.monotonic()
         for rank in self._others():
             theirs = self._answer(rank, f"{turn}/{rank}", begin)
+            if theirs is _JOINED:
+                continue
             differing = [name for name in mine if theirs is None or not _alike(mine[name], theirs.get(name))]
             if differing:
                 waited = time.monotonic() - begin if theirs is None else None
@@ -140,7 +157,7 @@ class LocalGradients:
         assert self._base is not None and self._store is not None
         longest = self._base.timeout.total_seconds()  # type: ignore[attr-defined]
         looked = begin
-        while not self._store.check([key]):
+        while not self._store.check([key]) and not self._has_joined(rank):
             now = time.monotonic()
             if now - looked >= 0.5 * times.look:
                 looked = now
@@ -157,8 +174,17 @@ class LocalGradients:
         if not self._comes(rank, key, begin):
             return None
         assert self._store is not None
+        if not self._store.check([key]) and self._has_joined(rank):
+            return _JOINED
         answer: dict[str, list[float]] = json.loads(self._store.get(key))
         return answer
+
+    def _has_joined(self, rank: int) -> bool:
+        assert self._store is not None
+        return bool(self._store.check([f"joined/{rank}"]))
+
+
+_JOINED: dict[str, list[float]] = {}  # the answer of a rank that has no data
 
 
 _NOT_ALL = (

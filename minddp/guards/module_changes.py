@@ -80,7 +80,9 @@ class ModuleChanges:
         self._named = named
         self._facts = {id(p): (p.dtype, p.device) for p in reduced}
         self._reduced = list(reduced)  # alive, so that no other object gets one's id
-        self._turns = itertools.cycle(self._places())
+        first = reduced[0]
+        # Where the module only tells of its parameters and has registered none, there is no place to look at.
+        self._turns = itertools.cycle(self._places() or [(lambda _: first, "", first)])
         lists = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
         # ModuleList.insert registers nothing.
         self._lists = [m._modules for m in module.modules() if isinstance(m, lists)]

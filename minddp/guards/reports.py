@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from ..ranks import processes
 from ..ranks.processes import Process
-from . import times
+from . import connections, times
 
 REQUESTS_A_SECOND = 100
 _FILE_TIMEOUT = timedelta(seconds=5)  # a request to a file that was removed looks for it so long
@@ -59,10 +59,17 @@ class Reports:
         rank, size: of the default group.
         process: this one.
         clock: seconds, of this process alone.
+        links: the store's connections, where it is a TCPStore.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, process: Process, clock: Callable[[], float] = time.monotonic
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        process: Process,
+        clock: Callable[[], float] = time.monotonic,
+        links: connections.Links = frozenset(),
     ):
         # What ranks have left on a store in an earlier default group says nothing about this one. A process that
         # takes another's place counts as those do that have gone on, if the store is a new one.
@@ -80,6 +87,7 @@ class Reports:
         self._summary_text, self._summary_since = "", float("-inf")
         self._summary: dict[str, Any] = {}
         inner = innermost(store)
+        self._links = links
         self._file = inner.path if isinstance(inner, dist.FileStore) else None  # type: ignore[attr-defined]
         if self._file is not None:
             store.set_timeout(_FILE_TIMEOUT)
@@ -88,8 +96,13 @@ class Reports:
         self._store.compare_set("summary", "", "{}")
 
     def has_store(self) -> bool:
-        """Whether there is still what the store lies in: a request would make a file that was removed anew."""
-        return self._file is None or os.path.exists(self._file)
+        """Whether there is still what the store lies in.
+
+        A request would make a file that was removed anew; to a host that has left, it writes a C++ stack to stderr.
+        """
+        if self._file is not None:
+            return os.path.exists(self._file)
+        return not (self._links and connections.closed_by_host(self._links))
 
     def turn(self, report: Callable[[], Report], waits: bool, hear: Callable[[list[Report]], None]) -> None:
         """Answers who asks, asks where nobody does for the ranks that wait, and gives ``hear`` new failures.

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import threading
 import time
@@ -35,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..ranks.processes import Process, here, look
-from . import location, times
+from . import connections, location, times
 from .evidence import Fact, Wait
 from .reports import Report, Reports, innermost
 
@@ -199,8 +198,10 @@ class Watchdog:
     def _run(self, store: dist.Store | None) -> None:
         try:
             assert store is not None
+            before = connections.to_port(self._port)
             mine, store = store.clone(), None  # type: ignore[attr-defined]  # torch's stub forgets it
-            reports = Reports(mine, self.rank, self.size, self.processes[self.rank])
+            made = connections.to_port(self._port) - before
+            reports = Reports(mine, self.rank, self.size, self.processes[self.rank], links=made)
             self._reports = reports
             reports.known = self.processes
             reports.publish(self._report())
@@ -294,7 +295,7 @@ class Watchdog:
         self._wake.set()
         self._thread.join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
         if self._thread.is_alive() and self._port is not None:
-            _cut_connections(self._port)
+            connections.cut(self._port)
             self._thread.join(_EXIT_SECONDS)
 
     def _say_goodbye(self) -> None:
@@ -306,14 +307,6 @@ class Watchdog:
         else:
             first = "" if self._group_is_there() else "it has destroyed its process group, and "
             self._outbox.append(self._message(f"{first}its program has ended", left=True))
-
-
-def _cut_connections(port: int) -> None:
-    """Ends this process's connections to a store, and with them the requests that wait there for a stopped host."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as mine:
-            if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.getpeername()[1] == port:
-                mine.shutdown(socket.SHUT_RDWR)
 
 
 _current: Watchdog | None = None

@@ -12,6 +12,7 @@ from .parameters import Parameters
 
 # Made anew where the module is unpickled or copied, and given up when the interpreter ends.
 _TIED_TO_GROUP = ("process_group", "_minddp_engine", "_minddp_delayed", "_minddp_wrapped")
+_GIVEN_UP = ("process_group", "_minddp_engine", "_minddp_delayed")  # `device` and the like stay
 
 
 class Copies:
@@ -25,9 +26,7 @@ class Copies:
 
     def let_go(self) -> None:
         """Of the process group and all that works with it; nothing can be done with the wrapper any more."""
-        for name in _TIED_TO_GROUP:
-            self.__dict__.pop(name, None)
-        self.__dict__["_minddp_engine"] = None
+        self.__dict__.update(dict.fromkeys(_GIVEN_UP))
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not dist.group.WORLD:

@@ -8,8 +8,8 @@ for one, but runs none of its code: every method is defined here (a test makes t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from .parameters import Parameters, localize_shards
 from .replicas import Replicas
 from .reports import Reports
 from .shown import shown
+from .sync_switch import SyncSwitch
 from .torch_base import TorchBase
 from .torch_names import TorchNames
 
@@ -61,7 +62,8 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 class DistributedDataParallel(  # type: ignore[override,misc]
-    BufferSync, Copies, GradNorm, HookRegistration, ManualFinalization, Replicas, Reports, TorchNames, TorchBase
+    BufferSync, Copies, GradNorm, HookRegistration, ManualFinalization, Replicas, Reports, SyncSwitch,
+    TorchNames, TorchBase,
 ):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
@@ -257,7 +259,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         grad = torch.is_grad_enabled()
         if grad:
             engine.arrive()
-            if engine.reducer.sync_enabled:
+            if self._minddp_synchronizes():
                 engine.begin_iteration(self._join_config.enable)
                 if self._minddp_config.check_replicas_every is not None and not self._join_config.enable:
                     self._minddp_check_replicas_now_and_then()
@@ -307,7 +309,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         wait_for(work, self.process_group, "the count of ranks that still have data")
         active = work.get_future().value()[0]
         initial = self._divide_by_initial_world_size
-        self.reducer.set_divisor(self.process_group.size() if initial else int(active.item()))
+        self._minddp_engine.reducer.set_divisor(self.process_group.size() if initial else int(active.item()))
 
     def _minddp_move_inputs(self, inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.device_ids:
@@ -322,36 +324,6 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     # ----------------------------------------------------------------------------------------
     # Synchronization: when, and of what
     # ----------------------------------------------------------------------------------------
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether the backward of a forward that runs now is synchronized; ``no_sync`` sets it, libraries too."""
-        engine = self.__dict__.get("_minddp_engine")
-        if engine is None:
-            return self.__dict__.get("_minddp_sync_without_reducer", True)
-        return engine.reducer.sync_enabled
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        engine = self.__dict__.get("_minddp_engine")
-        if engine is None:
-            self.__dict__["_minddp_sync_without_reducer"] = bool(value)
-        else:
-            engine.reducer.sync_enabled = bool(value)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients of forwards inside accumulate locally; the next backward of one outside averages all of it.
-
-        What counts is where *forward* runs, as in torch: a backward outside of a forward that ran inside stays local,
-        and an optimizer's step on it warns. Steps on local gradients (local SGD) are fine.
-        """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
 
     def add_weight(self, weight: float) -> None:
         """Adds this micro-batch's weight (samples, tokens) to the divisor of ``reduction="weighted"``.
@@ -378,10 +350,10 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         self._minddp_weights("clear_weight").clear()
 
     def _minddp_weights(self, method: str) -> Any:
-        reduction = self._minddp_config.reduction
-        if reduction != "weighted" or self.reducer is None:
+        reduction, engine = self._minddp_config.reduction, self._minddp_engine
+        if reduction != "weighted" or engine is None:
             raise RuntimeError(f'{method} needs reduction="weighted", this module has {reduction!r}')
-        return self.reducer.weights
+        return engine.reducer.weights
 
     def abort_iteration(self) -> None:
         """Gives up an iteration that an exception has ended, so that the next forward begins a new one.

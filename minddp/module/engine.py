@@ -9,6 +9,7 @@ forward.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -82,6 +83,7 @@ class Engine(StepCheck):
         self._checks_order = ordering.enabled()
         self._stragglers = None if config.on_straggler is None else StragglerWatch(config.on_straggler)
         self._made = False
+        self._end = weakref.finalize(self, int)
         self._token: str | None = None  # what all ranks call this wrapper
         self._changed = False
         self.rebuild()
@@ -111,6 +113,10 @@ class Engine(StepCheck):
             delays=bool(self.parameters.delayed),
         )
         self._made = True
+        self._end.detach()
+        # A collective that was given up keeps the reducer's C++ half, which the next wrapper must not meet.
+        self._end = weakref.finalize(self, Reducer.detach, self.reducer)
+        self._end.atexit = False
         if before is not None:
             self.reducer.take_over(before)
             self.reducer.sync_enabled = before.sync_enabled
@@ -345,6 +351,14 @@ class Engine(StepCheck):
         """An exception has ended a backward after its first gradient; whose, the reducer knows only of its own."""
         if self.inspector is not None:
             self.inspector.report_interrupted(why)
+
+    def note_joined(self) -> None:
+        """This rank has run out of data, in ``join()``: nobody need wait for a word of its optimizer's."""
+        self._local_gradients.note_joined()
+
+    def note_back(self) -> None:
+        """All ranks have."""
+        self._local_gradients.note_back()
 
     def _on_taken(self) -> None:
         """A backward that bypassed the wrapper is over; a forward that waited for its own has taken it."""

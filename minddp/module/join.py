@@ -42,19 +42,20 @@ class DDPJoinHook(JoinHook):
             raise NotImplementedError(
                 "join() does not go with delay_all_reduce_named_params= for every parameter: leave one out of it."
             )
-        ddp.logger.note_join()
+        ddp._minddp_engine.logger.note_join()
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
         self.ddp = ddp
         self.empty_batch = EmptyBatch(ddp) if communicates_in_forward(ddp.module) else None
         super().__init__()
 
     def main_hook(self) -> None:
-        ddp = self.ddp
+        ddp, engine = self.ddp, self.ddp._minddp_engine
         # Its last own iteration may wait for finalize_backward(), or for gradients.
-        ddp._minddp_engine.check_finished()
+        engine.check_finished()
         ddp._minddp_rebuild_buckets()
+        engine.note_joined()
         if ddp._check_sync_bufs_pre_fwd():
-            with ddp._minddp_engine.collective():
+            with engine.collective():
                 ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))
         synchronizes = agree_on_sync(ddp, is_joined_rank=True)
         ddp.require_forward_param_sync = synchronizes
@@ -62,7 +63,7 @@ class DDPJoinHook(JoinHook):
             self.empty_batch.forward_backward(synchronizes)
         else:
             if synchronizes:
-                ddp.reducer.shadow_backward()
+                engine.reducer.shadow_backward()
             if ddp._minddp_delayed is not None:  # whose collective does not mind no_sync
                 ddp._minddp_delayed.shadow(synchronizes, ddp._divide_by_initial_world_size)
 
@@ -70,12 +71,13 @@ class DDPJoinHook(JoinHook):
         if self.empty_batch is not None:
             self.empty_batch.close()
         ddp = self.ddp
+        ddp._minddp_engine.note_back()
         ddp._sync_final_model(is_last_joiner)
         # All ranks are here: what follows is like before. Torch's class goes on counting ranks in every forward, and
         # its buffers come from the last of them from now on.
         ddp._join_config = type(ddp._join_config).construct_disabled_join_config()
         ddp._minddp_has_joined = True
-        ddp.reducer.set_divisor(ddp.process_group.size())
+        ddp._minddp_engine.reducer.set_divisor(ddp.process_group.size())
 
 
 def agree_on_sync(ddp: Any, is_joined_rank: bool) -> bool:

@@ -170,7 +170,7 @@ class LoggingData:
         self._facts.update(
             has_rebuilt_buckets=1,
             rebuilt_bucket_sizes=_join(reducer.bucket_nbytes()),
-            prev_iteration_grad_ready_order_indices=_join(reducer.observed_order()),
+            prev_iteration_grad_ready_order_indices=_join(reducer.order_of_arrival),
             rebuilt_per_bucket_param_indices=_join(" ".join(map(str, bucket)) for bucket in buckets),
         )
 

@@ -215,7 +215,8 @@ class Parameters:
             id(parameter)
             for module in self._module.modules()
             if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
-            for parameter in module.parameters(recurse=False)
+            for parameter in module._parameters.values()  # parameters() may be a method of its own
+            if parameter is not None
         }
         return [id(p) in sparse for p in self.reduced]
 

@@ -58,7 +58,7 @@ class TorchNames:
         self.bucket_bytes_cap_default = config.default_caps
         self.broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
         self.use_side_stream_for_tensor_copies = environment.use_side_stream()
-        self.require_forward_param_sync = True
+        self.require_forward_param_sync = self.require_backward_grad_sync = True
         self._divide_by_initial_world_size = True
         self._lazy_init_ran = False
         self._use_python_reducer = False

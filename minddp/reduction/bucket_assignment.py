@@ -40,19 +40,30 @@ def assign_buckets(
         last_cap: where ``caps`` has one entry, the cap of the bucket that is launched last.
     """
     if len(caps) > 1:
-        buckets = _fill(nbytes, kinds, order, lambda i: caps[min(i, len(caps) - 1)])
+        full, left = _fill(nbytes, kinds, order, lambda i: caps[min(i, len(caps) - 1)])
+        buckets = full + left
     else:
         # From the back, so that what is left over, and not full, is launched first.
-        filled = _fill(nbytes, kinds, order[::-1], lambda i: (last_cap or caps[0]) if i == 0 else caps[0], _ROOM)
-        buckets = [bucket[::-1] for bucket in filled]
+        full, left = _fill(nbytes, kinds, order[::-1], lambda i: (last_cap or caps[0]) if i == 0 else caps[0], _ROOM)
+        buckets = [bucket[::-1] for bucket in full + left]
     position = {index: i for i, index in enumerate(order)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
+def torchs_buckets(
+    nbytes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], caps: Sequence[int]
+) -> Buckets:
+    """As torch's class along ``order``: the full ones in turn, then what is left over, first of the kind that came
+    last."""
+    came = {kind: i for i, kind in reversed(list(enumerate(kinds[index] for index in order)))}
+    full, left = _fill(nbytes, kinds, order, lambda i: caps[min(i, len(caps) - 1)])
+    return full + sorted(left, key=lambda bucket: -came[kinds[bucket[0]]])
+
+
 def unordered_buckets(nbytes: Sequence[int], kinds: Sequence[Hashable], caps: Sequence[int]) -> Buckets:
     """Before anybody knows the order, as torch's class: filled from the first parameter, launched from the last."""
-    buckets = _fill(nbytes, kinds, range(len(nbytes)), lambda i: caps[min(i, len(caps) - 1)])
-    return sorted(buckets, key=min, reverse=True)
+    full, left = _fill(nbytes, kinds, range(len(nbytes)), lambda i: caps[min(i, len(caps) - 1)])
+    return sorted(full + left, key=min, reverse=True)
 
 
 def _fill(
@@ -61,7 +72,8 @@ def _fill(
     order: Sequence[int],
     cap: Callable[[int], int],
     room: float = 0.0,
-) -> Buckets:
+) -> tuple[Buckets, Buckets]:
+    """Those that are full, and those that are not."""
     closed: Buckets = []
     filling: dict[Hashable, Buckets] = {}
     sizes: dict[Hashable, int] = {}
@@ -82,7 +94,7 @@ def _fill(
             counts[kind] = counts.get(kind, 0) + 1
             closed += filling.pop(kind)
             del sizes[kind]
-    return closed + [bucket for buckets in filling.values() for bucket in buckets]
+    return closed, [bucket for buckets in filling.values() for bucket in buckets]
 
 
 def ready_order(ready_ns: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -28,6 +28,7 @@ from .bucket_assignment import (
     assign_buckets,
     check_buckets,
     ready_order,
+    torchs_buckets,
     unordered_buckets,
 )
 from .weights import Weights
@@ -60,9 +61,8 @@ class Reducer(_C.Reducer):
         delays: bool = False,
     ):
         self.config, self.group, self.names = config, group, list(names)
-        self._device = parameters[0].device
+        self._device, self._sparse, self._wire = parameters[0].device, list(expect_sparse), wire
         dtypes = [wire_dtype(p, config.reduce_dtype, sparse) for p, sparse in zip(parameters, expect_sparse)]
-        self._wire = wire
         self._nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(parameters, dtypes)]  # as caps count them
         from_wire: dict[str, Any] = {}
         if wire is not None and wire.is_in_force:  # as many buckets as without
@@ -73,14 +73,15 @@ class Reducer(_C.Reducer):
             (p.dtype, p.device, name if sparse else "", dtype)
             for p, name, sparse, dtype in zip(parameters, names, expect_sparse, dtypes)
         ]
-        # Where ranks may use different parameters, the order of arrival of one says little about the others'. And, as
-        # in torch, their forwards have no collective of the reducer's in them: one rank alone may run some.
+        # Where ranks may use different parameters, one's order of arrival says little about the others'. And, as in
+        # torch, their forwards have no collective of the reducer's: one rank alone may run some.
         self._agrees_on_order = config.graph_mode != _C.GraphMode.FIND_UNUSED
-        # Smaller buckets would be skipped by ranks that send the larger one alike, as with torch's.
-        # Nor are views made anew, as with torch's: a program may hold those that it has seen.
+        # Smaller buckets would be skipped by ranks that send the larger one alike. Nor are views made anew: a program
+        # may hold those that it has seen. Both as with torch's.
         keeps_buckets = config.skip_all_reduce_unused_params or config.gradient_as_bucket_view
         self._fits_one = sum(self._nbytes) <= config.torch_caps[0]
         self.is_settled = (keeps_buckets or self._fits_one) and not self._agrees_on_order
+        self.order_of_arrival: list[int] = []  # by which buckets were cut anew
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook, self._divisor = False, group.size()
         self._manual_finalization = config.manual_finalization
@@ -121,11 +122,11 @@ class Reducer(_C.Reducer):
             return unordered_buckets(self._nbytes, self.kinds, self.config.caps if listed else [sys.maxsize])
         return self._assign(range(len(self._nbytes))[::-1], [])
 
-    def _assign(self, arrived: Sequence[int], absent: Sequence[int], as_torch: bool = False) -> Buckets:
+    def _assign(self, arrived: Sequence[int], absent: Sequence[int]) -> Buckets:
         # What never arrived would hold up what did, so the two do not share buckets.
         config = self.config
-        alone = math.inf if as_torch else config.alone_from(self._device.type) or math.inf
-        caps = config.torch_caps if as_torch else config.caps_for(sum(self._nbytes))
+        alone = config.alone_from(self._device.type) or math.inf
+        caps = config.caps_for(sum(self._nbytes))
         kinds: list[Hashable] = [
             (kind, i) if nbytes >= alone else kind for i, (kind, nbytes) in enumerate(zip(self.kinds, self._nbytes))
         ]
@@ -134,6 +135,11 @@ class Reducer(_C.Reducer):
             for order in (arrived, absent)
             for bucket in assign_buckets(self._nbytes, kinds, order, caps, config.last_cap)
         ]
+
+    def _assign_as_torch(self, arrived: Sequence[int], absent: Sequence[int]) -> Buckets:
+        full = sys.maxsize
+        sizes = [full if sparse else nbytes for sparse, nbytes in zip(self._sparse, self._nbytes)]
+        return torchs_buckets(sizes, self.kinds, [*arrived, *sorted(absent)], self.config.torch_caps)
 
     def observed_order(self) -> list[int]:
         """Parameter indices by arrival in the last synchronized backward, then the absent ones."""
@@ -164,7 +170,9 @@ class Reducer(_C.Reducer):
             backwards = range(len(used))[::-1]
             order = [i for i in backwards if used[i]], [i for i in backwards if not used[i]]
             agreed = Agreed(*order, as_torch=False, token=0)
-        self._cut(self._assign(agreed.arrived, agreed.absent, agreed.as_torch))
+        self.order_of_arrival = self.observed_order()  # new buckets have no stamps yet
+        assign = self._assign_as_torch if agreed.as_torch else self._assign
+        self._cut(assign(agreed.arrived, agreed.absent))
         return True
 
     def last_step(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import minddp
@@ -265,3 +266,36 @@ def _compiled_step(rank, world_size):
 def test_a_compiled_step_is_none_that_raised():
     first, second = run_ranks(_compiled_step, 2, timeout=120)
     assert torch.equal(first, second)
+
+
+def _begun_anew(rank, world_size, path):
+    """Rank 1 leaves an iteration out; all catch what follows, and train on in another group with another wrapper."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    ddp = minddp.DistributedDataParallel(net)
+    ddp(torch.ones(1, 4)).sum().backward()
+    with pytest.raises((RuntimeError, ValueError)):
+        loss = ddp(torch.ones(1, 4)).sum()
+        if rank == 1:
+            raise ValueError("a bad sample")
+        loss.backward()
+    loss = None
+    del ddp
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
+    net.zero_grad()
+    ddp = minddp.DistributedDataParallel(net)
+    for _ in range(3):
+        ddp(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    grads = [p.grad.clone() for p in net.parameters()]
+    del ddp
+    dist.destroy_process_group()
+    return grads
+
+
+@pytest.mark.timeout(90)
+def test_a_wrapper_that_was_given_up_does_not_meet_the_next(tmp_path):
+    """Among three ranks the two that are left stay connected, and what they have sent is never over."""
+    first, *others = run_ranks(_begun_anew, 3, str(tmp_path / "second"), timeout=60)
+    assert all(all(map(torch.equal, first, grads)) for grads in others)
+    assert torch.equal(first[3], torch.full((2,), 3.0))  # of three steps that were averaged

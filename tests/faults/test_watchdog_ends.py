@@ -1,6 +1,8 @@
 """What the watchdog's thread leaves behind: nothing."""
 
+import gc
 import os
+import tempfile
 import threading
 import time
 
@@ -10,7 +12,7 @@ from torch import nn
 
 from minddp import DistributedDataParallel as DDP
 from minddp.guards import reports, watchdog
-from minddp.testing import RankPool, run_ranks
+from minddp.testing import RankPool, free_port, run_ranks
 
 SECONDS = 10  # far less than a store's own timeout
 
@@ -72,3 +74,29 @@ def _file_is_removed(rank, world_size):
 
 def test_a_file_that_is_removed_is_not_made_anew():
     run_ranks(_file_is_removed, 2)
+
+
+def _host_ends_first(rank, world_size, port):
+    """What rank 1 has written to stderr until its watchdog has ended; rank 0's process holds the store."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    ddp = DDP(nn.Linear(2, 2))
+    ddp(torch.ones(1, 2)).sum().backward()
+    dist.barrier()
+    with tempfile.TemporaryFile() as said:
+        stderr = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            dist.destroy_process_group()
+            del ddp
+            gc.collect()
+            assert _watchdogs_left(rank, world_size) == 0
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        said.seek(0)
+        return said.read().decode()
+
+
+def test_a_host_that_ends_first_is_asked_for_nothing():
+    """Torch's store would write a C++ stack to stderr at the end of a healthy program."""
+    assert run_ranks(_host_ends_first, 2, free_port(), backend=None, env={"GLOO_SOCKET_IFNAME": "lo"}) == ["", ""]

@@ -150,3 +150,17 @@ def test_a_destroyed_group_is_gone_before_the_interpreter(way: str, after_destro
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [f"after destroy [{after_destroy}]", f"at exit [{at_exit}]"]
+
+
+def _looked_at_after_the_end(rank: int, world_size: int) -> tuple[str, list[str], bool]:
+    """As a handler of the program's does that runs after minddp's."""
+    ddp = minddp.DistributedDataParallel(torch.nn.Linear(3, 3))
+    ddp(torch.ones(2, 3)).sum().backward()
+    ddp.let_go()
+    ddp._clear_grad_buffer()
+    return str(ddp.device), sorted(ddp.state_dict()), ddp.process_group is None
+
+
+def test_a_wrapper_that_was_given_up_can_be_looked_at() -> None:
+    [seen] = run_ranks(_looked_at_after_the_end, 1)
+    assert seen == ("cpu", ["module.bias", "module.weight"], True)

@@ -1,10 +1,12 @@
 """What ranks tell each other through the store, without processes: ranks take turns, and the clock is an argument."""
 
 import collections
+import time
 
 import pytest
 import torch.distributed as dist
 
+from minddp.guards import connections
 from minddp.guards.reports import REQUESTS_A_SECOND, Reports
 from minddp.ranks import processes
 from minddp.ranks.processes import Process, began, here
@@ -179,3 +181,17 @@ def test_each_group_on_a_store_has_words_of_its_own():
 
 def test_when_this_process_began():
     assert 0 < began(ME) <= processes.now()
+
+
+def test_a_host_that_has_left_is_seen_without_a_request(capfd):
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = connections.to_port(host.port)
+    client = dist.TCPStore("127.0.0.1", host.port)
+    reports = Reports(client, 0, 2, ME, links=connections.to_port(host.port) - before)
+    assert reports.has_store()
+    del host
+    deadline = time.monotonic() + 10
+    while reports.has_store() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not reports.has_store()
+    assert capfd.readouterr().err == ""

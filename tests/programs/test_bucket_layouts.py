@@ -20,10 +20,15 @@ MODES = {
 
 
 def _model(width=20, static_graph=False, **_):
-    """Of two dtypes; not in a static graph: in its first iteration torch's class gives both's buckets one index."""
+    """Of three dtypes. Of one in a static graph, in whose first iteration torch's class gives all kinds' buckets one
+    index; with a layer that is never used."""
     torch.manual_seed(5)
     layers = [Linear(width, width) for _ in range(5)]
-    layers[2].to(torch.float32 if static_graph else torch.float64)
+    if static_graph:
+        layers[0].register_module("idle", Linear(width, width))
+    else:
+        layers[2].double()
+        layers[4].to(torch.bfloat16)
     return _Casting(*layers)
 
 
@@ -81,6 +86,40 @@ def a_scale_for_each_bucket(wrap, rank, **arguments):
     return _steps(ddp, rank)
 
 
+class _Complex(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight = torch.nn.Parameter(torch.randn(20, 3, dtype=torch.complex64))
+        self.bias = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.scale = torch.nn.Parameter(torch.randn(()))
+
+    def forward(self, inputs):
+        return self.scale * torch.view_as_real(inputs.to(self.weight.dtype) @ self.weight + self.bias)
+
+
+def complex_gradients(wrap, rank, **arguments):
+    """A hook sees pairs of real numbers: it may cast and clamp them."""
+    ddp = wrap(_Complex(), **arguments)
+    seen = []
+
+    def hook(state, bucket):
+        seen.append([bucket.buffer().numel(), bucket.buffer().is_complex()])
+        bucket.set_buffer(bucket.buffer().clamp_(-1, 1))
+        return default_hooks.fp16_compress_hook(None, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    _steps(ddp, rank)
+    return [*(torch.view_as_real(p.detach()) if p.is_complex() else p for p in ddp.parameters()), torch.tensor(seen)]
+
+
+def order_in_the_log(wrap, rank, **arguments):
+    ddp = wrap(_model(), **arguments)
+    _steps(ddp, rank)
+    order = ddp._get_ddp_logging_data()["prev_iteration_grad_ready_order_indices"]
+    return [torch.tensor([int(index) for index in order.split(",")])]
+
+
 def on_one_rank(wrap, rank, hooked=0, **arguments):
     ddp = wrap(_model(300).float(), **arguments)
     if rank == hooked:
@@ -94,9 +133,11 @@ def on_the_other(wrap, rank, **arguments):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_hooks_see_torchs_buckets(world_size):
-    assert those_that_differ([seen_layouts, a_scale_for_each_bucket], world_size, timeout=60, modes=MODES) == []
+    programs = [seen_layouts, a_scale_for_each_bucket, complex_gradients]
+    assert those_that_differ(programs, world_size, timeout=60, modes=MODES) == []
 
 
 def test_where_a_kind_has_several_buckets_by_default():
     modes = {mode: MODES[mode] for mode in ("default", "static", "torch's")}
     assert those_that_differ([above_the_first_cap, on_one_rank, on_the_other], 2, timeout=60, modes=modes) == []
+    assert those_that_differ([order_in_the_log], 2, timeout=60) == []

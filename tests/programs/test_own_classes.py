@@ -6,7 +6,9 @@ The same numbers as with torch's class.
 from __future__ import annotations
 
 import copy
+import logging
 import types
+import unittest.mock
 import warnings
 
 import pytest
@@ -327,6 +329,87 @@ def another_module_in_its_place(cls, rank, **args):
     return [*module.buffers(), *other.buffers()]
 
 
+def a_schedule_of_its_own(cls, rank, **args):
+    """An engine's: the class says of each forward whether its backward is synchronized."""
+
+    class Own(cls):
+        micro = 0
+
+        @property
+        def require_backward_grad_sync(self):
+            return self.micro % 2 == 1
+
+        @require_backward_grad_sync.setter
+        def require_backward_grad_sync(self, value):
+            pass
+
+    ddp = Own(Two(), **args)
+    seen = []
+    for i in range(4):
+        ddp.micro = i + 1  # the first one synchronizes
+        ddp(batch(rank, i)).square().sum().backward()
+        seen += [p.grad.clone() for p in ddp.parameters()]
+    return seen
+
+
+def defaults_of_the_class(cls, rank, **args):
+    """Torch's class has attributes of the instance under these names."""
+
+    class Own(cls):
+        logger = logging.getLogger("own")
+        require_backward_grad_sync = False
+
+    ddp = Own(Two(), **args)
+    with ddp.join():
+        seen = trained(ddp, rank)
+    with unittest.mock.patch.object(ddp, "require_backward_grad_sync", False):
+        ddp(batch(rank)).square().sum().backward()
+    other = cls(Two(), **args)
+    other(batch(rank)).square().sum().backward()  # with a static graph torch's class needs that
+    with unittest.mock.patch.object(other, "require_backward_grad_sync", False):
+        other(batch(rank)).square().sum().backward()
+    return [*seen, *trained(ddp, rank), *trained(other, rank)]
+
+
+class _Told(nn.Module):
+    """Registers nothing."""
+
+    def __init__(self):
+        super().__init__()
+        two = Two()
+        self.layers = [two.a, two.b]
+
+    def named_parameters(self, *args, **kwargs):
+        for i, layer in enumerate(self.layers):
+            yield from layer.named_parameters(prefix=str(i))
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x).tanh())
+
+
+def all_told_and_none_registered(cls, rank, **args):
+    module = _Told()
+    ddp = cls(module, **args)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    for i in range(3):
+        optimizer.zero_grad()
+        ddp(batch(rank, i)).square().sum().backward()
+        optimizer.step()
+    return [p.detach() for p in module.parameters()]
+
+
+class _Table(nn.Embedding):
+    def parameters(self):
+        return iter([self.weight])
+
+
+def a_table_with_parameters_of_its_own(cls, rank, **args):
+    torch.manual_seed(0)
+    ddp = cls(_Table(5, 2, sparse=True), **args)
+    ddp(torch.tensor([rank, 3])).square().sum().backward()
+    return [ddp.module.weight.grad.to_dense()]
+
+
 class _Named(Two):
     """Has names that are minddp's, too."""
 
@@ -363,8 +446,9 @@ def unknown_names_are_the_modules(cls, rank, **args):
 
 
 STEPS = [writes_steps_anew, a_bucket_for_each_gradient, another_module_in_its_place, overrides_run, overrides_all]
-STEPS += [patches_the_instance, patches_the_class, calls_the_steps]
+STEPS += [patches_the_instance, patches_the_class, calls_the_steps, a_schedule_of_its_own, defaults_of_the_class]
 PARAMETERS = [twice_told, hidden_child, told_by_a_child, scripted, scripted_whole, weight_dropout]
+PARAMETERS += [all_told_and_none_registered, a_table_with_parameters_of_its_own]
 OBJECTS = [names_of_its_own, unknown_names_are_the_modules, closures, retried]
 HELD = {name: MODES[name] for name in ("default", "find_unused")}
 HELD["find_unused, views"] = {**MODES["find_unused"], **MODES["views"]}

@@ -467,6 +467,48 @@ def after_an_exception_before_any_gradient(wrap, rank):
     return _weights(model)
 
 
+def _local_steps(wrap, rank, backward):
+    """Each rank trains by itself for three steps, and then all together."""
+    model = wrap(_net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for i in range(3):
+        optimizer.zero_grad()
+        with model.no_sync():
+            backward(model, _batch(rank, i))
+        optimizer.step()
+    optimizer.zero_grad()
+    model(_batch(rank, 3)).pow(2).sum().backward()
+    return [*(p.grad.clone() for p in model.parameters()), *(p.detach() for p in model.parameters())]
+
+
+def local_steps_with_a_penalty(wrap, rank):
+    def backward(model, x):
+        model(x).pow(2).sum().backward()
+        sum(p.pow(2).sum() for p in model.parameters()).backward()
+
+    return _local_steps(wrap, rank, backward)
+
+
+def local_steps_past_the_wrapper(wrap, rank):
+    return _local_steps(wrap, rank, lambda model, x: model.module(x).pow(2).sum().backward())
+
+
+def penalties_in_a_join(wrap, rank):
+    """A rank that has no more data is asked for nothing."""
+    model = wrap(_net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with model.join():
+        for i in range(2 + rank):
+            optimizer.zero_grad()
+            if i % 2:
+                sum(p.pow(2).sum() for p in model.parameters()).backward()
+            model(_batch(rank, i)).pow(2).sum().backward()
+            if not i % 2:
+                sum(p.pow(2).sum() for p in model.parameters()).backward()
+            optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
 RIGHT = [
     forwards_on_one_rank_with_a_static_graph, after_an_exception_before_any_gradient,
     unused_in_one_of_two_wrappers, interrupted_in_one_of_two_wrappers,
@@ -477,7 +519,8 @@ RIGHT = [
     logged_forward_then_no_sync, penalty_then_probe, penalty_then_weight_penalty, probe_in_another_thread,
     forward_returns_a_parameter, hidden_output_of_a_checkpoint, hidden_output_and_many_forwards,
     penalty_with_a_forward_between, penalty_on_weights_with_zero, copied_on_one_rank, probe_then_own_gradients,
-    with_a_closure, a_step_in_a_hooks_callback, a_parameter_as_the_output,
+    with_a_closure, a_step_in_a_hooks_callback, a_parameter_as_the_output, local_steps_with_a_penalty,
+    local_steps_past_the_wrapper, penalties_in_a_join,
 ]  # fmt: skip
 
 

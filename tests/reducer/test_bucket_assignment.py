@@ -17,6 +17,7 @@ from minddp.reduction.bucket_assignment import (
     assign_buckets,
     check_buckets,
     ready_order,
+    torchs_buckets,
     unordered_buckets,
 )
 
@@ -62,6 +63,12 @@ def test_kinds_do_not_mix_and_buckets_come_as_they_complete():
 def test_without_an_order_the_first_parameter_leaves_last():
     assert unordered_buckets([KB] * 5, [0, 0, 1, 0, 0], [KB, 2 * KB]) == [[4], [2], [1, 3], [0]]
     assert unordered_buckets([KB] * 4, ["a", "b", "a", "b"], [100 * KB]) == [[1, 3], [0, 2]]
+
+
+def test_torchs_order_is_by_what_is_full_and_then_the_kind_that_came_last():
+    kinds = ["a", "b", "a", "c", "a", "b"]
+    assert torchs_buckets([KB] * 6, kinds, range(6), [2 * KB]) == [[0, 2], [1, 5], [3], [4]]
+    assert torchs_buckets([KB] * 6, kinds, range(6), [9 * KB]) == [[3], [1, 5], [0, 2, 4]]
 
 
 @settings(max_examples=300, deadline=None)
