@@ -308,6 +308,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             return
         wait_for(work, self.process_group, "the count of ranks that still have data")
         active = work.get_future().value()[0]
+        assert self._minddp_engine is not None  # or join() has raised
         initial = self._divide_by_initial_world_size
         self._minddp_engine.reducer.set_divisor(self.process_group.size() if initial else int(active.item()))
 

@@ -83,7 +83,7 @@ class Engine(StepCheck):
         self._checks_order = ordering.enabled()
         self._stragglers = None if config.on_straggler is None else StragglerWatch(config.on_straggler)
         self._made = False
-        self._end = weakref.finalize(self, int)
+        self._end: Any = weakref.finalize(self, int)
         self._token: str | None = None  # what all ranks call this wrapper
         self._changed = False
         self.rebuild()
