@@ -8,49 +8,58 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-Links = frozenset[str]  # what /proc calls sockets: "socket:[inode]"
+Connections = Mapping[str, int]  # file descriptors, by what /proc calls the socket: "socket:[inode]"
 
 
-def to_port(port: int | None) -> Links:
+def to_port(port: int | None) -> Connections:
     """Those whose other end has this port."""
-    return frozenset(link for link, mine in _connections() if port is not None and mine.getpeername()[1] == port)
+    found = {}
+    for name in _names("/proc/self/fd") if port is not None else ():
+        with suppress(OSError):  # closed meanwhile, or not connected
+            link = _link(int(name))
+            if link.startswith("socket:"):
+                with _copied(int(name)) as mine:
+                    if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.getpeername()[1] == port:
+                        found[link] = int(name)
+    return found
 
 
-def closed_by_host(links: Links) -> bool:
+def closed_by_host(connections: Connections) -> bool:
     """Whether one of them was."""
-    return any(link in links and _at_its_end(mine) for link, mine in _connections())
+    return any(_at_its_end(link, fd) for link, fd in connections.items())
 
 
 def cut(port: int) -> None:
     """Ends those to this port, and with them the requests that wait there for a stopped host."""
-    for _, mine in _connections():
-        if mine.getpeername()[1] == port:
+    for fd in to_port(port).values():
+        with suppress(OSError), _copied(fd) as mine:
             mine.shutdown(socket.SHUT_RDWR)
 
 
-def _at_its_end(mine: socket.socket) -> bool:
-    try:
-        return mine.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+def _at_its_end(link: str, fd: int) -> bool:
+    with suppress(OSError):  # this process has closed it itself
+        if _link(fd) == link:
+            with _copied(fd) as mine:
+                try:
+                    return mine.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+                except BlockingIOError:
+                    return False
+                except OSError:
+                    return True
+    return False
 
 
-def _connections() -> Iterator[tuple[str, socket.socket]]:
-    names: list[str] = []
+def _names(folder: str) -> list[str]:
     with suppress(OSError):
-        names = os.listdir("/proc/self/fd")
-    for name in names:
-        with suppress(OSError):  # closed meanwhile, or not connected
-            link = os.readlink(f"/proc/self/fd/{name}")
-            if link.startswith("socket:"):
-                with _copied(int(name)) as mine:
-                    if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.getpeername():
-                        yield link, mine
+        return os.listdir(folder)
+    return []
+
+
+def _link(fd: int) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}")
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Reports:
         rank, size: of the default group.
         process: this one.
         clock: seconds, of this process alone.
-        links: the store's connections, where it is a TCPStore.
+        store_connections: where it is a TCPStore.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Reports:
         size: int,
         process: Process,
         clock: Callable[[], float] = time.monotonic,
-        links: connections.Links = frozenset(),
+        store_connections: connections.Connections | None = None,
     ):
         # What ranks have left on a store in an earlier default group says nothing about this one. A process that
         # takes another's place counts as those do that have gone on, if the store is a new one.
@@ -87,7 +87,7 @@ class Reports:
         self._summary_text, self._summary_since = "", float("-inf")
         self._summary: dict[str, Any] = {}
         inner = innermost(store)
-        self._links = links
+        self._connections = store_connections or {}
         self._file = inner.path if isinstance(inner, dist.FileStore) else None  # type: ignore[attr-defined]
         if self._file is not None:
             store.set_timeout(_FILE_TIMEOUT)
@@ -102,7 +102,7 @@ class Reports:
         """
         if self._file is not None:
             return os.path.exists(self._file)
-        return not (self._links and connections.closed_by_host(self._links))
+        return not connections.closed_by_host(self._connections)
 
     def turn(self, report: Callable[[], Report], waits: bool, hear: Callable[[list[Report]], None]) -> None:
         """Answers who asks, asks where nobody does for the ranks that wait, and gives ``hear`` new failures.

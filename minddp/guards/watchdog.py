@@ -200,8 +200,8 @@ class Watchdog:
             assert store is not None
             before = connections.to_port(self._port)
             mine, store = store.clone(), None  # type: ignore[attr-defined]  # torch's stub forgets it
-            made = connections.to_port(self._port) - before
-            reports = Reports(mine, self.rank, self.size, self.processes[self.rank], links=made)
+            made = {link: fd for link, fd in connections.to_port(self._port).items() if link not in before}
+            reports = Reports(mine, self.rank, self.size, self.processes[self.rank], store_connections=made)
             self._reports = reports
             reports.known = self.processes
             reports.publish(self._report())

@@ -185,9 +185,8 @@ def test_when_this_process_began():
 
 def test_a_host_that_has_left_is_seen_without_a_request(capfd):
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    before = connections.to_port(host.port)
     client = dist.TCPStore("127.0.0.1", host.port)
-    reports = Reports(client, 0, 2, ME, links=connections.to_port(host.port) - before)
+    reports = Reports(client, 0, 2, ME, store_connections=connections.to_port(host.port))
     assert reports.has_store()
     del host
     deadline = time.monotonic() + 10
