@@ -246,6 +246,6 @@ def _message(names: Sequence[str], rank: int, other: int, waited: float | None) 
         f"ran through no forward of DistributedDataParallel's, but past it, and {what}. The replicas would drift "
         "apart. Call the wrapper, ddp(...), instead of ddp.module(...) or one of its methods; "
         "or zero these gradients before step(); or, to train each rank by itself on purpose, run forward and "
-        "backward of the wrapper inside of ddp.no_sync(). With static_graph=True, what no rank used in "
+        "backward inside of ddp.no_sync(). With static_graph=True, what no rank used in "
         "the first iteration is never averaged: its local gradients count as such, too."
     )

@@ -166,13 +166,16 @@ def ended_by_a_hook(program: dict[str, Any], step: int, label: str) -> bool:
 
 
 def under_no_sync(program: dict[str, Any], step: int, label: str) -> bool:
-    """Whether the last backward to a parameter before a step was of a forward under no_sync."""
+    """Whether the last backward to a parameter before a step was of a forward under no_sync, or ran under no_sync and
+    past the wrapper."""
     nets = holders(program, label)
-    last: Ways = []
+    last: list[bool] = []
     for verb, a, ways in _backwards(program, step):
         if verb == "backward" and a.get("inputs") != "x":
-            last = [way for way in ways if net_of(program, way[0]) in nets] or last
-    return any(not sync for _, _, sync in last)
+            inside = a.get("sync") is False
+            own = [way for way in ways if net_of(program, way[0]) in nets]
+            last = [not sync or (inside and via != "ddp") for _, via, sync in own] or last
+    return any(last)
 
 
 def left_by_join(program: dict[str, Any], step: int) -> bool:
