@@ -5,13 +5,14 @@ import os
 import tempfile
 import threading
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from minddp import DistributedDataParallel as DDP
-from minddp.guards import reports, watchdog
+from minddp.guards import connections, reports, times, watchdog
 from minddp.testing import RankPool, free_port, run_ranks
 
 SECONDS = 10  # far less than a store's own timeout
@@ -77,19 +78,23 @@ def test_a_file_that_is_removed_is_not_made_anew():
 
 
 def _host_ends_first(rank, world_size, port):
-    """What rank 1 has written to stderr until its watchdog has ended; rank 0's process holds the store."""
+    """What rank 1 writes to stderr at its end; rank 0's process holds the store, and has ended it."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    ddp = DDP(nn.Linear(2, 2))
-    ddp(torch.ones(1, 2)).sum().backward()
-    dist.barrier()
-    with tempfile.TemporaryFile() as said:
+    with mock.patch.object(times, "look", 60.0), tempfile.TemporaryFile() as said:  # no turn comes in between
+        ddp = DDP(nn.Linear(2, 2))
+        ddp(torch.ones(1, 2)).sum().backward()
+        dist.barrier()
         stderr = os.dup(2)
         os.dup2(said.fileno(), 2)
         try:
+            store = connections.to_port(port)
+            end = time.monotonic() + SECONDS
+            while rank == 1 and not connections.closed_by_host(store) and time.monotonic() < end:
+                time.sleep(0.01)
             dist.destroy_process_group()
             del ddp
             gc.collect()
-            assert _watchdogs_left(rank, world_size) == 0
+            watchdog._last_words()  # as `atexit` calls it
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
