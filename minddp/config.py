@@ -58,6 +58,7 @@ class Config:
     wire: Wire | None = None
     ordered: bool = False
     lazy_bucket_allocation: bool = False
+    lists_caps: bool = False  # several, or one, in bucket_cap_mb_list
     on_straggler: Callable[[Any], Any] | None = None
     manual_finalization: bool = False  # no argument: an attribute of the wrapper, which may change
 
@@ -182,6 +183,7 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
     return Config(
         caps=caps,
         default_caps=default,
+        lists_caps=bool(arguments["bucket_cap_mb_list"]),
         auto_tune=auto,
         forward_sync_buffers=next((bool(value) for value in (forward, broadcast) if value is not None), True),
         sync_buffers_at_start=forward is not None or broadcast is not False,

@@ -9,7 +9,7 @@ forward.
 from __future__ import annotations
 
 import dataclasses
-import weakref
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -83,12 +83,16 @@ class Engine(StepCheck):
         self._checks_order = ordering.enabled()
         self._stragglers = None if config.on_straggler is None else StragglerWatch(config.on_straggler)
         self._made = False
-        self._end: Any = weakref.finalize(self, int)
         self._token: str | None = None  # what all ranks call this wrapper
         self._changed = False
         self.rebuild()
         if not config.lazy_bucket_allocation:
             self.reducer.adopt_gradients()
+
+    def __del__(self) -> None:
+        """A collective that was given up keeps the reducer's C++ half, which the next wrapper must not meet."""
+        if self.__dict__.get("_made") and not sys.is_finalizing():
+            self.reducer.detach()
 
     # --- making ---
 
@@ -113,10 +117,6 @@ class Engine(StepCheck):
             delays=bool(self.parameters.delayed),
         )
         self._made = True
-        self._end.detach()
-        # A collective that was given up keeps the reducer's C++ half, which the next wrapper must not meet.
-        self._end = weakref.finalize(self, Reducer.detach, self.reducer)
-        self._end.atexit = False
         if before is not None:
             self.reducer.take_over(before)
             self.reducer.sync_enabled = before.sync_enabled

@@ -14,19 +14,16 @@ class SyncSwitch:
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the backward of a forward that runs now is synchronized; ``no_sync`` sets it, libraries too."""
-        engine = self.__dict__.get("_minddp_engine")
-        if engine is None:
-            return self.__dict__.get("_minddp_sync_without_reducer", True)
-        return engine.reducer.sync_enabled
+        """Whether the backward of a forward that runs now is synchronized; ``no_sync`` sets it, libraries too.
+
+        It stands among the instance's attributes, as with torch's class: a class's attribute does not hide it.
+        """
+        return bool(self.__dict__.get("require_backward_grad_sync", True))
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        engine = self.__dict__.get("_minddp_engine")
-        if engine is None:
-            self.__dict__["_minddp_sync_without_reducer"] = bool(value)
-        else:
-            engine.reducer.sync_enabled = bool(value)
+        self.__dict__["require_backward_grad_sync"] = value
+        self._minddp_synchronizes()
 
     @require_backward_grad_sync.deleter
     def require_backward_grad_sync(self) -> None:
@@ -34,9 +31,11 @@ class SyncSwitch:
         self.require_backward_grad_sync = True
 
     def _minddp_synchronizes(self) -> bool:
-        """A subclass may have a ``require_backward_grad_sync`` of its own, which each forward is asked by."""
+        """What holds now, which the reducer is told. A subclass may have an attribute of its own for it."""
         synchronizes = bool(self.require_backward_grad_sync)
-        self._minddp_engine.reducer.sync_enabled = synchronizes
+        engine = self.__dict__.get("_minddp_engine")
+        if engine is not None:
+            engine.reducer.sync_enabled = synchronizes
         return synchronizes
 
     @contextmanager
@@ -48,7 +47,9 @@ class SyncSwitch:
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
+        self._minddp_synchronizes()
         try:
             yield
         finally:
             self.require_backward_grad_sync = before
+            self._minddp_synchronizes()

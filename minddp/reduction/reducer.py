@@ -117,7 +117,7 @@ class Reducer(_C.Reducer):
         Not where it is more than 25 MiB: a bucket takes memory of its own, which a large gradient alone does not.
         """
         soon = self._agrees_on_order and sum(self._nbytes) <= FIRST_BUCKET_BYTES
-        listed = len(self.config.caps) > 1
+        listed = self.config.lists_caps
         if self._fits_one or soon or listed:
             return unordered_buckets(self._nbytes, self.kinds, self.config.caps if listed else [sys.maxsize])
         return self._assign(range(len(self._nbytes))[::-1], [])

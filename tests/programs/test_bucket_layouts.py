@@ -15,6 +15,7 @@ MODES = {
     "static": {"static_graph": True, "bucket_cap_mb": 0.002},
     "torch's": {"bucket_cap_mb": 25},
     "list": {"bucket_cap_mb_list": [0.001, 0.003]},
+    "list of one": {"bucket_cap_mb_list": [0.002]},
     "unused": {"find_unused_parameters": True},
 }
 

@@ -364,6 +364,14 @@ def defaults_of_the_class(cls, rank, **args):
         seen = trained(ddp, rank)
     with unittest.mock.patch.object(ddp, "require_backward_grad_sync", False):
         ddp(batch(rank)).square().sum().backward()
+    with ddp.no_sync():
+        ddp.module(batch(rank)).square().sum().backward()  # before a forward of the wrapper's
+        torch.optim.SGD(ddp.parameters(), 0.1).step()
+    with unittest.mock.patch.object(Own, "require_backward_grad_sync", 0, create=True):
+        ddp(batch(rank)).square().sum().backward()
+    name = {"new_callable": unittest.mock.PropertyMock, "return_value": False, "create": True}
+    with unittest.mock.patch.object(Own, "require_backward_grad_sync", **name):
+        ddp(batch(rank)).square().sum().backward()
     other = cls(Two(), **args)
     other(batch(rank)).square().sum().backward()  # with a static graph torch's class needs that
     with unittest.mock.patch.object(other, "require_backward_grad_sync", False):
