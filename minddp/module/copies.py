@@ -10,9 +10,9 @@ import torch.distributed as dist
 from .groups import choose_group
 from .parameters import Parameters
 
-# Made anew where the module is unpickled or copied, and given up when the interpreter ends.
-_TIED_TO_GROUP = ("process_group", "_minddp_engine", "_minddp_delayed", "_minddp_wrapped")
-_GIVEN_UP = ("process_group", "_minddp_engine", "_minddp_delayed")  # `device` and the like stay
+# Given up when the interpreter ends; `device` and the like stay.
+_GIVEN_UP = ("process_group", "_minddp_engine", "_minddp_delayed")
+_TIED_TO_GROUP = (*_GIVEN_UP, "_minddp_wrapped")  # made anew where the module is unpickled or copied
 
 
 class Copies:

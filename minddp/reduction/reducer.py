@@ -141,11 +141,6 @@ class Reducer(_C.Reducer):
         sizes = [full if sparse else nbytes for sparse, nbytes in zip(self._sparse, self._nbytes)]
         return torchs_buckets(sizes, self.kinds, [*arrived, *sorted(absent)], self.config.torch_caps)
 
-    def observed_order(self) -> list[int]:
-        """Parameter indices by arrival in the last synchronized backward, then the absent ones."""
-        arrived, absent = ready_order(self.last_step()["ready_ns"])
-        return arrived + absent
-
     def _rebuild_buckets(self, collective: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
         """Once, after the first synchronized backward: buckets along rank 0's order. Collective.
 
@@ -159,6 +154,7 @@ class Reducer(_C.Reducer):
             return False
         self.is_settled = True
         arrived, absent = ready_order(self.last_step()["ready_ns"])
+        self.order_of_arrival = arrived + absent
         # The numbers of a communication hook may depend on what travels together. Rank 0's hook decides.
         agreed = Agreed(arrived, absent, as_torch=self._has_hook, token=secrets.randbits(62))
         if self._agrees_on_order:
@@ -170,7 +166,6 @@ class Reducer(_C.Reducer):
             backwards = range(len(used))[::-1]
             order = [i for i in backwards if used[i]], [i for i in backwards if not used[i]]
             agreed = Agreed(*order, as_torch=False, token=0)
-        self.order_of_arrival = self.observed_order()  # new buckets have no stamps yet
         assign = self._assign_as_torch if agreed.as_torch else self._assign
         self._cut(assign(agreed.arrived, agreed.absent))
         return True
