@@ -7,6 +7,7 @@ ready times count from the moment backward began.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -192,7 +193,7 @@ class BackwardProfile:
 
     def on_wire(self, wire: str | None) -> BackwardProfile:
         """The same with gradients of float32 that travel as ``wire`` says, ``None`` as they are. What packing costs
-        more is left out.
+        more: :meth:`with_work`.
 
         Raises:
             ValueError: ``wire`` is none of ``WIRE_BYTES``.
@@ -202,6 +203,16 @@ class BackwardProfile:
         if wire not in WIRE_BYTES:
             raise ValueError(f"on_wire: wire must be None or one of {', '.join(WIRE_BYTES)}, got {wire!r}")
         return replace(self, nbytes=[round(nbytes * WIRE_BYTES[wire]) for nbytes in self.nbytes])
+
+    def with_work(self, seconds: Sequence[float], tail_seconds: float) -> BackwardProfile:
+        """The same where backward does more: ``seconds`` with each gradient, and ``tail_seconds`` in the tail."""
+        late = list(itertools.accumulate(seconds))
+        return replace(
+            self,
+            ready_seconds=[ready + more for ready, more in zip(self.ready_seconds, late, strict=True)],
+            backward_seconds=self.backward_seconds + late[-1],
+            tail_seconds=self.tail_seconds + tail_seconds,
+        )
 
     @classmethod
     def from_times(cls, times: StepTimes, nbytes: Sequence[int]) -> tuple[BackwardProfile, list[int]]:

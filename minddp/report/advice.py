@@ -1,15 +1,16 @@
 """What other buckets, or fewer bytes, would make of a step, as the planner predicts it. Pure: stamps in, seconds out.
 
 The newest step tells when gradients come, all steps tell how long the rest takes and what collectives cost. What is
-left out: collectives slow the backward beside them, casting takes time, and vectors travel as they are also with
-``wire=``. So the prediction for the present buckets stands beside what was measured: that is how far to trust it.
+left out: collectives slow the backward beside them, and vectors travel as they are also with ``wire=``. So the
+prediction for the present buckets stands beside what was measured: that is how far to trust it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from ..planner.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
@@ -17,13 +18,14 @@ from ..planner.collective_cost import Cost
 from ..planner.optimal import capped_buckets, optimal_plan
 from ..planner.simulator import simulate_step
 from ..timeline.step_times import Stamps
+from .casts import COPY, Casts
 
-__all__ = ["Advice", "Gradients", "Prediction", "advise"]
+__all__ = ["GAIN", "Advice", "Gradients", "Prediction", "advise"]
 
 _MIB = 1 << 20
 _CAPS_MB = (0.5, 1, 2, 5, 10, 25, 50)
 _WIRES = ("bf16", "int8")
-_GAIN = 0.03
+GAIN = 0.03  # of the present step: what is named as the best saves that much
 _SLACK = 0.005  # of a step, for fewer buckets, as the tuner's
 
 
@@ -92,20 +94,26 @@ class Advice:
         """
         allowed = [other for other in self.others if other.exact or not exact]
         best = min(allowed, key=lambda other: other.seconds, default=self.present)
-        return best if best.seconds <= (1 - _GAIN) * self.present.seconds else None
+        return best if best.seconds <= (1 - GAIN) * self.present.seconds else None
 
     def gain(self, prediction: Prediction) -> float:
         """What ``prediction`` saves of the present step, as a part of it."""
         return 1 - prediction.seconds / self.present.seconds
 
 
-def advise(steps: Sequence[Sequence[Stamps]], gradients: Gradients, alone: Sequence[Burst] = ()) -> Advice | None:
+def advise(
+    steps: Sequence[Sequence[Stamps]],
+    gradients: Gradients,
+    alone: Sequence[Burst] = (),
+    casts: Mapping[str, Casts] = MappingProxyType({}),
+) -> Advice | None:
     """Predictions from what was measured.
 
     Args:
         steps: by rank, the same steps with the same buckets, oldest first; the newest tells of parameters.
         gradients: what travels.
         alone: collectives that were timed with nothing beside them.
+        casts: what making gradients smaller takes, by ``wire``; nothing where it was not measured.
 
     Returns:
         ``None`` where too little was seen: no collective, or only such as do not tell start from length.
@@ -131,7 +139,7 @@ def advise(steps: Sequence[Sequence[Stamps]], gradients: Gradients, alone: Seque
     others = _other_buckets(profile, [gradients.kinds[index] for index in order], cost)
     if gradients.can_shrink:
         others += [
-            replace(_predict(f'wire="{name}"', profile.on_wire(name), present, cost), exact=False)
+            replace(_predict(f'wire="{name}"', _on_wire(profile, name, present, casts), present, cost), exact=False)
             for name in _WIRES
         ]
     return Advice(measured, _predict("the present buckets", profile, present, cost), tuple(others))
@@ -155,6 +163,23 @@ def _profile(steps: Sequence[Sequence[Stamps]], gradients: Gradients) -> tuple[B
     forward = max(0.0, statistics.median(times.forward_seconds for times in slowest))
     tail = statistics.median(times.tail_seconds for times in slowest)
     return BackwardProfile(ready, profile.nbytes, max(backward, ready[-1]), forward, tail), order
+
+
+def _on_wire(
+    profile: BackwardProfile, wire: str, buckets: Sequence[Sequence[int]], casts: Mapping[str, Casts]
+) -> BackwardProfile:
+    """Gradients are cast in place of being copied; one that is alone in its bucket was not copied."""
+    smaller = profile.on_wire(wire)
+    if not casts:
+        return smaller
+    cast, copy = casts[wire], casts[COPY]
+    packs, unpack = [0.0] * len(profile.nbytes), 0.0
+    for bucket in buckets:
+        was_copied = len(bucket) > 1
+        for i in bucket:
+            packs[i] = profile.nbytes[i] * max(0.0, cast.pack - was_copied * copy.pack)
+            unpack += profile.nbytes[i] * max(0.0, cast.unpack - was_copied * copy.unpack)
+    return smaller.with_work(packs, unpack)
 
 
 def _predict(name: str, profile: BackwardProfile, buckets: Sequence[Sequence[int]], cost: Cost) -> Prediction:

@@ -58,14 +58,14 @@ def collect(
     notes: list[str] = []
     offsets = _offsets([theirs["clock"] for theirs in everyone], group)
     parts = [RankSteps(rank, offsets[rank], theirs["steps"]) for rank, theirs in enumerate(everyone)]
-    links = None
+    probed = None
     if arguments["probe"] and group.size() > 1:
         total = sum(gradients.nbytes)
-        links = probe(group, device, total)
-        if links is None:
+        probed = probe(group, device, total)
+        if probed is None:
             notes.append("Links were not probed: that needs a process group of torch's own, and a module on the CPU.")
     try:
-        return make_report(parts, arguments["steps"], gradients, links, notes)
+        return make_report(parts, arguments["steps"], gradients, probed, notes)
     except ValueError as error:
         raise RuntimeError(f"report: {error}. Train some steps first; new buckets begin anew.") from None
 

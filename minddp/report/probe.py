@@ -1,4 +1,4 @@
-"""How fast each link is, by messages between neighbours on a ring. Collective.
+"""How fast each link is, by messages between neighbours on a ring; and what else predictions need. Collective.
 
 A ring's collectives end together on all ranks, so they do not tell whose link held them up; messages between two
 ranks do. A rank has one partner at a time, so that no two messages share its link. The links are gone through several
@@ -20,7 +20,8 @@ import torch.distributed as dist
 from ..planner.backward_profile import Burst
 from ..planner.collective_cost import measure_allreduce
 from ..ranks.messages import gather_objects
-from .result import LinkTimes
+from .casts import Casts, measure_casts
+from .result import Probed
 
 __all__ = ["probe", "rounds"]
 
@@ -35,8 +36,8 @@ _LEAST_RANKS = 3  # of two, the one link has none to be compared with
 _ALONE_NBYTES, _ALONE_SECONDS = 1 << 20, 0.2
 
 
-def probe(group: Any, device: torch.device, total_nbytes: int) -> LinkTimes | None:
-    """What links and lone allreduces take, the same on all ranks; ``None`` where that cannot be measured.
+def probe(group: Any, device: torch.device, total_nbytes: int) -> Probed | None:
+    """What links, lone allreduces and casts take, the same on all ranks; ``None`` where that cannot be measured.
 
     Args:
         group: the process group, of two ranks or more.
@@ -51,7 +52,12 @@ def probe(group: Any, device: torch.device, total_nbytes: int) -> LinkTimes | No
     links: dict[tuple[int, int], float] = {}
     if group.size() >= _LEAST_RANKS:
         links = _probe_links(group)
-    return LinkTimes(_NBYTES, links, alone)
+    return Probed(_NBYTES, links, alone, _slowest_casts(group))
+
+
+def _slowest_casts(group: Any) -> dict[str, Casts]:
+    everyone = gather_objects(measure_casts(), group)
+    return {wire: Casts(*map(max, *(casts[wire] for casts in everyone))) for wire in everyone[0]}
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:

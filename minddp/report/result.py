@@ -6,18 +6,19 @@ import dataclasses
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..planner.backward_profile import Burst
 from ..timeline.step_times import Stamps, on_device
 from . import picture, text
 from .advice import Advice, Gradients, advise
+from .casts import Casts
 from .diagnosis import MIN_STEPS, SlowLink, find_slow_link, find_straggler, typical
 from .findings import Findings, RankTimes
 from .parts import PHASES, Parts, last_launches, parts_of
 
-__all__ = ["LinkTimes", "RankSteps", "Report", "make_report"]
+__all__ = ["Probed", "RankSteps", "Report", "make_report"]
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,20 @@ class RankSteps:
 
 
 @dataclass(frozen=True)
-class LinkTimes:
-    """What the probe has measured: by (sender, receiver), the seconds of a message of ``nbytes``; and allreduces."""
+class Probed:
+    """What the probe has measured, with nothing beside it.
+
+    Attributes:
+        nbytes: of a message between neighbours.
+        links: its seconds, by (sender, receiver).
+        alone: allreduces.
+        casts: by ``wire``, what making gradients smaller takes.
+    """
 
     nbytes: int
-    seconds: Mapping[tuple[int, int], float]
+    links: Mapping[tuple[int, int], float]
     alone: Sequence[Burst] = ()
+    casts: Mapping[str, Casts] = field(default_factory=dict)
 
 
 class Report(Findings):
@@ -67,7 +76,7 @@ def make_report(
     ranks: Sequence[RankSteps],
     steps: int,
     gradients: Gradients | None = None,
-    links: LinkTimes | None = None,
+    probed: Probed | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
     """The report of the last ``steps`` steps that all of ``ranks`` have.
@@ -76,7 +85,7 @@ def make_report(
         ranks: what each rank has stamped.
         steps: at most so many.
         gradients: what travels; without it there is no advice.
-        links: what the probe has measured.
+        probed: what the probe has measured.
         notes: what is not known already.
 
     Raises:
@@ -99,7 +108,7 @@ def make_report(
             mine = None if last is None else {b: (moment + shift, r) for b, (moment, r) in last.items()}
             parts[rank].append(parts_of(step, mine))
     stamps_by_rank = [[theirs[iteration] for iteration in iterations] for theirs in by_rank.values()]
-    return _assemble(parts, stamps_by_rank, gradients, links, [*notes, *_unknown(stamps_by_rank, aligned)])
+    return _assemble(parts, stamps_by_rank, gradients, probed, [*notes, *_unknown(stamps_by_rank, aligned)])
 
 
 def _unknown(steps: Sequence[Sequence[Stamps]], aligned: bool) -> list[str]:
@@ -120,7 +129,7 @@ def _assemble(
     parts: Mapping[int, Sequence[Parts]],
     stamps: Sequence[Sequence[Stamps]],
     gradients: Gradients | None,
-    links: LinkTimes | None,
+    probed: Probed | None,
     notes: Sequence[str],
 ) -> Report:
     host_only = any(on_device(step) for rank in stamps for step in rank)
@@ -141,10 +150,10 @@ def _assemble(
         step_seconds=step_seconds,
         ranks=rows,
         straggler=straggler,
-        slow_link=_slow_link(links, stamps[0], step_seconds),
+        slow_link=_slow_link(probed, stamps[0], step_seconds),
         overlap=hidden / (hidden + exposed) if known and hidden + exposed > 0 else None,
         exposed_buckets=_exposed_buckets(parts, step_seconds),
-        advice=None if gradients is None or host_only or len(parts) == 1 else _advice(stamps, gradients, links),
+        advice=None if gradients is None or host_only or len(parts) == 1 else _advice(stamps, gradients, probed),
         notes=tuple(notes),
     )
 
@@ -181,16 +190,16 @@ def _exposed_buckets(parts: Mapping[int, Sequence[Parts]], step_seconds: float) 
     return tuple(sorted(least.items(), key=lambda item: -item[1]))
 
 
-def _slow_link(links: LinkTimes | None, steps: Sequence[Stamps], step_seconds: float) -> SlowLink | None:
-    if links is None or not links.seconds:
+def _slow_link(probed: Probed | None, steps: Sequence[Stamps], step_seconds: float) -> SlowLink | None:
+    if probed is None or not probed.links:
         return None
-    ranks = len({rank for edge in links.seconds for rank in edge})
+    ranks = len({rank for edge in probed.links for rank in edge})
     total = sum(bucket["nbytes"] for bucket in steps[-1]["buckets"] if bucket["launch_ns"] >= 0)
-    return find_slow_link(links.seconds, links.nbytes, 2 * (ranks - 1) / ranks * total, step_seconds)
+    return find_slow_link(probed.links, probed.nbytes, 2 * (ranks - 1) / ranks * total, step_seconds)
 
 
-def _advice(stamps: Sequence[Sequence[Stamps]], gradients: Gradients, links: LinkTimes | None) -> Advice | None:
+def _advice(stamps: Sequence[Sequence[Stamps]], gradients: Gradients, probed: Probed | None) -> Advice | None:
     try:
-        return advise(stamps, gradients, () if links is None else links.alone)
+        return advise(stamps, gradients, *(() if probed is None else (probed.alone, probed.casts)))
     except ValueError:  # no times that a plan could be made from
         return None

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from minddp.planner.backward_profile import Burst
+from minddp.planner.backward_profile import BackwardProfile, Burst
 from minddp.report import Advice, Prediction, Straggler
-from minddp.report.advice import Gradients, advise
+from minddp.report.advice import Gradients, _on_wire, advise
+from minddp.report.casts import Casts
 from minddp.report.diagnosis import find_slow_link, find_straggler
 from minddp.report.intervals import common, length, union, without
 from minddp.report.parts import PHASES, last_launches, own_phases, parts_of
 from minddp.report.probe import rounds
-from minddp.report.result import LinkTimes, RankSteps, make_report
+from minddp.report.result import Probed, RankSteps, make_report
 from minddp.report.watch import StragglerWatch, find_in_window
 
 MS = 1_000_000
@@ -275,6 +276,19 @@ def test_predictions_for_what_was_measured():
     assert not int8.exact
 
 
+def test_casts_take_time_where_gradients_were_not_copied():
+    """Both buckets have one gradient. Bucket 1 is launched later by two casts, and what is unpacked ends the step."""
+    steps = [part.steps for part in ranks({}, count=6)]
+    casts = {"copy": Casts(1e-9, 1e-9), "bf16": Casts(2e-9, 3e-9), "int8": Casts(4e-9, 1e-9)}
+    without = {other.name: other.seconds for other in advise(steps, GRADIENTS, ALONE).others}
+    found = {other.name: other.seconds for other in advise(steps, GRADIENTS, ALONE, casts).others}
+    more = {name: seconds - without[name] for name, seconds in found.items() if name.startswith("wire")}
+    assert more == {'wire="bf16"': pytest.approx(0.010), 'wire="int8"': pytest.approx(0.010)}
+    together = _on_wire(BackwardProfile([1, 2], [1_000_000] * 2, 3), "bf16", [[0, 1]], casts)
+    assert together.ready_seconds == [pytest.approx(1.001), pytest.approx(2.002)]
+    assert (together.backward_seconds, together.tail_seconds) == (pytest.approx(3.002), pytest.approx(0.004))
+
+
 def test_without_sizes_that_differ_there_is_no_advice():
     steps = [part.steps for part in ranks({}, count=6)]
     assert advise(steps, GRADIENTS) is None
@@ -302,7 +316,7 @@ def test_the_best_of_what_is_predicted():
 
 
 def test_a_report_reads_and_is_json():
-    links = LinkTimes(1 << 19, dict.fromkeys(ring({}, 3), 0.004), ALONE)
+    links = Probed(1 << 19, dict.fromkeys(ring({}, 3), 0.004), ALONE)
     report = make_report(ranks({1: {"forward": 5}}), 10, GRADIENTS, links, ["A note."])
     told = json.loads(json.dumps(report.to_dict()))
     assert (told["steps"], told["first_iteration"], told["last_iteration"]) == (10, 12, 21)

@@ -231,7 +231,9 @@ def _with_a_receive_under_way(rank: int, world_size: int) -> list[float]:
         ddp(torch.ones(2, 2)).sum().backward()
     received = torch.empty(4)
     work = dist.irecv(received, src=0) if rank == 1 else None
+    random_state = torch.get_rng_state()
     ddp.report()
+    assert torch.equal(torch.get_rng_state(), random_state)
     if rank == 0:
         dist.send(torch.arange(4.0), dst=1)
     if work is not None:
@@ -239,7 +241,7 @@ def _with_a_receive_under_way(rank: int, world_size: int) -> list[float]:
     return received.tolist() if rank == 1 else []
 
 
-def test_the_probe_is_not_taken_for_the_programs_own_message():
+def test_the_probe_leaves_the_programs_messages_and_random_numbers_alone():
     assert run_ranks(_with_a_receive_under_way, 3)[1] == [0.0, 1.0, 2.0, 3.0]
 
 
