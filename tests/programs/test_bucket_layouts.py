@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import Linear, Sequential
 
+import minddp
 from tests.programs.beside_torch import those_that_differ
 
 MODES = {
@@ -106,6 +107,9 @@ def complex_gradients(wrap, rank, **arguments):
 
     def hook(state, bucket):
         seen.append([bucket.buffer().numel(), bucket.buffer().is_complex()])
+        if issubclass(wrap, minddp.DistributedDataParallel):  # torch's class shows the first half of each
+            shapes = [(g.shape, g.dtype) for g in bucket.gradients()]
+            assert shapes == [(p.shape, p.dtype) for p in bucket.parameters()]
         bucket.set_buffer(bucket.buffer().clamp_(-1, 1))
         return default_hooks.fp16_compress_hook(None, bucket)
 
