@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _C
-from ..reduction.wire import BLOCK, BLOCK_BYTES
+from ..planner.backward_profile import WIRE_BYTES
 
 __all__ = ["COPY", "Casts", "measure_casts"]
 
@@ -35,7 +35,7 @@ def measure_casts() -> dict[str, Casts]:
     """By ``wire``, and for a plain copy, what this process takes now; some milliseconds."""
     gradient, average = torch.linspace(-1, 1, _NUMEL), torch.zeros(_NUMEL)
     copy, half = torch.zeros(_NUMEL), torch.zeros(_NUMEL, dtype=torch.bfloat16)
-    blocks = torch.zeros(_NUMEL // BLOCK * BLOCK_BYTES, dtype=torch.uint8)
+    blocks = torch.zeros(int(4 * _NUMEL * WIRE_BYTES["int8"]), dtype=torch.uint8)
     lost = torch.zeros_like(blocks)
     return {
         COPY: Casts(
