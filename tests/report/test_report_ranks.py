@@ -20,7 +20,7 @@ from minddp.report import Report, Straggler, command, exchange
 from minddp.testing import run_ranks
 from minddp.timeline import gathering, load
 
-DELAY = 0.008
+DELAY = 0.016  # twice a step: what a busy machine adds is less
 PHASES = ("input", "forward", "backward", "hook")
 
 
