@@ -3,7 +3,9 @@
 A backward through the wrapped module itself bypasses the wrapper. It leaves local gradients, as in torch, and waits
 for nobody. An optimizer that uses them takes another step on each rank, and the replicas drift apart. But a gradient
 that every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside
-the other ranks, so they are asked, through the store, and only where such gradients are about to be used.
+the other ranks, so they are asked, through the store, and only where such gradients are about to be used. A rank says
+its word when it steps, whatever it steps. One that is elsewhere, and steps later or never, is not waited for long: the
+step goes on, and what that rank says is compared at the next one.
 
 A synchronized forward whose backward never came takes the next one, even one that bypasses the wrapper, as in torch.
 That is right where the other ranks are in that forward's backward, or have such a one as well. Else its collectives
@@ -13,6 +15,7 @@ would meet the others' next ones, and gradients of different things would be add
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 import warnings
@@ -24,9 +27,12 @@ import torch.distributed as dist
 
 from . import times
 
+log = logging.getLogger("minddp")
+
 # (a rank, the seconds for which this one has waited for its word, whether in a backward): whether it comes, as it
 # were; False: it will certainly not; None: not known.
 Comes = Callable[[int, float, bool], "bool | None"]
+_PATIENCE = 5  # looks: for the word of a rank that may not be about to step
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
 
 
@@ -52,7 +58,11 @@ class LocalGradients:
         self._rank, self._size = group.rank(), group.size()
         self._base = store
         self._asked: tuple[int, int] | None = None  # iteration and number of the last question
-        self._seen = -1  # the backward of the last answer
+        self._shown = -1  # the backward of the last word
+        self._mine: dict[str, list[float]] = {}  # that word
+        self._is_compared = False
+        self._open: list[tuple[int, str, dict[str, list[float]]]] = []  # ranks that have said nothing, what, this word
+        self._has_told = False
         self._refusal: RuntimeError | None = None
         self._kept: list[str] = []
         self._key, self._joined_as = key, ""
@@ -75,30 +85,35 @@ class LocalGradients:
                 self._store.delete_key(f"joined/{self._rank}")
         self._joined_as = ""
 
-    def check(self, named: Sequence[tuple[str, torch.Tensor]], backward: int, iteration: int) -> None:
-        """Asks the other ranks once for each such backward, whoever steps how often.
+    def check(
+        self, named: Sequence[tuple[str, torch.Tensor]], backward: int, iteration: int, uses: bool = True
+    ) -> None:
+        """Tells the other ranks once for each such backward, whoever steps how often; asks them before it is used.
 
         Args:
             named: all gradients that bypassed the wrapper, with their parameters' names.
             backward: the last backward that made one, as autograd numbers them on this rank.
             iteration: how many synchronized iterations there have been, on all ranks alike.
+            uses: the step changes some of these parameters.
 
         Raises:
-            RuntimeError: the ranks' differ, or another rank has none.
+            RuntimeError: the ranks' differ, or have differed at an earlier step; or another rank has none.
 
         Where the store's host has left, nobody can be asked: that is a warning, once a backward.
         """
         named = [(name, gradient) for name, gradient in named if has_values(gradient)]
         if not named or self._size == 1 or self._store is None:
             return
-        if backward != self._seen:
-            self._seen = backward
-            try:
-                self._refusal = self._ask(named, iteration)
-            except dist.DistNetworkError:
-                self._refusal = None
-                warnings.warn(_NOBODY_ANSWERS.format(self._rank, named[0][0]), stacklevel=2)
-        if self._refusal is not None:
+        try:
+            if backward != self._shown:
+                self._shown, self._is_compared, self._refusal = backward, False, None
+                self._show(named, iteration)
+            if uses and not self._is_compared:
+                self._is_compared = True
+                self._refusal = self._compare_earlier() or self._compare()
+        except dist.DistNetworkError:
+            warnings.warn(_NOBODY_ANSWERS.format(self._rank, named[0][0]), stacklevel=2)
+        if uses and self._refusal is not None:
             raise self._refusal
 
     def meet(self, iteration: int) -> None:
@@ -123,24 +138,48 @@ class LocalGradients:
             if not self._comes(rank, f"{what}/{rank}", begin, within):
                 raise RuntimeError(message.format(self._rank, rank, time.monotonic() - begin))
 
-    def _ask(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> RuntimeError | None:
+    def _show(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> None:
         assert self._store is not None
         again = self._asked is not None and self._asked[0] == iteration
         self._asked = (iteration, self._asked[1] + 1 if again and self._asked else 0)
-        turn = f"{self._asked[0]}/{self._asked[1]}"
-        mine = {name: _signature(gradient) for name, gradient in named}
-        self._store.set(f"{turn}/{self._rank}", json.dumps(mine))
-        self._forget(f"{turn}/{self._rank}")
+        self._mine = {name: _signature(gradient) for name, gradient in named}
+        self._store.set(f"{self._turn}/{self._rank}", json.dumps(self._mine))
+        self._forget(f"{self._turn}/{self._rank}")
+
+    @property
+    def _turn(self) -> str:
+        assert self._asked is not None
+        return f"{self._asked[0]}/{self._asked[1]}"
+
+    def _compare(self) -> RuntimeError | None:
         begin = time.monotonic()
         for rank in self._others():
-            theirs = self._answer(rank, f"{turn}/{rank}", begin)
-            if theirs is _JOINED:
-                continue
-            differing = [name for name in mine if theirs is None or not _alike(mine[name], theirs.get(name))]
-            if differing:
-                waited = time.monotonic() - begin if theirs is None else None
-                return RuntimeError(_message(differing, self._rank, rank, waited))
+            key = f"{self._turn}/{rank}"
+            comes = self._comes(rank, key, begin, patience=_PATIENCE * times.look)
+            if comes is None:
+                self._open.append((rank, key, self._mine))
+                if not self._has_told:
+                    self._has_told = True
+                    log.warning(_NO_WORD, self._rank, next(iter(self._mine)), rank, time.monotonic() - begin)
+            elif not comes:
+                return RuntimeError(_message(list(self._mine), self._rank, rank, time.monotonic() - begin))
+            elif refusal := self._difference(rank, key, self._mine):
+                return refusal
         return None
+
+    def _compare_earlier(self) -> RuntimeError | None:
+        """With what ranks have said since."""
+        still, self._open = self._open, []
+        return next(filter(None, (self._difference(*each) for each in still)), None)
+
+    def _difference(self, rank: int, key: str, mine: dict[str, list[float]]) -> RuntimeError | None:
+        """None of a rank that has joined, or said nothing."""
+        assert self._store is not None
+        if not self._store.check([key]):
+            return None
+        theirs = json.loads(self._store.get(key))
+        differing = [name for name in mine if not _alike(mine[name], theirs.get(name))]
+        return RuntimeError(_message(differing, self._rank, rank, None)) if differing else None
 
     def _forget(self, key: str) -> None:
         """Deletes this rank's answer before the last: who asks now has read it."""
@@ -153,7 +192,10 @@ class LocalGradients:
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
 
-    def _comes(self, rank: int, key: str, begin: float, within: bool = False) -> bool:
+    def _comes(
+        self, rank: int, key: str, begin: float, within: bool = False, patience: float = math.inf
+    ) -> bool | None:
+        """``None``: after so many seconds that is not known."""
         assert self._base is not None and self._store is not None
         longest = self._base.timeout.total_seconds()  # type: ignore[attr-defined]
         looked = begin
@@ -167,24 +209,14 @@ class LocalGradients:
                 if comes is False or now - begin >= longest:
                     # Meanwhile it may have come, and gone on; or this machine, or the store, was blocked.
                     return self._store.check([key])
+                if now - begin >= patience:
+                    return None
             time.sleep(min(0.001 + (now - begin) / 10, 0.25 * times.look))
         return True
-
-    def _answer(self, rank: int, key: str, begin: float) -> dict[str, list[float]] | None:
-        if not self._comes(rank, key, begin):
-            return None
-        assert self._store is not None
-        if not self._store.check([key]) and self._has_joined(rank):
-            return _JOINED
-        answer: dict[str, list[float]] = json.loads(self._store.get(key))
-        return answer
 
     def _has_joined(self, rank: int) -> bool:
         assert self._store is not None
         return bool(self._store.check([f"joined/{rank}"]))
-
-
-_JOINED: dict[str, list[float]] = {}  # the answer of a rank that has no data
 
 
 _NOT_ALL = (
@@ -198,6 +230,12 @@ _NOBODY_ANSWERS = (
     "optimizer.step() on rank {0} uses gradients of a backward that ran past DistributedDataParallel's forward, of "
     "'{1}' among others. Whether the other ranks have the same cannot be told: the process that holds the group's "
     "store has ended."
+)
+
+_NO_WORD = (
+    "optimizer.step() on rank %d uses gradients of a backward that ran past DistributedDataParallel's forward, of '%s' "
+    "among others. Rank %d has said nothing about its own for %.0f s: it may step later, or not at all. The step goes "
+    "on, and so do later ones after as long a wait; where that rank's gradients turn out to differ, a later step raises."
 )
 
 _NOT_ALL_STEPPED = (

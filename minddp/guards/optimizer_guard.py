@@ -3,13 +3,14 @@
 A closure makes the gradients inside of ``step()``: then they are asked after each of its calls. Torch's hooks for all
 optimizers are taken with the first wrapper, not at import.
 
-A step that ends with an exception, which the program catches, changes this rank's parameters as no other's: who
-reduces them asks before the next forward, by :func:`interrupted`.
+A step that ends with an exception, which the program catches, may leave this rank's parameters other than all others':
+who reduces them asks before the next forward, by :func:`interrupted`. What tells is which parameters have changed since.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import threading
 import time
@@ -28,6 +29,9 @@ class Guarded(Protocol):
     def may_refuse_step(self) -> bool: ...
 
     def parameter_ids(self) -> set[int]: ...
+
+    def last_averages(self) -> tuple[set[int], int]:
+        """``id`` of each parameter with an average of the last backward, and when that ended (monotonic, ns)."""
 
     def check_step(self, stepped: set[int], others: Sequence[Guarded]) -> bool:
         """Raises where gradients must not be used; returns whether the step is to change nothing."""
@@ -79,6 +83,8 @@ class _Steps:
         key = id(optimizer)
         self.optimizer = weakref.ref(optimizer, lambda _: _steps.pop(key, None))
         self.begun, self.begun_ns, self.ended_ns = 0, -1, -1
+        self.versions: list[int] = []  # of the parameters, when it began
+        self.is_torn = False  # an exception has come out of a closure, after parameters had changed
         self.checked: _Checked | None = None
         self._hook: Any = None
 
@@ -94,7 +100,28 @@ class _Steps:
     def begin(self) -> None:
         self.begun += 1
         if self.begun == 1:
-            self.begun_ns = time.monotonic_ns()
+            self.begun_ns, self.versions, self.is_torn = time.monotonic_ns(), self._versions(), False
+
+    def _versions(self) -> list[int]:
+        optimizer = self.optimizer()
+        return [] if optimizer is None else [p._version for group in optimizer.param_groups for p in group["params"]]
+
+    def note_torn(self) -> None:
+        self.is_torn = self.is_torn or self._versions() != self.versions
+
+    def differs(self, guarded: Guarded) -> bool:
+        """Whether a step that has begun and not ended leaves parameters that others, which have ended theirs, do not
+        have. It does not where all that it has averages for has changed, by this step or when it was tried again; nor
+        where nothing has, and there was nothing new to step with."""
+        optimizer = self.optimizer()
+        averaged, ended_ns = guarded.last_averages()
+        if optimizer is None or self.is_torn:
+            return self.is_torn
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        changed = {id(p) for p, before in zip(parameters, self.versions) if p._version != before}
+        if not changed:
+            return ended_ns > max(self.ended_ns, 0)
+        return not averaged & {id(p) for p in parameters} <= changed
 
     def end(self) -> None:
         global _spent_ns
@@ -129,13 +156,14 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> _Steps:
 
 
 def interrupted(guarded: Guarded) -> bool:
-    """Whether a step on some of its parameters has begun and not ended. Each such step is reported once."""
+    """Whether a step on some of its parameters has begun and not ended, and that makes a difference. Each such step is
+    reported once."""
     begun = [steps for steps in list(_steps.values()) if steps.begun]
     ids = guarded.parameter_ids() if begun else set()
     found = [steps for steps in begun if steps.is_of(ids)]
     for steps in found:
         steps.begun = 0
-    return bool(found)
+    return any([steps.differs(guarded) for steps in found])
 
 
 def has_stepped_since(ids: set[int], moment_ns: int) -> bool:
@@ -155,8 +183,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     closure, steps = kwargs.get("closure", args[1] if len(args) > 1 else None), _steps_of(optimizer)
-    # What else an optimizer of the user's takes there, a module say, is handed on as it is.
-    if not isinstance(closure, (types.FunctionType, types.MethodType, functools.partial)) or not _is_asked(optimizer):
+    if not _is_closure(optimizer, closure) or not _is_asked(optimizer):
         _check(optimizer)
         steps.begin_after_hooks(optimizer)
         return None
@@ -166,6 +193,18 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     if "closure" in kwargs:
         return args, {**kwargs, "closure": steps.checked}
     return (args[0], steps.checked, *args[2:]), kwargs
+
+
+def _is_closure(optimizer: torch.optim.Optimizer, argument: Any) -> bool:
+    """What else an optimizer of the user's takes in its place, a module say, is handed on as it is."""
+    if isinstance(argument, (types.FunctionType, types.MethodType, functools.partial)):
+        return True
+    return callable(argument) and _takes_closure(type(optimizer))
+
+
+@functools.lru_cache(64)
+def _takes_closure(kind: type) -> bool:
+    return list(inspect.signature(kind.step).parameters)[1:2] == ["closure"]  # type: ignore[attr-defined]
 
 
 class _Checked:
@@ -185,6 +224,7 @@ class _Checked:
             loss = self.own(*arguments, **keywords)
         except BaseException:
             steps.begun = begun
+            steps.note_torn()
             raise
         optimizer = steps.optimizer()
         if optimizer is not None:

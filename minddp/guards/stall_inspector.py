@@ -96,7 +96,7 @@ class StallInspector:
         self._parameter_ids = parameter_ids
         self._ranks = tuple(dist.get_process_group_ranks(group))  # in the default group, by rank in this one
         self._rank = group.rank()
-        self._reported = False
+        self._reported_as = ""
         self._given_up = 0  # an iteration
         self._lost: LostPeer | None = None  # why heed_loss() has given up the group
         self._has_warned = False  # heed_loss(), of ranks that may be lost
@@ -120,20 +120,20 @@ class StallInspector:
     def report_failure(self, error: BaseException | str) -> None:
         """This rank will not finish its backward: tells the others why, in the words of the first who knows."""
         self.note_given_up()
-        if self._reported or self._dog is None:
+        if self._reported_as or self._dog is None:
             return
-        self._reported = True
+        self._reported_as = self.key
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self._dog.tell(text, because=getattr(error, "lost_ranks", ()), wait=1.0)
+        self._dog.tell(text, self.key, because=getattr(error, "lost_ranks", ()), wait=1.0)
 
     def report_interrupted(self, why: str) -> None:
         """An exception has ended this rank's backward, of which the reducer knows ``why`` or nothing."""
         self.note_given_up()
         if why:
             self.report_failure(why)
-        elif not self._reported and self._dog is not None:
-            self._reported = True
-            self._dog.tell_later("an exception ended its backward")
+        elif not self._reported_as and self._dog is not None:
+            self._reported_as = self.key
+            self._dog.tell_later("an exception ended its backward", self.key)
 
     def note_forward(self) -> None:
         """A forward begins, on this thread."""
@@ -152,9 +152,9 @@ class StallInspector:
 
     def take_back(self) -> None:
         """What this rank has reported is over. Costs nothing where it has reported nothing."""
-        if self._reported and self._dog is not None:
-            self._reported = False
-            self._dog.tell("", over=True)
+        if self._reported_as and self._dog is not None:
+            self._dog.take_back(self._reported_as)
+            self._reported_as = ""
 
     def place(self) -> tuple[str, dict[str, Any]] | None:
         """This wrapper's name, and where its iteration is."""
@@ -224,7 +224,7 @@ class StallInspector:
         word = Awaited(self.key, what="the others' word on their gradients")
         wait = Wait(word, word.what, self._rank, self._ranks, iteration=self._iteration(), within=within)
         self._dog.waits(wait, urgent=False)
-        facts = self._dog.facts([self._ranks[rank]])
+        facts = self._dog.facts([self._ranks[rank]], self.key)
         if times.warning_is_due(seconds):
             log.warning(slow(wait, seconds, judge(facts, wait), self._dog.store_is_silent()))
         if self.desync_timeout is not None and seconds >= self.desync_timeout and self._dog.has_summary():
@@ -243,7 +243,7 @@ class StallInspector:
         if iteration <= 0:
             return
         wait = device_waits.may_wait(self.key, iteration, self._rank, self._ranks, self.hook, self._given_up)
-        judged = judge(dog.facts(wait.others()), wait)
+        judged = judge(dog.facts(wait.others(), self.key), wait)
         causes = device_waits.certainly_lost(judged, wait)
         if causes:
             absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
@@ -277,7 +277,7 @@ class StallInspector:
         if not self._dog.failed:
             return
         wait = Wait(Awaited(self.key), f"iteration {iteration + 1}", self._rank, self._ranks)
-        facts = self._dog.facts([rank for rank in wait.others() if rank in self._dog.failed])
+        facts = self._dog.facts([rank for rank in wait.others() if rank in self._dog.failed], self.key)
         missed = set() if self.hook else {r for r, seen in self._dog.failed.items() if seen < since[1]}
         causes: Judged = [
             (fact, Kind.ENDED if kind is Kind.GONE else kind)
@@ -375,7 +375,7 @@ def look_into(
     if error:
         return _name_the_lost(dog, group, wait, seconds, error)
     dog.waits(wait, urgent=False)
-    judged = judge(dog.facts(wait.others()), wait)
+    judged = judge(dog.facts(wait.others(), wait.wrapper), wait)
     causes: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
     ended: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.ENDED]
     if ended and dog.seconds_gone([fact.rank for fact, _ in ended]) >= dog.seconds_until_settled():
@@ -401,7 +401,7 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
 
     while True:
         dog.waits(wait, urgent=True)
-        judged = judge(dog.facts(wait.others()), wait)
+        judged = judge(dog.facts(wait.others(), wait.wrapper), wait)
         causes = [(fact, kind) for fact, kind in judged if kind in {*CERTAIN, Kind.GONE, Kind.STOPPED}]
         unread = any(may_have_words(fact, kind) for fact, kind in causes)
         patience = times.NAMING * times.look * suspicious
@@ -431,7 +431,7 @@ def _give_up(
 ) -> None:
     raised = LostPeer(lost(wait, seconds, causes, error))
     raised.lost_ranks = lost_ranks(causes, wait.here)
-    dog.tell(str(raised), because=raised.lost_ranks, ends=True, wait=0.5)
+    dog.tell(str(raised), because=raised.lost_ranks, wait=0.5)
     dog.waits_no_more()  # Once it has told why: a rank that does not wait, and has said nothing, would be suspected.
     _abandon(group)
     raise raised

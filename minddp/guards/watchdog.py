@@ -55,9 +55,9 @@ class Watchdog:
     def __init__(self, store: dist.Store, rank: int, size: int):
         self.rank, self.size = rank, size
         self.processes: dict[int, Process] = {rank: here()}
-        self.failures: dict[int, Report] = {}
+        self.failures: dict[int, dict[str, Report]] = {}  # by rank, and by the wrapper that they are of; "": the program
         self.failed: dict[int, float] = {}
-        self._store = weakref.ref(store)
+        self._store = weakref.ref(store, _when_gone(self))
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._sent = threading.Condition()
@@ -69,8 +69,8 @@ class Watchdog:
         self._urgent = False
         self._gone: dict[int, float] = {}
         self._words = ""
-        self._has_reported = False
-        self._later: tuple[float, str] | None = None
+        self._told: dict[str, str] = {}  # what this rank has reported and not taken back: words, by wrapper
+        self._later: tuple[float, str, str] | None = None
         self._trains, self._native_id = threading.main_thread(), os.getpid()  # who has run the last forward
         self._activity = location.Activity()
         self._turn_began = time.monotonic()
@@ -79,7 +79,7 @@ class Watchdog:
         self._reports: Reports | None = None
         inner = innermost(store)
         self._port = inner.port if isinstance(inner, dist.TCPStore) else None
-        self._thread = threading.Thread(target=self._run, args=(store,), name="minddp: watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=([store],), name="minddp: watchdog", daemon=True)
         self._thread.start()
         _living.add(self)
 
@@ -117,7 +117,7 @@ class Watchdog:
         """
         thread = threading.current_thread()
         if thread is self._trains and thread is threading.main_thread():
-            self.tell(f"its program ended with {location.exception_text(error)}", ends=True)
+            self.tell(f"its program ended with {location.exception_text(error)}")
         elif thread is self._trains:
             self.note_words(f"{location.exception_text(error)}, which ended the thread that trained")
 
@@ -125,31 +125,40 @@ class Watchdog:
         """Of an exception that the program may handle: reported only to those who ask where this rank is."""
         self._words = words
 
-    def tell(
-        self, words: str, because: Sequence[int] = (), ends: bool = False, over: bool = False, wait: float = 0.0
-    ) -> None:
-        """Tells all ranks that this one will not come, or (``over``) that this has passed. The first words stand.
+    def tell(self, words: str, wrapper: str = "", because: Sequence[int] = (), wait: float = 0.0) -> None:
+        """Tells all ranks that this one will not come. The first words stand.
 
         Args:
             words: why.
+            wrapper: whose iteration has failed: nobody else's, since the program may go on; "": the program ends.
             because: the ranks whose failure this one follows from.
-            ends: its program, and not an iteration.
-            over: what was reported before holds no more.
             wait: at most so many seconds until it has been reported: the process may be about to end.
         """
         self._later = None
-        if self._has_reported and not over:
+        if wrapper in self._told or "" in self._told:
             return
-        self._has_reported = not over
-        self._outbox.append(self._message(words, because, ends, over))
+        if not wrapper:
+            words = next(iter(self._told.values()), words)
+        self._told[wrapper] = words
+        self._post(self._message(words, wrapper, because, ends=not wrapper), wait)
+
+    def take_back(self, wrapper: str) -> None:
+        """What was told of ``wrapper`` has passed."""
+        if self._later is not None and self._later[2] == wrapper:
+            self._later = None
+        if self._told.pop(wrapper, None) is not None:
+            self._post(self._message("", wrapper, over=True), 0.0)
+
+    def _post(self, message: Report, wait: float) -> None:
+        self._outbox.append(message)
         self._wake.set()
         if wait and threading.current_thread() is not self._thread:
             with self._sent:
                 self._sent.wait_for(lambda: self.lost or not self._outbox, wait)
 
-    def tell_later(self, words: str) -> None:
+    def tell_later(self, words: str, wrapper: str) -> None:
         """Unless more is known in a moment: an exception that nobody catches is reported with its text."""
-        self._later = time.monotonic() + 0.25, words
+        self._later = time.monotonic() + 0.25, words, wrapper
         self._wake.set()
 
     def waits(self, wait: Wait, urgent: bool) -> None:
@@ -160,16 +169,25 @@ class Watchdog:
     def waits_no_more(self) -> None:
         self._wait, self._urgent = None, False
 
-    def facts(self, ranks: Sequence[int]) -> list[Fact]:
-        """What is known about ``ranks`` (of the default group) without asking anybody but this machine's kernel."""
+    def facts(self, ranks: Sequence[int], wrapper: str) -> list[Fact]:
+        """What is known about ``ranks`` (of the default group) without asking anybody but this machine's kernel, and
+        concerns who waits for a part of ``wrapper``'s."""
         facts, reports = [], self._reports
         with self._lock:
             for rank in ranks:
                 process = self.processes.get(rank)
                 sight = None if process is None else look(process)
                 report, silent = (None, False) if reports is None else reports.of(rank)
-                facts.append(Fact(rank, process, sight, report, self.failures.get(rank), silent))
+                facts.append(Fact(rank, process, sight, report, self._failure(rank, wrapper), silent))
         return facts
+
+    def _failure(self, rank: int, wrapper: str) -> Report | None:
+        found = self.failures.get(rank, {})
+        of_program = found.get("")
+        if of_program is None or not (of_program["ends"] or wrapper not in found):
+            return found.get(wrapper)
+        others = [failure["words"] for failure in found.values() if failure["words"] != of_program["words"]]
+        return {**of_program, "words": "; before, ".join([of_program["words"], *others])}
 
     def seconds_gone(self, ranks: Sequence[int]) -> float:
         """Since this was first asked for one of ``ranks``."""
@@ -195,11 +213,11 @@ class Watchdog:
 
     # --- the thread ---
 
-    def _run(self, store: dist.Store | None) -> None:
+    def _run(self, stores: list[dist.Store]) -> None:
+        """Empties ``stores``: a store that somebody holds keeps its port, or its file, from the next group."""
         try:
-            assert store is not None
             before = connections.to_port(self._port)
-            mine, store = store.clone(), None  # type: ignore[attr-defined]  # torch's stub forgets it
+            mine = stores.pop().clone()  # type: ignore[attr-defined]  # torch's stub forgets it
             made = {link: fd for link, fd in connections.to_port(self._port).items() if link not in before}
             reports = Reports(mine, self.rank, self.size, self.processes[self.rank], store_connections=made)
             self._reports = reports
@@ -210,17 +228,24 @@ class Watchdog:
                 self._wake.wait(0.1 * times.look if self._outbox or self._urgent or self._later else reports.interval)
                 self._wake.clear()
             if self._later is not None:
-                self.tell(self._later[1])
-            if not self._stopping and not self._has_reported:
+                self.tell(*self._later[1:])
+            if not self._stopping and "" not in self._told:
                 self._outbox.append(self._message("it has destroyed its process group", left=True))
             if reports.has_store():
                 self._send(reports)
         except (dist.DistError, RuntimeError, OSError, ValueError):
             pass  # the store is gone, and with it all that could be said here
         finally:
-            self.lost = True
+            self.lost, self._reports = True, None
             with self._sent:
                 self._sent.notify_all()
+
+    def end_with_the_store(self) -> None:
+        """The program has let go of it: the thread's own goes as well. A store's host is asked for nothing that soon:
+        it may be ending."""
+        if self._port is None and threading.current_thread() is not self._thread:
+            self._wake.set()
+            self._thread.join(_EXIT_SECONDS)
 
     def _group_is_there(self) -> bool:
         store = self._store()
@@ -229,7 +254,7 @@ class Watchdog:
     def _turn(self, reports: Reports) -> None:
         self._turn_began = time.monotonic()
         if (later := self._later) is not None and self._turn_began >= later[0]:
-            self.tell(later[1])
+            self.tell(*later[1:])
         self._send(reports)
         reports.turn(self._report, self._is_waiting() or bool(self.failed), self._hear)
         self._heard = self._turn_began
@@ -244,8 +269,11 @@ class Watchdog:
     def _hear(self, entries: list[Report]) -> None:
         with self._lock:
             for entry in entries:
-                self.failures[entry["rank"]] = entry
+                of_rank = self.failures.setdefault(entry["rank"], {})
+                of_rank[entry["wrapper"]] = entry
                 if entry["over"]:
+                    del of_rank[entry["wrapper"]]
+                if not of_rank:
                     del self.failures[entry["rank"]]
 
     def _send(self, reports: Reports) -> None:
@@ -279,17 +307,24 @@ class Watchdog:
         }
 
     def _message(
-        self, words: str, because: Sequence[int] = (), ends: bool = False, over: bool = False, left: bool = False
+        self,
+        words: str,
+        wrapper: str = "",
+        because: Sequence[int] = (),
+        *,
+        ends: bool = False,
+        over: bool = False,
+        left: bool = False,
     ) -> Report:
         facts = {"words": words, "because": list(because), "ends": ends, "over": over, "left": left}
-        return {**facts, "places": self._where()}
+        return {**facts, "wrapper": wrapper, "places": self._where()}
 
     def end(self) -> None:
         """The interpreter ends: says so, and lets the thread end before it does.
 
         A thread that comes back from a request to a stopped host while Python shuts down would abort the process.
         """
-        if not self.lost and not self.store_is_silent() and not self._has_reported:
+        if not self.lost and not self.store_is_silent() and "" not in self._told:
             self._say_goodbye()
         self._stopping = True
         self._wake.set()
@@ -301,12 +336,23 @@ class Watchdog:
     def _say_goodbye(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None:
-            self._outbox.append(self._message(f"its program ended with {location.exception_text(error)}", ends=True))
+            self.tell(f"its program ended with {location.exception_text(error)}")
         elif self._later is not None:
-            self.tell(self._later[1])
+            self.tell(*self._later[1:])
         else:
             first = "" if self._group_is_there() else "it has destroyed its process group, and "
             self._outbox.append(self._message(f"{first}its program has ended", left=True))
+
+
+def _when_gone(dog: Watchdog) -> Callable[[object], None]:
+    itself = weakref.ref(dog)
+
+    def end(store: object) -> None:
+        alive = itself()
+        if alive is not None:
+            alive.end_with_the_store()
+
+    return end
 
 
 _current: Watchdog | None = None
@@ -393,4 +439,4 @@ def _child_ends() -> None:
         error = error.__context__ if error.code else None
     if error is not None and id(error) != _inherited and _current is not None:
         with suppress(Exception):
-            _current.tell(f"its program ended with {location.exception_text(error)}", ends=True, wait=_EXIT_SECONDS)
+            _current.tell(f"its program ended with {location.exception_text(error)}", wait=_EXIT_SECONDS)

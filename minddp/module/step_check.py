@@ -66,14 +66,20 @@ class StepCheck:
         bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
         for other in others if bypassed else ():
             bypassed = other.without_its_own(bypassed)
-        if bypassed.keys() & stepped:
-            # All of them, since ranks need not step the same ones (ZeroRedundancyOptimizer).
+        if bypassed:  # all of them, since ranks need not step the same ones (ZeroRedundancyOptimizer)
             found = [(names[i], parameters[i].grad) for i, _ in bypassed.values()]
             named = [(name, gradient) for name, gradient in found if gradient is not None]
             last = max(backward for _, backward in bypassed.values())
             iteration = self.reducer.iteration()
-            self.report_failure(lambda: self._local_gradients.check(named, last, iteration))
+            uses = not bypassed.keys().isdisjoint(stepped)
+            self.report_failure(lambda: self._local_gradients.check(named, last, iteration, uses))
         return skips
+
+    def last_averages(self) -> tuple[set[int], int]:
+        """``id`` of each parameter with an average of the last backward, and when that ended (monotonic, ns)."""
+        step = self.reducer.last_step()
+        reduced = self.parameters.reduced
+        return {id(p) for p, ns in zip(reduced, step["ready_ns"]) if ns >= 0}, step["backward_end_ns"]
 
     def _has_others(self) -> bool:
         """Whether there are ranks whose parameters could become others than this one's: not in a group of one, nor

@@ -187,15 +187,18 @@ def test_a_step_without_gradients_is_nobodys_mistake(wrap, set_to_none):
 
 
 class _Raises(torch.optim.SGD):
-    """Its step raises where it is told to: before anything has changed, or after."""
+    """Its step raises where it is told to: before anything has changed, after one parameter, or after all."""
 
     fails = ""
 
     def step(self, closure=None):
         if self.fails == "before":
             raise Boom
+        parameters = self.param_groups[0]["params"]
+        self.param_groups[0]["params"] = parameters[: 1 if self.fails == "between" else None]
         loss = super().step(closure)
-        if self.fails == "after":
+        self.param_groups[0]["params"] = parameters
+        if self.fails:
             raise Boom
         return loss
 
@@ -206,7 +209,7 @@ def _step_raises(rank, world_size, wrap, who, how):
     ddp = wrap(nn.Linear(4, 1), **({"desync_timeout": 2.0} if wrap is minddp.DistributedDataParallel else {}))
     optimizer = _Raises(ddp.parameters(), 0.1)
     for i in range(4):
-        optimizer.fails = how if i == 1 and rank in who and how in ("before", "after") else ""
+        optimizer.fails = how if i == 1 and rank in who and how != "closure" else ""
 
         def closure(fails=i == 1 and rank in who and how == "closure"):
             if fails:
@@ -225,18 +228,18 @@ def _step_raises(rank, world_size, wrap, who, how):
     return ddp.module.weight.detach().clone()
 
 
-@pytest.mark.parametrize("how", ["before", "closure"])
+@pytest.mark.parametrize("how", ["before", "closure", "after"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_steps_that_raise_alike_on_all_ranks(world_size, how):
-    """Nothing has changed: training goes on, as with torch's class."""
-    ranks = range(world_size)
+def test_steps_that_raise_and_leave_all_ranks_alike(world_size, how):
+    """Training goes on, as with torch's class: no rank has changed anything, or rank 1 all that it had to."""
+    ranks = [1] if how == "after" else range(world_size)
     theirs = run_ranks(_step_raises, world_size, torch.nn.parallel.DistributedDataParallel, ranks, how, timeout=60)
     ours = run_ranks(_step_raises, world_size, minddp.DistributedDataParallel, ranks, how, timeout=60)
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("how", ["before", "between"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_step_that_raises_on_one_rank_alone(world_size, how):
     """Its parameters are not the others' any more. They wait for it, and hear why it does not come."""

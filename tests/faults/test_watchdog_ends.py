@@ -5,6 +5,7 @@ import os
 import tempfile
 import threading
 import time
+from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -75,6 +76,33 @@ def _file_is_removed(rank, world_size):
 
 def test_a_file_that_is_removed_is_not_made_anew():
     run_ranks(_file_is_removed, 2)
+
+
+def _groups_at_one_address(rank, world_size, port, folder):
+    """The ranks meet between two groups; then nobody of the old one is there."""
+    met = dist.FileStore(f"{folder}/met", world_size)
+    for number in range(4):
+        if number % 2:
+            store = dist.FileStore(f"{folder}/group", world_size)
+        else:
+            store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=SECONDS))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        DDP(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+        dist.barrier()
+        dist.destroy_process_group()
+        del store
+        gc.collect()
+        met.add(f"{number}", 1)
+        while int(met.add(f"{number}", 0)) < world_size:
+            time.sleep(0.002)
+    return number
+
+
+def test_a_group_may_have_the_address_of_the_one_before(tmp_path):
+    """Its port and its file are free as soon as it is gone: a watchdog holds neither."""
+    arguments = free_port(), str(tmp_path)
+    ended = run_ranks(_groups_at_one_address, 2, *arguments, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
+    assert ended == [3, 3]
 
 
 def _host_ends_first(rank, world_size, port):

@@ -37,7 +37,7 @@ class Dog:
     def __init__(self, facts):
         self.known, self.gone, self.said, self.heeds, self.failed = facts, 0.0, [], [], {1: 0.0}
 
-    def facts(self, ranks):
+    def facts(self, ranks, wrapper):
         return self.known
 
     def seconds_gone(self, ranks):

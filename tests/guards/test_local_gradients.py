@@ -1,5 +1,6 @@
 """Who asks the other ranks, about gradients made past a wrapper or steps that have not ended, and when."""
 
+import itertools
 import time
 from datetime import timedelta
 
@@ -72,11 +73,35 @@ def test_a_store_whose_host_has_left_ends_no_program():
         guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
 
 
+def test_a_rank_that_says_nothing_is_not_waited_for_long_and_compared_later(monkeypatch, caplog):
+    monkeypatch.setattr(times, "look", 0.01)
+    store = dist.HashStore()
+    guard = LocalGradients(_Group(), store, "wrapper")
+    ones = [("weight", torch.ones(2))]
+    for backward in (3, 4):
+        guard.check(ones, backward, iteration=backward)
+    assert [record.getMessage()[:73] for record in caplog.records] == [
+        "optimizer.step() on rank 0 uses gradients of a backward that ran past Dis"
+    ]
+    theirs = dist.PrefixStore("minddp/local/wrapper", store)
+    theirs.set("3/0/1", theirs.get("3/0/0") if theirs.check(["3/0/0"]) else theirs.get("4/0/0"))
+    theirs.set("4/0/1", '{"weight": [1.0, 1.0, 0.0]}')
+    with pytest.raises(RuntimeError, match="'weight': .* they differ from rank 1's"):
+        guard.check(ones, backward=5, iteration=5)
+
+
+def test_a_rank_says_its_word_also_where_it_steps_other_parameters():
+    store = dist.HashStore()
+    LocalGradients(_Group(), store, "wrapper").check([("weight", torch.ones(2))], 3, iteration=1, uses=False)
+    assert dist.PrefixStore("minddp/local/wrapper", store).check(["1/0/0"])
+
+
 class _Cares:
     """All that optimizer_guard asks who cares for parameters, where no step is refused."""
 
     def __init__(self, parameters):
         self._ids = {id(parameter) for parameter in parameters}
+        self.averaged_ns = time.monotonic_ns()
 
     def may_refuse_step(self):
         return False
@@ -84,22 +109,66 @@ class _Cares:
     def parameter_ids(self):
         return self._ids
 
+    def last_averages(self):
+        return self._ids, self.averaged_ns
+
 
 class _Raising(torch.optim.SGD):
-    def step(self, closure=None):
-        super().step(closure)
-        raise ValueError("after the parameters have changed")
+    """Its step raises when it has changed so many parameters."""
+
+    def step(self, closure=None, changes=None):
+        parameters = self.param_groups[0]["params"]
+        self.param_groups[0]["params"] = parameters[:changes]
+        try:
+            super().step(closure)
+        finally:
+            self.param_groups[0]["params"] = parameters
+        if changes is not None:
+            raise ValueError
 
 
-def test_a_step_is_interrupted_until_it_has_ended():
+def test_a_step_is_interrupted_if_it_has_not_ended_and_that_makes_a_difference():
     layer = torch.nn.Linear(2, 2)
     layer(torch.ones(1, 2)).sum().backward()
     cares = _Cares(layer.parameters())
     optimizer_guard.watch(cares)
-    well, raising = torch.optim.SGD(layer.parameters(), 0.1), _Raising(layer.parameters(), 0.1)
-    well.step()
-    assert not optimizer_guard.interrupted(cares)
-    with pytest.raises(ValueError):
-        raising.step()
-    assert optimizer_guard.interrupted(cares)
+    optimizer = _Raising(layer.parameters(), 0.1)
+
+    def fail(changes):
+        with pytest.raises(ValueError):
+            optimizer.step(changes=changes)
+
+    fail(0)
+    assert optimizer_guard.interrupted(cares), "the other ranks have stepped"
     assert not optimizer_guard.interrupted(cares), "each is told of once"
+    fail(0)
+    optimizer.step()
+    assert not optimizer_guard.interrupted(cares), "tried again"
+    fail(0)
+    assert not optimizer_guard.interrupted(cares), "no backward has been since the last step"
+    fail(1)
+    assert optimizer_guard.interrupted(cares)
+    fail(2)
+    assert not optimizer_guard.interrupted(cares), "all has changed"
+    cares.averaged_ns = time.monotonic_ns()
+    optimizer.step()
+    assert not optimizer_guard.interrupted(cares)
+
+
+def test_an_exception_of_a_closure_that_runs_again():
+    layer = torch.nn.Linear(2, 2)
+    cares = _Cares(layer.parameters())
+    optimizer_guard.watch(cares)
+    optimizer, calls = torch.optim.LBFGS(layer.parameters(), max_iter=4), itertools.count()
+
+    def closure():
+        if next(calls) == 1:
+            raise ValueError
+        optimizer.zero_grad()
+        loss = layer(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(ValueError):
+        optimizer.step(closure)
+    assert optimizer_guard.interrupted(cares)

@@ -101,6 +101,67 @@ def penalty_then_weight_penalty(wrap, rank):
     return _weights(model)
 
 
+def _penalized(model, rank, i):
+    model.zero_grad()
+    model(_batch(rank, i)).pow(2).mean().backward()
+    (0.1 * sum(p.pow(2).sum() for p in model.parameters() if p.dim() > 1)).backward()
+
+
+def a_penalty_where_each_rank_steps_its_share(wrap, rank):
+    """All that the penalty has touched is rank 0's."""
+    model = wrap(_net())
+    parameters = list(model.parameters())
+    mine = parameters[rank::2] if rank < 2 else [torch.zeros(1, requires_grad=True)]
+    optimizer = torch.optim.Adam(mine, 0.1)
+    for i in range(3):
+        _penalized(model, rank, i)
+        optimizer.step()
+        for number, parameter in enumerate(parameters):
+            dist.broadcast(parameter.data, number % 2)
+    return _weights(model)
+
+
+def a_penalty_where_rank_0_alone_steps(wrap, rank):
+    with times.faster(0.05):
+        model = wrap(_net())
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        for i in range(2):
+            _penalized(model, rank, i)
+            if rank == 0:
+                optimizer.step()
+            for parameter in model.parameters():
+                dist.broadcast(parameter.data, 0)
+    return _weights(model)
+
+
+class _Closure:
+    def __init__(self, model, optimizer, batches):
+        self.model, self.optimizer, self.batches = model, optimizer, batches
+
+    def __call__(self):
+        batch = next(self.batches)
+        self.optimizer.zero_grad()
+        loss = self.model(batch).pow(2).mean()
+        loss.backward()
+        return loss
+
+
+def a_closure_that_is_an_object(wrap, rank):
+    """What it zeroes had bypassed the wrapper. On rank 0 the data ends; it goes on with zeros."""
+    model = wrap(_net())
+    optimizer = _sgd(model)
+    closure = _Closure(model, optimizer, iter([_batch(rank, i) for i in range(4 if rank else 2)]))
+    for _ in range(4):
+        model.module(_batch(rank)).sum().backward()
+        try:
+            optimizer.step(closure)
+        except StopIteration:
+            optimizer.zero_grad()
+            (0 * model(torch.zeros(1, 4)).sum()).backward()
+            optimizer.step()
+    return _weights(model)
+
+
 def probe_in_another_thread(wrap, rank):
     """Each thread numbers its nodes from 0."""
     model = wrap(_net())
@@ -517,6 +578,7 @@ RIGHT = [
     a_builtin_hook_after_the_first_steps,
     a_static_graph_is_that_of_its_own_outputs, a_static_graph_that_begins_under_no_sync,
     logged_forward_then_no_sync, penalty_then_probe, penalty_then_weight_penalty, probe_in_another_thread,
+    a_penalty_where_each_rank_steps_its_share, a_penalty_where_rank_0_alone_steps, a_closure_that_is_an_object,
     forward_returns_a_parameter, hidden_output_of_a_checkpoint, hidden_output_and_many_forwards,
     penalty_with_a_forward_between, penalty_on_weights_with_zero, copied_on_one_rank, probe_then_own_gradients,
     with_a_closure, a_step_in_a_hooks_callback, a_parameter_as_the_output, local_steps_with_a_penalty,

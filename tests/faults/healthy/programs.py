@@ -420,7 +420,24 @@ def loses_a_gradient_of_the_input(ddp_class, rank, seconds):
     return ddp
 
 
+def goes_on_with_another_wrapper(ddp_class, rank, seconds):
+    """After an exception in a backward of one that has no more forwards: a model that is too large, say."""
+
+    def fails(grad):
+        raise ValueError("out of memory")
+
+    large, _ = _made(ddp_class)
+    next(large.module.parameters()).register_hook(fails)
+    with contextlib.suppress(ValueError):
+        large(torch.ones(2, 4)).sum().backward()
+    ddp, optimizer = _made(ddp_class)
+    time.sleep(seconds * (rank == 1))
+    _steps(ddp, optimizer, 2)
+    return ddp
+
+
 EVENTS = (
     rests_between_two_backwards_of_one_iteration, shows_an_exception, is_interrupted_in_forward, threads_end,
     steps_raise, steps_late_on_gradients_made_alike, loses_a_gradient_of_the_input,
+    goes_on_with_another_wrapper,
 )  # fmt: skip
