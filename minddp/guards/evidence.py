@@ -82,6 +82,11 @@ class Fact(NamedTuple):
     silent: bool = False
 
     @property
+    def has_ended(self) -> bool:
+        """Its program, or what it did for the wrapper that is waited for."""
+        return self.failure is not None or (self.sight is not None and self.sight.state == "gone")
+
+    @property
     def awaits(self) -> Awaited | None:
         """What it says that it waits for."""
         said = (self.report or {}).get("wait")

@@ -3,9 +3,9 @@
 A backward through the wrapped module itself bypasses the wrapper. It leaves local gradients, as in torch, and waits
 for nobody. An optimizer that uses them takes another step on each rank, and the replicas drift apart. But a gradient
 that every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside
-the other ranks, so they are asked, through the store, and only where such gradients are about to be used. A rank says
-its word when it steps, whatever it steps. One that is elsewhere, and steps later or never, is not waited for long: the
-step goes on, and what that rank says is compared at the next one.
+the other ranks, so they are asked, through the store, and only where such gradients are about to be used. A rank
+says its word when it steps, whatever it steps. One that is elsewhere, and steps later or never, is not waited for
+long: the step goes on, and what that rank says is compared at the next one.
 
 A synchronized forward whose backward never came takes the next one, even one that bypasses the wrapper, as in torch.
 That is right where the other ranks are in that forward's backward, or have such a one as well. Else its collectives
@@ -61,7 +61,7 @@ class LocalGradients:
         self._shown = -1  # the backward of the last word
         self._mine: dict[str, list[float]] = {}  # that word
         self._is_compared = False
-        self._open: list[tuple[int, str, dict[str, list[float]]]] = []  # ranks that have said nothing, what, this word
+        self._open: list[tuple[int, str, dict[str, list[float]]]] = []  # silent ranks, their keys, this word
         self._has_told = False
         self._refusal: RuntimeError | None = None
         self._kept: list[str] = []
@@ -233,9 +233,9 @@ _NOBODY_ANSWERS = (
 )
 
 _NO_WORD = (
-    "optimizer.step() on rank %d uses gradients of a backward that ran past DistributedDataParallel's forward, of '%s' "
-    "among others. Rank %d has said nothing about its own for %.0f s: it may step later, or not at all. The step goes "
-    "on, and so do later ones after as long a wait; where that rank's gradients turn out to differ, a later step raises."
+    "optimizer.step() on rank %d uses gradients of a backward that ran past DistributedDataParallel's forward, of "
+    "'%s' among others. Rank %d has said nothing about its own for %.0f s: it may step later, or not at all. The "
+    "step goes on, and so do later ones after as long a wait; if that rank's turn out to differ, one raises."
 )
 
 _NOT_ALL_STEPPED = (

@@ -3,8 +3,9 @@
 A closure makes the gradients inside of ``step()``: then they are asked after each of its calls. Torch's hooks for all
 optimizers are taken with the first wrapper, not at import.
 
-A step that ends with an exception, which the program catches, may leave this rank's parameters other than all others':
-who reduces them asks before the next forward, by :func:`interrupted`. What tells is which parameters have changed since.
+A step that ends with an exception, which the program catches, may leave this rank's parameters other than all
+others': who reduces them asks before the next forward, by :func:`interrupted`. What tells is which parameters have
+changed since.
 """
 
 from __future__ import annotations
@@ -156,14 +157,14 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> _Steps:
 
 
 def interrupted(guarded: Guarded) -> bool:
-    """Whether a step on some of its parameters has begun and not ended, and that makes a difference. Each such step is
-    reported once."""
+    """Whether a step on some of its parameters has begun and not ended, and that makes a difference. Each such step
+    is reported once."""
     begun = [steps for steps in list(_steps.values()) if steps.begun]
     ids = guarded.parameter_ids() if begun else set()
     found = [steps for steps in begun if steps.is_of(ids)]
     for steps in found:
         steps.begun = 0
-    return any([steps.differs(guarded) for steps in found])
+    return any(steps.differs(guarded) for steps in found)
 
 
 def has_stepped_since(ids: set[int], moment_ns: int) -> bool:
@@ -199,7 +200,7 @@ def _is_closure(optimizer: torch.optim.Optimizer, argument: Any) -> bool:
     """What else an optimizer of the user's takes in its place, a module say, is handed on as it is."""
     if isinstance(argument, (types.FunctionType, types.MethodType, functools.partial)):
         return True
-    return callable(argument) and _takes_closure(type(optimizer))
+    return callable(argument) and _takes_closure(type(optimizer))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(64)

@@ -66,7 +66,7 @@ _inspectors: weakref.WeakSet[StallInspector] = weakref.WeakSet()
 class StallInspector:
     """Watches the waits of one reducer. REQUIRES: a default process group, whose store carries what ranks tell.
 
-    A rank that has failed is reported to all reducers together, whichever of them waits for it.
+    An exception is reported as this wrapper's: the program may catch it, and go on with another one.
 
     Args:
         group: the reducer's group.
@@ -282,7 +282,7 @@ class StallInspector:
         causes: Judged = [
             (fact, Kind.ENDED if kind is Kind.GONE else kind)
             for fact, kind in ((fact, judge([fact], wait)[0][1]) for fact in facts)
-            if kind is Kind.FAILED or (since[0] < iteration and fact.rank in missed)
+            if kind is Kind.FAILED or (since[0] < iteration and fact.rank in missed and fact.has_ended)
         ]
         if causes:
             _give_up(self._dog, self.group, wait, None, root_causes(causes), "")

@@ -55,7 +55,7 @@ class Watchdog:
     def __init__(self, store: dist.Store, rank: int, size: int):
         self.rank, self.size = rank, size
         self.processes: dict[int, Process] = {rank: here()}
-        self.failures: dict[int, dict[str, Report]] = {}  # by rank, and by the wrapper that they are of; "": the program
+        self.failures: dict[int, dict[str, Report]] = {}  # by rank and wrapper; "": the program's end
         self.failed: dict[int, float] = {}
         self._store = weakref.ref(store, _when_gone(self))
         self._lock = threading.Lock()
