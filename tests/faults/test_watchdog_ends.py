@@ -82,7 +82,7 @@ def _groups_at_one_address(rank, world_size, port, folder):
     """The ranks meet between two groups; then nobody of the old one is there."""
     met = dist.FileStore(f"{folder}/met", world_size)
     for number in range(4):
-        if number % 2:
+        if number >= 2:
             store = dist.FileStore(f"{folder}/group", world_size)
         else:
             store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=SECONDS))
