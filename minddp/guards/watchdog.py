@@ -196,7 +196,8 @@ class Watchdog:
 
     def seconds_until_settled(self) -> float:
         """What a rank had sent has arrived by then, and where the others are was asked anew."""
-        interval = times.look if self._reports is None else self._reports.interval
+        reports = self._reports
+        interval = times.look if reports is None else reports.interval
         return times.SETTLED * times.look + times.ANEW * interval
 
     def has_heard_since(self, when: float) -> bool:
@@ -205,10 +206,12 @@ class Watchdog:
 
     def has_summary(self) -> bool:
         """Whether ranks have had time to say where they are."""
-        return self._reports is not None and self._reports.has_summary()
+        reports = self._reports
+        return reports is not None and reports.has_summary()
 
     def store_is_silent(self) -> bool:
-        longest = 4 * times.look if self._reports is None else self._reports.patience + self._reports.interval
+        reports = self._reports
+        longest = 4 * times.look if reports is None else reports.patience + reports.interval
         return self.lost or time.monotonic() - self._turn_began > max(longest, 1.0)
 
     # --- the thread ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from .shown import shown
 
 
 class ManualFinalization:
@@ -35,7 +34,7 @@ class ManualFinalization:
         engine.reducer._set_manual_finalization_required(bool(required))
         self._minddp_config = engine.config = engine.replaced(manual_finalization=bool(required))
 
-    @shown
+    @property
     def should_finalize_after_backward(self) -> bool:
         """Whether :meth:`finalize_backward` has to wait until the backward of the last forward has returned.
 
