@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 
-
 class ManualFinalization:
     """The part of :class:`DistributedDataParallel` that leaves a backward's end to the caller; names are torch's."""
 
