@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import harness
 from harness import Ranks
 
-from minddp.report.advice import GAIN
+from minddp.report import Advice, Prediction
 
 MODELS = ("mlp38", "gpt2-small", "resnet50")
 LINKS = ("1gbit", "10gbit", "loopback")
@@ -84,16 +84,12 @@ class Judged(NamedTuple):
 
 def judge(choices: list[tuple[str, float, float]], alike: float) -> Judged:
     """How good the predictions were; the first of ``choices`` is the default."""
-    error = max(abs(predicted / measured - 1) for _, predicted, measured in choices)
-    best, default = min(choices, key=lambda choice: choice[1]), choices[0]
-    name, _, seconds = best if best[1] <= (1 - GAIN) * default[1] else default
-    behind = seconds / min(measured for *_, measured in choices) - 1
-    return Judged(error, name, behind, behind <= max(_CLOSE, alike))
-
-
-def short(name: str) -> str:
-    """A choice without the argument's name, for a table."""
-    return name.replace("wire=", "").replace("bucket_cap_mb=", "cap ").replace("'", "")
+    error = max(abs(predicted / seconds - 1) for _, predicted, seconds in choices)
+    measured = {name: seconds for name, _, seconds in choices}
+    present, *others = (Prediction(name, 0, seconds) for name, seconds, _ in choices)
+    named = (Advice(measured[present.name], present, tuple(others)).best() or present).name
+    behind = measured[named] / min(measured.values()) - 1
+    return Judged(error, named, behind, behind <= max(_CLOSE, alike))
 
 
 def show(title: str, choices: list[tuple[str, float, float]], alike: float) -> None:

@@ -112,6 +112,7 @@ class LocalGradients:
                 self._is_compared = True
                 self._refusal = self._compare_earlier() or self._compare()
         except dist.DistNetworkError:
+            self._is_compared = True
             warnings.warn(_NOBODY_ANSWERS.format(self._rank, named[0][0]), stacklevel=2)
         if uses and self._refusal is not None:
             raise self._refusal

@@ -105,7 +105,7 @@ class _Steps:
 
     def _versions(self) -> list[int]:
         optimizer = self.optimizer()
-        return [] if optimizer is None else [p._version for group in optimizer.param_groups for p in group["params"]]
+        return [] if optimizer is None else [p._version for p in _listed(optimizer)]
 
     def note_torn(self) -> None:
         self.is_torn = self.is_torn or self._versions() != self.versions
@@ -115,14 +115,13 @@ class _Steps:
         have. It does not where all that it has averages for has changed, by this step or when it was tried again; nor
         where nothing has, and there was nothing new to step with."""
         optimizer = self.optimizer()
-        averaged, ended_ns = guarded.last_averages()
         if optimizer is None or self.is_torn:
             return self.is_torn
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        changed = {id(p) for p, before in zip(parameters, self.versions) if p._version != before}
+        averaged, ended_ns = guarded.last_averages()
+        changed = {id(p) for p, before in zip(_listed(optimizer), self.versions) if p._version != before}
         if not changed:
             return ended_ns > max(self.ended_ns, 0)
-        return not averaged & {id(p) for p in parameters} <= changed
+        return not averaged & _parameters(optimizer) <= changed
 
     def end(self) -> None:
         global _spent_ns
@@ -256,7 +255,11 @@ def _is_asked(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {id(p) for p in _listed(optimizer)}
+
+
+def _listed(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
@@ -274,6 +277,5 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 def _skip(optimizer: torch.optim.Optimizer) -> None:
     """A step without gradients changes neither parameters nor the optimizer's state."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
+    for parameter in _listed(optimizer):
+        parameter.grad = None

@@ -20,12 +20,12 @@ from ..planner.simulator import simulate_step
 from ..timeline.step_times import Stamps
 from .casts import COPY, Casts
 
-__all__ = ["GAIN", "Advice", "Gradients", "Prediction", "advise"]
+__all__ = ["Advice", "Gradients", "Prediction", "advise"]
 
 _MIB = 1 << 20
 _CAPS_MB = (0.5, 1, 2, 5, 10, 25, 50)
 _WIRES = ("bf16", "int8")
-GAIN = 0.03  # of the present step: what is named as the best saves that much
+_GAIN = 0.03  # of the present step: what is named as the best saves that much
 _SLACK = 0.005  # of a step, for fewer buckets, as the tuner's
 
 
@@ -94,7 +94,7 @@ class Advice:
         """
         allowed = [other for other in self.others if other.exact or not exact]
         best = min(allowed, key=lambda other: other.seconds, default=self.present)
-        return best if best.seconds <= (1 - GAIN) * self.present.seconds else None
+        return best if best.seconds <= (1 - _GAIN) * self.present.seconds else None
 
     def gain(self, prediction: Prediction) -> float:
         """What ``prediction`` saves of the present step, as a part of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,29 +34,27 @@ class Casts(NamedTuple):
 def measure_casts() -> dict[str, Casts]:
     """By ``wire``, and for a plain copy, what this process takes now; some milliseconds."""
     gradient, average = torch.linspace(-1, 1, _NUMEL), torch.zeros(_NUMEL)
-    copy, half = torch.zeros(_NUMEL), torch.zeros(_NUMEL, dtype=torch.bfloat16)
+    buffers = {COPY: torch.zeros(_NUMEL), "bf16": torch.zeros(_NUMEL, dtype=torch.bfloat16)}
     blocks = torch.zeros(int(4 * _NUMEL * WIRE_BYTES["int8"]), dtype=torch.uint8)
     lost = torch.zeros_like(blocks)
-    return {
-        COPY: Casts(
-            _seconds_per_byte(lambda: _C.scaled_copy(gradient, copy, 0.5)),
-            _seconds_per_byte(lambda: _C.scaled_copy(copy, average, 1.0)),
-        ),
-        "bf16": Casts(
-            _seconds_per_byte(lambda: _C.scaled_copy(gradient, half, 0.5)),
-            _seconds_per_byte(lambda: _C.scaled_copy(half, average, 1.0)),
-        ),
-        "int8": Casts(
-            _seconds_per_byte(lambda: _C.quantize(gradient, 0.5, lost, blocks)),
-            _seconds_per_byte(lambda: _C.dequantize(blocks, 1.0, average)),
-        ),
+    found = {
+        name: Casts(
+            _seconds_per_byte(_C.scaled_copy, gradient, buffer, 0.5),
+            _seconds_per_byte(_C.scaled_copy, buffer, average, 1.0),
+        )
+        for name, buffer in buffers.items()
     }
+    found["int8"] = Casts(
+        _seconds_per_byte(_C.quantize, gradient, 0.5, lost, blocks),
+        _seconds_per_byte(_C.dequantize, blocks, 1.0, average),
+    )
+    return found
 
 
-def _seconds_per_byte(cast: Callable[[], None]) -> float:
+def _seconds_per_byte(cast: Callable[..., None], *arguments: Any) -> float:
     times = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
-        cast()
+        cast(*arguments)
         times.append(time.perf_counter() - begin)
     return statistics.median(times) / (4 * _NUMEL)
