@@ -47,7 +47,6 @@ COMMANDS = {
     "grad-norm": "grad_norm.py",
     "straggler": "straggler.py",
     "straggler-links": "straggler.py --link 200mbit",
-    "advice": "advice.py",
     "shm": "shm.py --model mlp67-light",
     "paper": "paper.py --models mlp38,gpt2-small --rounds 3 --link 1gbit",
     "simulate-mlp38": "simulate.py --model mlp38 --link 1gbit",
