@@ -4,8 +4,8 @@
     python benchmarks/advice.py --models mlp38 --links loopback
 
 For each model and link: the default arguments, the best uniform cap, ``bucket_cap_mb="auto"`` and ``wire=``, in
-turns; then what the report of the default's steps in these turns predicts for each. A prediction is the step from
-forward's begin to the averages, as it is measured. "Two alike": how much two wrappers with the default arguments
+turns; and after each turn what the report of the default's steps in it predicts for each. Of both, the medians of all
+turns. A prediction is the step from forward's begin to the averages, as it is measured. "Two alike": how much two wrappers with the default arguments
 differ, measured in the same way: what this machine cannot tell apart. The report names the quickest prediction if it
 saves 3 %, and else the present arguments. It was right if what it names was the quickest choice, or within 2 % of it,
 or within what two alike differ by. No optimizer runs.
@@ -17,37 +17,40 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
 from harness import Ranks
 
+from minddp import DistributedDataParallel
+from minddp.launching.advise import Choice, Loss, measure, predict
+from minddp.launching.tune import tune
 from minddp.report import Advice, Prediction
 
 MODELS = ("mlp38", "gpt2-small", "resnet50")
 LINKS = ("1gbit", "10gbit", "loopback")
-_STEPS = 32  # that a report is of: those of the turns
+_ROUNDS, _STEPS = 10, 32  # of a turn, in each round three steps; that a report is of
 _CLOSE = 0.02  # behind the quickest
 TOLERANCE = 0.10  # of what was measured, for a prediction
 
 
 def try_choices(
-    rank: int, world_size: int, model: str, rounds: int
+    rank: int, world_size: int, model: str, seconds: float
 ) -> tuple[list[tuple[str, float, float]], float]:
     """Each choice, as it is passed; the seconds that were predicted, and measured. How much two alike differ."""
     import torch
     from models import workload
 
-    from minddp import DistributedDataParallel
-    from minddp.launching.advise import Choice, measure, predict
-    from minddp.launching.tune import tune
-
     work = workload(model, torch.device("cpu"), rank)
     alike = [Choice({}, 0.0), Choice({}, 0.0)]
     wrappers = [DistributedDataParallel(copy.deepcopy(work.module)) for _ in alike]
-    measure(alike, wrappers, work.call, rounds)
-    one, other = (choice.measured_seconds for choice in alike)
+    measure(alike, wrappers, work.call, _ROUNDS)
+    turns = math.ceil(seconds / (3 * _ROUNDS * alike[0].measured_seconds))  # the same on all ranks
+    one, other = _medians(alike, wrappers, work.call, turns)[1]
     default = wrappers[0]
     choices = predict(default, _STEPS)
     wrappers = [default]
@@ -55,15 +58,25 @@ def try_choices(
         wrappers.append(DistributedDataParallel(copy.deepcopy(work.module), **choice.arguments))
         if choice.arguments.get("bucket_cap_mb") == "auto":
             tune(wrappers[-1], work.call)
-    measure(choices, wrappers, work.call, rounds)
-    # The machine was another one some minutes ago: the default's steps beside the others' are those to predict from.
-    # The best cap may be another one now; then its first prediction stands.
-    again = {choice.text: choice.predicted_seconds for choice in predict(default, _STEPS)}
-    found = [
-        (choice.text, again.get(choice.text, choice.predicted_seconds), choice.measured_seconds)
-        for choice in choices
-    ]
+    predicted, measured = _medians(choices, wrappers, work.call, turns)
+    found = list(zip([choice.text for choice in choices], predicted, measured, strict=True))
     return found, abs(one - other) / min(one, other)
+
+
+def _medians(
+    choices: Sequence[Choice], wrappers: Sequence[DistributedDataParallel], loss: Loss, turns: int
+) -> tuple[list[float], list[float]]:
+    """What is predicted for each, from the first one's steps in each turn; and what is measured."""
+    predicted: list[list[float]] = []
+    measured: list[list[float]] = []
+    for _ in range(turns):
+        measure(choices, wrappers, loss, _ROUNDS)
+        measured.append([choice.measured_seconds for choice in choices])
+        # The best cap may be another one now; then its first prediction stands.
+        again = {choice.text: choice.predicted_seconds for choice in predict(wrappers[0], _STEPS)}
+        predicted.append([again.get(choice.text, choice.predicted_seconds) for choice in choices])
+    medians = [[statistics.median(each) for each in zip(*found, strict=True)] for found in (predicted, measured)]
+    return medians[0], medians[1]
 
 
 class Judged(NamedTuple):
@@ -109,7 +122,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--models", type=harness.names, default=list(MODELS), help="see benchmarks/models.py")
     parser.add_argument("--links", type=harness.names, default=list(LINKS), help="bandwidths, or loopback")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=12, help="for which a choice is measured, about")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "advice.json")
     arguments: argparse.Namespace = parser.parse_args()
     found: dict[str, list[tuple[str, float, float]]] = {}
@@ -119,7 +132,7 @@ def main() -> None:
         for model in arguments.models:
             case = f"{model}, {link}"
             with Ranks(2, link=None if link == "loopback" else link) as ranks:
-                found[case], alike[case] = ranks.run(try_choices, model, arguments.rounds)[0]
+                found[case], alike[case] = ranks.run(try_choices, model, arguments.seconds)[0]
             show(case, found[case], alike[case])
             # An interrupted run keeps what it has.
             harness.write_json(arguments.output, {**facts, "choices": found, "alike": alike})

@@ -341,7 +341,6 @@ void bind_reducer(py::module_& module) {
       }),
           py::arg("parameters"), py::arg("names"), py::arg("expect_sparse"), py::arg("group"), py::arg("options"),
           py::arg("buckets"))
-      .def("install_hooks", &Reducer::install_hooks)
       .def("renew_hooks", &Reducer::renew_hooks)
       .def("remove_hooks", &Reducer::remove_hooks)
       .def("take_over", &Reducer::take_over, py::arg("before"))

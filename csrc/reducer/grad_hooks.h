@@ -12,6 +12,7 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <functional>
 #include <vector>
 
@@ -42,26 +43,27 @@ class GradHooks {
     renew(parameters);
   }
   ~GradHooks() {
-    for (Hooked& hooked : hooked_) remove(hooked);
+    for (const Nodes& nodes : hooked_) std::ranges::for_each(nodes, remove);
   }
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;
 
-  // A cast, or a parametrization, gives a parameter another node. A parameter that is frozen
-  // later keeps its hook: when it is unfrozen, autograd returns the same node.
+  // A cast, or a parametrization, gives a parameter another node. A graph that was made before still brings its
+  // gradients to the older one, which keeps its hook while that graph lives. A parameter that is frozen later keeps its
+  // hook: when it is unfrozen, autograd returns the same node.
   void renew(const std::vector<at::Tensor>& parameters) {
     for (size_t i = 0; i < parameters.size(); ++i) {
-      if (!parameters[i].requires_grad()) continue;
-      NodePtr node = torch::autograd::impl::grad_accumulator(parameters[i]);
-      if (node == hooked_[i].node) continue;
-      remove(hooked_[i]);
-      hooked_[i] = add(std::move(node), i);
+      if (!is_lost(i, parameters[i])) continue;
+      std::erase_if(hooked_[i], [](const Hooked& hooked) { return hooked.node.use_count() == 1; });
+      hooked_[i].push_back(add(torch::autograd::impl::grad_accumulator(parameters[i]), i));
     }
   }
 
   // Whether parameter i has another node by now.
   bool is_lost(size_t i, const at::Tensor& parameter) const {
-    return parameter.requires_grad() && torch::autograd::impl::grad_accumulator(parameter) != hooked_[i].node;
+    const Nodes& nodes = hooked_[i];
+    return parameter.requires_grad() &&
+        (nodes.empty() || nodes.back().node != torch::autograd::impl::grad_accumulator(parameter));
   }
 
   // By parameter: whether the running backward's own graph accumulates into it. Autograd's engine has walked that
@@ -69,7 +71,8 @@ class GradHooks {
   std::vector<char> taking_part() const {
     const GraphTaskNodes nodes;
     std::vector<char> takes_part(hooked_.size());
-    for (size_t i = 0; i < hooked_.size(); ++i) takes_part[i] = nodes.accumulates(hooked_[i].node.get());
+    const auto accumulates = [&](const Hooked& hooked) { return nodes.accumulates(hooked.node.get()); };
+    for (size_t i = 0; i < hooked_.size(); ++i) takes_part[i] = std::ranges::any_of(hooked_[i], accumulates);
     return takes_part;
   }
 
@@ -82,6 +85,7 @@ class GradHooks {
     uintptr_t key = 0;
     torch::autograd::FunctionPreHook* before = nullptr;
   };
+  using Nodes = std::vector<Hooked>;  // of one parameter, the present one last
 
   // Do not rely on the order of hooks: other libraries have hooks on the same nodes.
   Hooked add(NodePtr node, size_t i) {
@@ -95,7 +99,6 @@ class GradHooks {
   }
   // The post hook is found by its key, the pre hook by its address.
   static void remove(const Hooked& hooked) {
-    if (!hooked.node) return;
     hooked.node->del_post_hook(hooked.key);
     if (hooked.before)
       std::erase_if(hooked.node->pre_hooks(), [&](const auto& hook) { return hook.get() == hooked.before; });
@@ -103,7 +106,7 @@ class GradHooks {
 
   const OnReady on_ready_;
   const BeforeGrowth before_;
-  std::vector<Hooked> hooked_;
+  std::vector<Nodes> hooked_;
 };
 
 }  // namespace minddp

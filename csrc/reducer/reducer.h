@@ -180,7 +180,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   c10::intrusive_ptr<Future> shadow_used_map();
   // Makes new hooks on all parameters that require a gradient.
   void install_hooks();
-  // Moves the hooks of parameters that have another node. Does not bring back hooks that remove_hooks() has removed.
+  // Hooks for parameters that have another node. Does not bring back hooks that remove_hooks() has removed.
   void renew_hooks() {
     if (hooks_) hooks_->renew(parameters);
   }

@@ -101,10 +101,10 @@ def predict(default: DistributedDataParallel, steps: int) -> list[Choice]:
 def measure(
     choices: Sequence[Choice], wrappers: Sequence[DistributedDataParallel], loss: Loss, rounds: int
 ) -> None:
-    """Sets what each of ``choices`` takes, by its wrapper, in turns. Collective."""
+    """Sets what each of ``choices`` takes, by its wrapper, in turns, forth and back. Collective."""
     times: list[list[float]] = [[] for _ in choices]
     for turn in range(rounds + 1):
-        for seconds, ddp in zip(times, wrappers):
+        for seconds, ddp in list(zip(times, wrappers))[:: -1 if turn % 2 else 1]:
             measured = [_step(ddp, loss) for _ in range(3)][1:]
             seconds += measured if turn else []
     slowest = torch.tensor(times, dtype=torch.float64, device=wrappers[0].device)

@@ -102,10 +102,10 @@ class HookRegistration:
                 "Communication hook: return annotation should be torch.futures.Future[torch.Tensor].",
             )
 
-    def _log_and_throw(self, kind: type[Exception], message: str) -> None:
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
         if self.__dict__.get("_minddp_engine") is not None:
-            self._minddp_engine.logger.set_error_and_log(f"{kind}: {message}")
-        raise kind(message)
+            self._minddp_engine.logger.set_error_and_log(f"{err_type}: {err_msg}")
+        raise err_type(err_msg)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """An optimizer that steps in a bucket's hook, right after its reduction."""

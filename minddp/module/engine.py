@@ -134,7 +134,7 @@ class Engine(StepCheck):
                 self.module,
                 self.parameters.module_parameters,
                 self.parameters.buffers(self.module).values(),
-                weakly(self._move_hooks),
+                weakly(self._renew_hooks),
             )
         if planned is not None:
             kinds = self.reducer.kinds
@@ -209,8 +209,8 @@ class Engine(StepCheck):
             device=self.parameters.device,
         )
 
-    def _move_hooks(self) -> None:
-        self.reducer.install_hooks()
+    def _renew_hooks(self) -> None:
+        self.reducer.renew_hooks()
 
     # --- the communication hook ---
 

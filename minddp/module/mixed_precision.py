@@ -2,7 +2,7 @@
 
 Before forward every parameter's ``.data`` becomes a low-precision copy; when backward has ended (or at
 once where autograd is off) the full-precision data is back and so are full-precision gradients, and the copies are
-let go. What travels between ranks has ``reduce_dtype``. Configuration: torch's ``_MixedPrecision``.
+let go. Another backward through the outputs of a forward lowers them again, for as long as it runs. What travels between ranks has ``reduce_dtype``. Configuration: torch's ``_MixedPrecision``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MixedPrecision:
         module: the wrapped module, whose state dicts have full precision at any time.
         parameters: those of its parameters that change.
         param_dtype: their dtype in forward and backward.
-        moved: called when their autograd nodes have changed, and with them the places of hooks.
+        moved: called when their autograd nodes have changed: the new ones need hooks.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MixedPrecision:
         self._parameters = [p for p in parameters if p.is_floating_point()]
         self._moved = moved
         module._register_state_dict_hook(_full_precision)
-        self._low = False
+        self._low = self._was_low = False
         for parameter in self._parameters:
             parameter._fp_param = parameter.data  # type: ignore[attr-defined]
             parameter._mp_param = torch.empty(0, dtype=param_dtype, device=parameter.device)  # type: ignore[attr-defined]
@@ -87,6 +87,7 @@ class MixedPrecision:
 
     def lower(self) -> None:
         """Before forward: parameters, and gradients accumulated so far, become low precision."""
+        self._was_low = self._low
         if not self._low:
             for parameter in self._parameters:
                 parameter._fp_param = parameter.data  # type: ignore[attr-defined]
@@ -97,18 +98,24 @@ class MixedPrecision:
         for grad, low in zip(grads, _cast([grad.detach() for grad in grads], self.param_dtype)):
             grad.data = low
         self._low = True
-        # A parameter of another dtype has another AccumulateGrad node: the hooks move along.
+        # A parameter of another dtype has another AccumulateGrad node, which needs a hook.
         self._moved()
 
     def restore_after_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """After forward: full precision returns when the backward through ``outputs`` has ended."""
+        """After forward: full precision returns when a backward through ``outputs`` has ended.
+
+        A forward without a graph leaves the parameters as it found them: another forward's graph may wait for its
+        backward.
+        """
         nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        if not nodes or not torch.is_grad_enabled():
+        if not self._was_low and (not nodes or not torch.is_grad_enabled()):
             self.restore()
         for node in nodes:
             node.register_prehook(self._on_backward)
 
     def _on_backward(self, grads: Any) -> None:
+        if not self._low:  # another backward has ended since
+            self.lower()
         Variable._execution_engine.queue_callback(self.restore)
 
     def restore(self) -> None:
