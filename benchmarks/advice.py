@@ -4,11 +4,11 @@
     python benchmarks/advice.py --models mlp38 --links loopback
 
 For each model and link: the default arguments, the best uniform cap, ``bucket_cap_mb="auto"`` and ``wire=``, in
-turns; and after each turn what the report of the default's steps in it predicts for each. Of both, the medians of all
-turns. A prediction is the step from forward's begin to the averages, as it is measured. "Two alike": how much two wrappers with the default arguments
-differ, measured in the same way: what this machine cannot tell apart. The report names the quickest prediction if it
-saves 3 %, and else the present arguments. It was right if what it names was the quickest choice, or within 2 % of it,
-or within what two alike differ by. No optimizer runs.
+turns; and after each turn what the report of the default's steps in it predicts for each. Of both, the medians of
+all turns. A prediction is the step from forward's begin to the averages, as it is measured. "Two alike": how much
+two wrappers with the default arguments differ, measured in the same way: what this machine cannot tell apart. The
+report names the quickest prediction if it saves 3 %, and else the present arguments. It was right if what it names
+was the quickest choice, or within 2 % of it, or within what two alike differ by. No optimizer runs.
 
 Result: advice.json in --output.
 """

@@ -49,8 +49,8 @@ class GradHooks {
   GradHooks& operator=(const GradHooks&) = delete;
 
   // A cast, or a parametrization, gives a parameter another node. A graph that was made before still brings its
-  // gradients to the older one, which keeps its hook while that graph lives. A parameter that is frozen later keeps its
-  // hook: when it is unfrozen, autograd returns the same node.
+  // gradients to the older one, which keeps its hook while that graph lives. A parameter that is frozen later keeps
+  // its hook: when it is unfrozen, autograd returns the same node.
   void renew(const std::vector<at::Tensor>& parameters) {
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (!is_lost(i, parameters[i])) continue;

@@ -1,8 +1,9 @@
 """Native mixed precision: low-precision parameters during forward and backward, full precision outside.
 
-Before forward every parameter's ``.data`` becomes a low-precision copy; when backward has ended (or at
-once where autograd is off) the full-precision data is back and so are full-precision gradients, and the copies are
-let go. Another backward through the outputs of a forward lowers them again, for as long as it runs. What travels between ranks has ``reduce_dtype``. Configuration: torch's ``_MixedPrecision``.
+Before forward every parameter's ``.data`` becomes a low-precision copy; when backward has ended (or at once
+where autograd is off) the full-precision data is back and so are full-precision gradients, and the copies are
+let go. Another backward through the outputs of a forward lowers them again, for as long as it runs. What
+travels between ranks has ``reduce_dtype``. Configuration: torch's ``_MixedPrecision``.
 """
 
 from __future__ import annotations
