@@ -63,7 +63,7 @@ class MixedPrecision:
         self._parameters = [p for p in parameters if p.is_floating_point()]
         self._moved = moved
         module._register_state_dict_hook(_full_precision)
-        self._low = self._was_low = False
+        self._low = False
         for parameter in self._parameters:
             parameter._fp_param = parameter.data  # type: ignore[attr-defined]
             parameter._mp_param = torch.empty(0, dtype=param_dtype, device=parameter.device)  # type: ignore[attr-defined]
@@ -88,7 +88,6 @@ class MixedPrecision:
 
     def lower(self) -> None:
         """Before forward: parameters, and gradients accumulated so far, become low precision."""
-        self._was_low = self._low
         if not self._low:
             for parameter in self._parameters:
                 parameter._fp_param = parameter.data  # type: ignore[attr-defined]
@@ -103,19 +102,15 @@ class MixedPrecision:
         self._moved()
 
     def restore_after_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """After forward: full precision returns when a backward through ``outputs`` has ended.
-
-        A forward without a graph leaves the parameters as it found them: another forward's graph may wait for its
-        backward.
-        """
+        """After forward: full precision returns when a backward through ``outputs`` has ended."""
         nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        if not self._was_low and (not nodes or not torch.is_grad_enabled()):
+        if not nodes or not torch.is_grad_enabled():
             self.restore()
         for node in nodes:
             node.register_prehook(self._on_backward)
 
     def _on_backward(self, grads: Any) -> None:
-        if not self._low:  # another backward has ended since
+        if not self._low:  # another forward, or backward, has ended since
             self.lower()
         Variable._execution_engine.queue_callback(self.restore)
 
