@@ -73,14 +73,11 @@ class Reducer(_C.Reducer):
             (p.dtype, p.device, name if sparse else "", dtype)
             for p, name, sparse, dtype in zip(parameters, names, expect_sparse, dtypes)
         ]
-        # Where ranks may use different parameters, one's order of arrival says little about the others'. And, as in
-        # torch, their forwards have no collective of the reducer's: one rank alone may run some.
-        self._agrees_on_order = config.graph_mode != _C.GraphMode.FIND_UNUSED
-        # Smaller buckets would be skipped by ranks that send the larger one alike. Nor are views made anew: a program
-        # may hold those that it has seen. Both as with torch's.
-        keeps_buckets = config.skip_all_reduce_unused_params or config.gradient_as_bucket_view
-        self._fits_one = sum(self._nbytes) <= config.torch_caps[0]
-        self.is_settled = (keeps_buckets or self._fits_one) and not self._agrees_on_order
+        # Where ranks may use different parameters, a bucket of some that others use may leave earlier on this rank than on
+        # theirs, relative to the program's own collectives in backward (SyncBatchNorm's). With torch's buckets it leaves
+        # where it does with torch's class. Nor have forwards there a collective of the reducer's: one rank may run some.
+        self._as_torch = config.graph_mode == _C.GraphMode.FIND_UNUSED
+        self.is_settled = self._as_torch
         self.order_of_arrival: list[int] = []  # by which buckets were cut anew
         self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
         self._has_hook, self._divisor = False, group.size()
@@ -112,14 +109,15 @@ class Reducer(_C.Reducer):
     # --- buckets ---
 
     def _first_buckets(self) -> Buckets:
-        """As torch's class: all of a kind together, where that fits a bucket or the order will be known soon.
+        """As torch's class: all of a kind together, where the order will be known soon.
 
         Not where it is more than 25 MiB: a bucket takes memory of its own, which a large gradient alone does not.
         """
-        soon = self._agrees_on_order and sum(self._nbytes) <= FIRST_BUCKET_BYTES
-        listed = self.config.lists_caps
-        if self._fits_one or soon or listed:
-            return unordered_buckets(self._nbytes, self.kinds, self.config.caps if listed else [sys.maxsize])
+        config = self.config
+        if self._as_torch or config.lists_caps:
+            return unordered_buckets(self._nbytes, self.kinds, config.torch_caps if self._as_torch else config.caps)
+        if sum(self._nbytes) <= max(FIRST_BUCKET_BYTES, config.torch_caps[0]):
+            return unordered_buckets(self._nbytes, self.kinds, [sys.maxsize])
         return self._assign(range(len(self._nbytes))[::-1], [])
 
     def _assign(self, arrived: Sequence[int], absent: Sequence[int]) -> Buckets:
@@ -145,8 +143,7 @@ class Reducer(_C.Reducer):
         """Once, after the first synchronized backward: buckets along rank 0's order. Collective.
 
         ``collective``: a context in which the ranks meet, if they do.
-        With unused parameters to find, what no rank has used lies apart, and nobody is asked: all know the same. Not
-        where unused buckets are skipped.
+        Not with unused parameters to find, as in torch.
         With a static graph after the second, as in torch: a forward on one rank alone meets nobody before.
         """
         static = self.config.graph_mode == _C.GraphMode.STATIC
@@ -157,15 +154,9 @@ class Reducer(_C.Reducer):
         self.order_of_arrival = arrived + absent
         # The numbers of a communication hook may depend on what travels together. Rank 0's hook decides.
         agreed = Agreed(arrived, absent, as_torch=self._has_hook, token=secrets.randbits(62))
-        if self._agrees_on_order:
-            with collective():
-                agreed = agree_on_order(agreed, self.group, self._device)
-            self.agreed_token = f"{agreed.token:x}"
-        elif self.group.size() > 1:
-            used = self._get_local_used_map().tolist()
-            backwards = range(len(used))[::-1]
-            order = [i for i in backwards if used[i]], [i for i in backwards if not used[i]]
-            agreed = Agreed(*order, as_torch=False, token=0)
+        with collective():
+            agreed = agree_on_order(agreed, self.group, self._device)
+        self.agreed_token = f"{agreed.token:x}"
         assign = self._assign_as_torch if agreed.as_torch else self._assign
         self._cut(assign(agreed.arrived, agreed.absent))
         return True

@@ -1,4 +1,4 @@
-"""Ranks whose collectives fit, though one reduces in another way: a hook of its own, an all-reduce by hand."""
+"""Ranks whose collectives fit, though one goes another way: a hook of its own, an all-reduce by hand, a head of its own."""
 
 from __future__ import annotations
 
@@ -89,6 +89,45 @@ def other_default_dtypes(cls, rank, **args):
         torch.set_default_dtype(torch.float32)
 
 
+class _Summed(torch.autograd.Function):
+    """All-reduces in backward, as synchronized batch norm does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class _Heads(nn.Module):
+    def __init__(self, width=600):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+        self.first = nn.Linear(width, 2)
+        self.second = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
+
+    def forward(self, x, both):
+        x = self.body(x)
+        second = self.second(x).square().sum() if both else 0
+        return self.first(_Summed.apply(x)).square().sum() + second
+
+
+def head_of_one_rank(cls, rank, **args):
+    """Where it is not used its bucket is complete before the module's own collective, elsewhere after it."""
+    ddp = cls(_Heads(), find_unused_parameters=True, **args)
+    seen = []
+    for i in range(3):
+        ddp.zero_grad()
+        ddp(torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * i + rank)), rank == 0).backward()
+        seen += [p.grad.clone() for p in ddp.module.parameters()]
+    return seen
+
+
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_they_meet_as_with_torchs_class(world_size):
@@ -96,3 +135,5 @@ def test_they_meet_as_with_torchs_class(world_size):
     modes = {mode: MODES[mode] for mode in ("default", "views", "small")}
     assert not those_that_differ(programs, world_size, 60, modes)
     assert not those_that_differ([all_reduce_by_hand], world_size, 60)
+    modes = {mode: MODES[mode] for mode in ("default", "views")}
+    assert not those_that_differ([head_of_one_rank], world_size, 60, modes)

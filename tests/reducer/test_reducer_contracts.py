@@ -842,8 +842,8 @@ def test_buckets_are_cut_anew_once():
 
 
 def _never_arrived(rank, world_size):
-    ddp = DDP(Two(), find_unused_parameters=True, bucket_cap_mb=7e-5)  # all but one fit
-    for step in range(2):
+    ddp = DDP(Two(), static_graph=True, bucket_cap_mb=7e-5)  # all but one fit
+    for step in range(3):
         ddp(_x(rank, step), ("left",)).backward()
     names = [sorted(ddp.reducer.names[i] for i in bucket) for bucket in ddp.reducer.buckets()]
     assert names == [["left.bias", "left.weight"], ["right.bias", "right.weight"]]
