@@ -2,9 +2,11 @@
 #include "bindings_comm_hook.h"
 #include "bindings_find_tensors.h"
 #include "cases/gradient_noise.h"
+#include "cases/program_collectives.h"
 #include "reducer/reducer.h"
 #include "support/block_quantization.h"
 #include "support/gil_release.h"
+#include "support/graph_task.h"
 #include "support/sum_of_squares.h"
 #include "support/watched_wait.h"
 #include "transport/ordered_allreduce.h"
@@ -400,6 +402,7 @@ void bind_reducer(py::module_& module) {
       .def("_ddp_graph_static", &Reducer::graph_is_static)
       .def("last_error", [](const Reducer& r) { return r.state().last_error; })
       .def("position", &position)
+      .def("program_communicates", [](Reducer& r) { return r.program_collectives() && r.program_collectives()->found(); })
       .def("ask_noise", [](Reducer& r) { r.noise().ask(); })
       .def("noise_norms", [](Reducer& r) { return r.noise().norms(); })
       .def("last_step", &last_step)
@@ -449,6 +452,7 @@ PYBIND11_MODULE(_C, module) {
   bind_grad_bucket(module);
   bind_options(module);
   bind_reducer(module);
+  module.def("backward_looks_ahead", [] { return GraphTaskNodes().looks_ahead(); });
   module.def("cpu_timeout", &cpu_timeout, py::arg("group"));
   module.def("set_look_seconds", [](double seconds) { look_seconds = seconds; }, py::arg("seconds"));
   module.def("wait_for", &wait_for, Release(), py::arg("work"), py::arg("on_stall") = nullptr);

@@ -6,6 +6,7 @@
 #include "cases/lazy_memory.h"
 #include "cases/lone_bucket.h"
 #include "cases/moved_views.h"
+#include "cases/program_collectives.h"
 #include "cases/quantized_bucket.h"
 #include "cases/shared_parameters.h"
 #include "cases/sparse_bucket.h"
@@ -34,6 +35,10 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       place_(this->parameters.size()), used_map_(options_.graph_mode, alone()), trace_(std::make_shared<Trace>()) {
   ReducerState& state = *this;
   cases_.push_back(std::make_unique<ContextGradients>(state, options_.not_in_contexts));
+  if (options_.graph_mode != GraphMode::kFindUnused) {
+    program_collectives_ = new ProgramCollectives(state, *group_);
+    cases_.emplace_back(program_collectives_);
+  }
   if (options_.gradient_as_bucket_view) cases_.push_back(std::make_unique<MovedViews>(state));
   if (options_.refuses_earlier_sums) cases_.push_back(std::make_unique<EarlierSums>(state));
   if (options_.lazy_bucket_allocation) cases_.push_back(std::make_unique<LazyMemory>(state));

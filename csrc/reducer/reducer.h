@@ -104,6 +104,7 @@ namespace minddp {
 class OrderedAllreduce;
 struct Quantization;
 class GradientNoise;
+class ProgramCollectives;
 class SharedParameters;
 
 // Fixed as long as the reducer lives.
@@ -193,6 +194,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   void share(const std::shared_ptr<Reducer>& other, bool views);  // cases/shared_parameters.h
   GradientNoise& noise();                                         // cases/gradient_noise.h
+  ProgramCollectives* program_collectives() { return program_collectives_; }  // cases/program_collectives.h
   // Raises if an iteration has begun and is not over. Inside of a backward it raises in kLaunched alone: in other
   // phases this backward may still complete the iteration.
   void check_finished() const;
@@ -275,6 +277,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   std::vector<std::unique_ptr<Case>> cases_;
   SharedParameters* shared_ = nullptr;  // owned by cases_; null before share()
   GradientNoise* noise_ = nullptr;      // the same; null before noise()
+  ProgramCollectives* program_collectives_ = nullptr;  // the same; null where buckets are torch's anyway
   std::unique_ptr<CommHook> hook_;
   std::unique_ptr<GradHooks> hooks_;
 

@@ -24,6 +24,8 @@ class GraphTaskNodes {
   }
   // Whether it goes to all leaves, and not to given inputs alone, as of autograd.grad().
   bool goes_to_all() const { return notes_.empty(); }
+  // Whether it goes to given inputs, and keeps its graph for another backward.
+  bool looks_ahead() const { return !goes_to_all() && torch::autograd::get_current_graph_task_keep_graph(); }
   // Whether it will run an AccumulateGrad node, as far as its own graph tells.
   bool accumulates(Node* node) const {
     const auto note = notes_.find(node);

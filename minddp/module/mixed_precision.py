@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from .. import _C
 from ..reduction.members import every_name
 
 
@@ -21,7 +22,16 @@ def _full_precision(module: torch.nn.Module, state: dict[str, Any], prefix: str,
     for name, parameter in every_name(module):
         full = getattr(parameter, "_fp_param", None)
         if full is not None and prefix + name in state and parameter.dtype != full.dtype:
+            _adopt_change(parameter)
             state[prefix + name] = full
+
+
+def _adopt_change(parameter: Any) -> None:
+    """What the program has written into a low-precision parameter is its value: an optimizer's step or a checkpoint
+    after a forward that no backward has followed."""
+    if parameter._version != parameter._mp_version or parameter.data_ptr() != parameter._mp_param.data_ptr():
+        parameter._fp_param.copy_(parameter.detach())
+        parameter._mp_version = parameter._version
 
 
 def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -88,12 +98,15 @@ class MixedPrecision:
 
     def lower(self) -> None:
         """Before forward: parameters, and gradients accumulated so far, become low precision."""
-        if not self._low:
-            for parameter in self._parameters:
+        for parameter in self._parameters:
+            if self._low:
+                _adopt_change(parameter)
+            else:
                 parameter._fp_param = parameter.data  # type: ignore[attr-defined]
         full = [parameter._fp_param for parameter in self._parameters]  # type: ignore[attr-defined]
         for parameter, low in zip(self._parameters, _cast(full, self.param_dtype)):
             parameter._mp_param = parameter.data = low  # type: ignore[attr-defined]
+            parameter._mp_version = parameter._version  # type: ignore[attr-defined]
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         for grad, low in zip(grads, _cast([grad.detach() for grad in grads], self.param_dtype)):
             grad.data = low
@@ -112,6 +125,8 @@ class MixedPrecision:
     def _on_backward(self, grads: Any) -> None:
         if not self._low:  # another forward, or backward, has ended since
             self.lower()
+        if _C.backward_looks_ahead():  # a gradient penalty's, say: its graph is used again
+            return
         Variable._execution_engine.queue_callback(self.restore)
 
     def restore(self) -> None:
@@ -119,6 +134,8 @@ class MixedPrecision:
         if not self._low:
             return
         self._low = False
+        for parameter in self._parameters:
+            _adopt_change(parameter)
         with_grad: list[Any] = [parameter for parameter in self._parameters if parameter.grad is not None]
         grads = {id(parameter): parameter.grad for parameter in with_grad}
         for dtype in {parameter._fp_param.dtype for parameter in with_grad}:

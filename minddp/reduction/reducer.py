@@ -73,9 +73,9 @@ class Reducer(_C.Reducer):
             (p.dtype, p.device, name if sparse else "", dtype)
             for p, name, sparse, dtype in zip(parameters, names, expect_sparse, dtypes)
         ]
-        # Where ranks may use different parameters, a bucket of some that others use may leave earlier on this rank than on
-        # theirs, relative to the program's own collectives in backward (SyncBatchNorm's). With torch's buckets it leaves
-        # where it does with torch's class. Nor have forwards there a collective of the reducer's: one rank may run some.
+        # A bucket of parameters that other ranks use, and this one does not, is complete here before a collective of
+        # the program's own in backward (SyncBatchNorm's), and there after it. With torch's buckets it leaves where it
+        # does with torch's class. Nor, as there, have forwards a collective of the reducer's: a rank may run some alone.
         self._as_torch = config.graph_mode == _C.GraphMode.FIND_UNUSED
         self.is_settled = self._as_torch
         self.order_of_arrival: list[int] = []  # by which buckets were cut anew
@@ -152,8 +152,10 @@ class Reducer(_C.Reducer):
         self.is_settled = True
         arrived, absent = ready_order(self.last_step()["ready_ns"])
         self.order_of_arrival = arrived + absent
-        # The numbers of a communication hook may depend on what travels together. Rank 0's hook decides.
-        agreed = Agreed(arrived, absent, as_torch=self._has_hook, token=secrets.randbits(62))
+        # The numbers of a communication hook may depend on what travels together; and collectives of the program's own in
+        # backward meet other ranks' buckets, if gradients come in another order there. Rank 0 decides.
+        as_torch = self._has_hook or self.program_communicates()
+        agreed = Agreed(arrived, absent, as_torch=as_torch, token=secrets.randbits(62))
         with collective():
             agreed = agree_on_order(agreed, self.group, self._device)
         self.agreed_token = f"{agreed.token:x}"

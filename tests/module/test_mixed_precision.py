@@ -23,12 +23,12 @@ class Net(nn.Module):
     def __init__(self, reentrant: bool | None):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.first, self.middle, self.last = nn.Linear(4, 8), nn.Conv1d(8, 8, 1), nn.Linear(8, 2)
         self.scale = nn.Parameter(torch.ones(8))
         self.reentrant = reentrant
 
     def inner(self, x):
-        return torch.tanh(self.middle(x) * self.scale)
+        return torch.tanh(self.middle(x[..., None])[..., 0] * self.scale)
 
     def forward(self, x):
         x = torch.tanh(self.first(x))
@@ -92,7 +92,19 @@ def one_loss_of_two(ddp, x, other):
     (loss + _loss(ddp(other))).backward()
 
 
-PROGRAMS = (saliency, penalty, kept_graph, two_graphs, evaluated_between, probed_between, one_loss_of_two)
+def step_after_a_dropped_loss(ddp, x, other):
+    _loss(ddp(x)).backward()
+    _loss(ddp(other))
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter -= 0.1
+    torch.testing.assert_close(ddp.state_dict()["module.scale"], ddp.module.scale.detach().float())
+
+
+PROGRAMS = (
+    saliency, penalty, kept_graph, two_graphs, evaluated_between, probed_between, one_loss_of_two,
+    step_after_a_dropped_loss,
+)  # fmt: skip
 
 
 def _grads(program, rank: int, reentrant: bool | None, **options: Any) -> list[torch.Tensor]:
@@ -103,9 +115,9 @@ def _grads(program, rank: int, reentrant: bool | None, **options: Any) -> list[t
         optimizer.zero_grad()
         torch.manual_seed(10 * i + rank)
         program(ddp, torch.randn(6, 4), torch.randn(6, 4))
-        found += [p.grad.detach().clone() for p in ddp.parameters()]
+        found += [p.grad.detach().float().clone() for p in ddp.parameters()]
         optimizer.step()
-    return found
+    return found + [value.clone() for value in ddp.state_dict().values()]
 
 
 def _alike(rank, world_size, reentrant):

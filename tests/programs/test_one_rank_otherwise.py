@@ -104,28 +104,40 @@ class _Summed(torch.autograd.Function):
 
 
 class _Heads(nn.Module):
-    def __init__(self, width=600):
+    def __init__(self, width=800):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
         self.first = nn.Linear(width, 2)
         self.second = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
 
-    def forward(self, x, both):
+    def forward(self, x, uses_second, zero):
         x = self.body(x)
-        second = self.second(x).square().sum() if both else 0
+        second = self.second(x).square().sum() if uses_second else 0
+        if not uses_second and zero:
+            second = sum(0 * p.sum() for p in self.second.parameters())
         return self.first(_Summed.apply(x)).square().sum() + second
+
+
+def _head_of_one_rank(cls, rank, zero, **args):
+    ddp = cls(_Heads(), **args)
+    seen = []
+    for i in range(3):
+        ddp.zero_grad()
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * i + rank))
+        ddp(x, rank == 0, zero).backward()
+        seen += [p.grad.clone() for p in ddp.module.parameters()]
+    return seen
 
 
 def head_of_one_rank(cls, rank, **args):
     """Where it is not used its bucket is complete before the module's own collective, elsewhere after it."""
-    ddp = cls(_Heads(), find_unused_parameters=True, **args)
-    seen = []
-    for i in range(3):
-        ddp.zero_grad()
-        ddp(torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * i + rank)), rank == 0).backward()
-        seen += [p.grad.clone() for p in ddp.module.parameters()]
-    return seen
+    return _head_of_one_rank(cls, rank, zero=False, find_unused_parameters=True, **args)
+
+
+def term_times_zero(cls, rank, **args):
+    """The same, of gradients that are zero."""
+    return _head_of_one_rank(cls, rank, zero=True, **args)
 
 
 @pytest.mark.timeout(90)
@@ -136,4 +148,4 @@ def test_they_meet_as_with_torchs_class(world_size):
     assert not those_that_differ(programs, world_size, 60, modes)
     assert not those_that_differ([all_reduce_by_hand], world_size, 60)
     modes = {mode: MODES[mode] for mode in ("default", "views")}
-    assert not those_that_differ([head_of_one_rank], world_size, 60, modes)
+    assert not those_that_differ([head_of_one_rank, term_times_zero], world_size, 60, modes)
