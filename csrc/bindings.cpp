@@ -159,11 +159,22 @@ void set_scales(Reducer& reducer, double before, double after) {
   reducer.post_scale = after;
 }
 
+// A thread that asks for the GIL then is ended, inside of frames that must not be.
+bool python_ends() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
 // A watcher that Ctrl-C interrupts is called once more, with -1 seconds: the wait is over, its collective is not.
+// Nobody watches while Python ends.
 template <typename... Rest>
 std::function<void(double, Rest...)> hears_interrupts(std::function<void(double, Rest...)> watcher) {
   if (!watcher) return nullptr;
   return [watcher = std::move(watcher)](double seconds, Rest... rest) {
+    if (python_ends()) return;
     try {
       watcher(seconds, rest...);
     } catch (const py::error_already_set& error) {

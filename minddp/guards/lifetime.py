@@ -84,7 +84,7 @@ def _others_run() -> bool:
     own = str(threading.get_native_id())
     for stat in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # it has ended
-            if stat.parent.name != own and stat.read_text().rpartition(")")[2].split()[0] == "R":
+            if stat.parent.name != own and stat.read_bytes().rpartition(b")")[2].split()[0] == b"R":
                 return True
     return False
 

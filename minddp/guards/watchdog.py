@@ -18,6 +18,7 @@ reported at once, since other threads may hold the process. A process that is ki
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -37,6 +38,8 @@ from ..ranks.processes import Process, here, look
 from . import connections, location, times
 from .evidence import Fact, Wait
 from .reports import Report, Reports, innermost
+
+log = logging.getLogger("minddp")
 
 _EXIT_SECONDS = 1.0
 
@@ -80,7 +83,11 @@ class Watchdog:
         inner = innermost(store)
         self._port = inner.port if isinstance(inner, dist.TCPStore) else None
         self._thread = threading.Thread(target=self._run, args=([store],), name="minddp: watchdog", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the process may have no more threads: it trains without
+            self.lost = True
+            log.warning("Rank %d hears nothing of the other ranks, and tells them nothing: %s", rank, error)
         _living.add(self)
 
     def same_group(self, store: dist.Store) -> bool:
@@ -248,7 +255,11 @@ class Watchdog:
         it may be ending."""
         if self._port is None and threading.current_thread() is not self._thread:
             self._wake.set()
-            self._thread.join(_EXIT_SECONDS)
+            self._join(_EXIT_SECONDS)
+
+    def _join(self, seconds: float) -> None:
+        if self._thread.is_alive():
+            self._thread.join(seconds)
 
     def _group_is_there(self) -> bool:
         store = self._store()
@@ -331,14 +342,14 @@ class Watchdog:
             self._say_goodbye()
         self._stopping = True
         self._wake.set()
-        self._thread.join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
+        self._join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
         if self._thread.is_alive() and self._port is not None:
             connections.cut(self._port)
-            self._thread.join(_EXIT_SECONDS)
+            self._join(_EXIT_SECONDS)
 
     def _say_goodbye(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is not None:
+        if error is not None and not _prompts():
             self.tell(f"its program ended with {location.exception_text(error)}")
         elif self._later is not None:
             self.tell(*self._later[1:])
@@ -387,7 +398,7 @@ def _hear_uncaught() -> None:
     of_main, of_threads = sys.excepthook, threading.excepthook
 
     def main_ends(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if _current is not None and not hasattr(sys, "ps1") and not _is_called_by_the_program(error):
+        if _current is not None and not _prompts() and not _is_called_by_the_program(error):
             with suppress(Exception):
                 _current.note_uncaught(error)
         of_main(kind, error, trace)
@@ -400,6 +411,11 @@ def _hear_uncaught() -> None:
         of_threads(arguments)
 
     sys.excepthook, threading.excepthook = main_ends, thread_ends
+
+
+def _prompts() -> bool:
+    """The interpreter asks its user what to do next, or will when the script has ended (``python -i``)."""
+    return hasattr(sys, "ps1") or bool(sys.flags.inspect or os.environ.get("PYTHONINSPECT"))
 
 
 def _is_called_by_the_program(error: BaseException) -> bool:

@@ -76,8 +76,19 @@ def thread_state(thread: int) -> tuple[str, float]:
 
 
 def _stat(of: int | str) -> list[str]:
-    with open(f"/proc/{of}/stat") as file:
-        return file.read().rpartition(")")[2].split()
+    with open(f"/proc/{of}/stat", "rb") as file:  # a name may be any bytes
+        return file.read().rpartition(b")")[2].decode().split()
+
+
+def _is_hidden(pid: int) -> bool:
+    """It runs, though ``/proc`` shows only this user's processes (mounted with ``hidepid``)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's
+        return True
+    return not os.path.exists(f"/proc/{pid}")
 
 
 def look(process: Process) -> Sight:
@@ -87,7 +98,7 @@ def look(process: Process) -> Sight:
             return Sight("elsewhere")
         fields = _stat(process.pid)
     except (FileNotFoundError, ProcessLookupError):
-        return Sight("gone")
+        return Sight("elsewhere" if _is_hidden(process.pid) else "gone")
     except OSError:
         return Sight("elsewhere")
     if int(fields[_STARTED]) != process.started:
