@@ -413,7 +413,8 @@ void bind_reducer(py::module_& module) {
       .def("_ddp_graph_static", &Reducer::graph_is_static)
       .def("last_error", [](const Reducer& r) { return r.state().last_error; })
       .def("position", &position)
-      .def("program_communicates", [](Reducer& r) { return r.program_collectives() && r.program_collectives()->found(); })
+      .def("program_communicates",
+          [](Reducer& r) { return r.program_collectives() && r.program_collectives()->found(); })
       .def("ask_noise", [](Reducer& r) { r.noise().ask(); })
       .def("noise_norms", [](Reducer& r) { return r.noise().norms(); })
       .def("last_step", &last_step)

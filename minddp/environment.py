@@ -18,6 +18,7 @@ variable                       meaning
 ``TORCHELASTIC_RUN_ID``        torchrun's, beside which the two are refused
 ``RANK``, ``LOCAL_RANK``       a launcher's: ``minddp tune`` without them starts its own ranks (``launching/tune.py``)
 ``NCCL_*``, ``GLOO_*``         the transports', for what ``ddp.logger`` tells (read by ``module/logging_data.py``)
+``PYTHONINSPECT``              Python's: a prompt follows the script, whose exception is no end
 ``TORCH_DISTRIBUTED_DEBUG``    torch's; ``DETAIL`` is debug mode too
 ``PYTORCH_DDP_USE_SIDE_STREAM``  torch's; ``0`` copies inputs on the current stream
 =============================  ==========================================================================
@@ -26,10 +27,11 @@ variable                       meaning
 from __future__ import annotations
 
 import os
+import sys
 
 __all__ = [
-    "always_reduce", "check_collectives", "debug", "desync_timeout", "order_timeout", "torch_ddp_variables",
-    "trace_path", "use_side_stream",
+    "always_reduce", "check_collectives", "debug", "desync_timeout", "order_timeout", "prompts",
+    "torch_ddp_variables", "trace_path", "use_side_stream",
 ]  # fmt: skip
 
 
@@ -92,3 +94,8 @@ def use_side_stream() -> bool:
 def torch_ddp_variables(names: dict[str, str]) -> dict[str, str]:
     """``names`` maps a key of DDP's logging data to a variable; the same keys with the values, or ``N/A``."""
     return {key: os.environ.get(name, "N/A") for key, name in names.items()}
+
+
+def prompts() -> bool:
+    """Whether the interpreter asks its user what to do next, or will when the script has ended (``python -i``)."""
+    return hasattr(sys, "ps1") or bool(sys.flags.inspect or os.environ.get("PYTHONINSPECT"))

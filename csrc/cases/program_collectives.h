@@ -3,8 +3,8 @@
 //
 // Ranks match a group's collectives by their order. If gradients come in another order on one rank (a branch, a term
 // times zero), a small bucket of them may leave before the program's collective there, and after it elsewhere. So
-// where the first iteration has such a collective, buckets are cut as torch's class cuts them (Reducer._rebuild_buckets):
-// then they leave where they do with torch's class.
+// where the first iteration has such a collective, buckets are cut as torch's class cuts them
+// (Reducer._rebuild_buckets): then they leave where they do with torch's class.
 #pragma once
 
 #include "reducer/state.h"

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .. import environment
 from ..ranks.processes import Process, here, look
 from . import connections, location, times
 from .evidence import Fact, Wait
@@ -349,7 +350,7 @@ class Watchdog:
 
     def _say_goodbye(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is not None and not _prompts():
+        if error is not None and not environment.prompts():
             self.tell(f"its program ended with {location.exception_text(error)}")
         elif self._later is not None:
             self.tell(*self._later[1:])
@@ -398,7 +399,7 @@ def _hear_uncaught() -> None:
     of_main, of_threads = sys.excepthook, threading.excepthook
 
     def main_ends(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if _current is not None and not _prompts() and not _is_called_by_the_program(error):
+        if _current is not None and not environment.prompts() and not _is_called_by_the_program(error):
             with suppress(Exception):
                 _current.note_uncaught(error)
         of_main(kind, error, trace)
@@ -411,11 +412,6 @@ def _hear_uncaught() -> None:
         of_threads(arguments)
 
     sys.excepthook, threading.excepthook = main_ends, thread_ends
-
-
-def _prompts() -> bool:
-    """The interpreter asks its user what to do next, or will when the script has ended (``python -i``)."""
-    return hasattr(sys, "ps1") or bool(sys.flags.inspect or os.environ.get("PYTHONINSPECT"))
 
 
 def _is_called_by_the_program(error: BaseException) -> bool:

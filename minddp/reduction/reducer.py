@@ -74,8 +74,9 @@ class Reducer(_C.Reducer):
             for p, name, sparse, dtype in zip(parameters, names, expect_sparse, dtypes)
         ]
         # A bucket of parameters that other ranks use, and this one does not, is complete here before a collective of
-        # the program's own in backward (SyncBatchNorm's), and there after it. With torch's buckets it leaves where it
-        # does with torch's class. Nor, as there, have forwards a collective of the reducer's: a rank may run some alone.
+        # the program's own in backward (SyncBatchNorm's), and there after it. With torch's buckets it leaves where
+        # it does with torch's class. Nor, as there, have forwards a collective of the reducer's: a rank may run one
+        # alone.
         self._as_torch = config.graph_mode == _C.GraphMode.FIND_UNUSED
         self.is_settled = self._as_torch
         self.order_of_arrival: list[int] = []  # by which buckets were cut anew
@@ -152,7 +153,7 @@ class Reducer(_C.Reducer):
         self.is_settled = True
         arrived, absent = ready_order(self.last_step()["ready_ns"])
         self.order_of_arrival = arrived + absent
-        # The numbers of a communication hook may depend on what travels together; and collectives of the program's own in
+        # A communication hook's numbers may depend on what travels together; and collectives of the program's own in
         # backward meet other ranks' buckets, if gradients come in another order there. Rank 0 decides.
         as_torch = self._has_hook or self.program_communicates()
         agreed = Agreed(arrived, absent, as_torch=as_torch, token=secrets.randbits(62))

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import minddp
-from minddp.guards import lifetime, watchdog
+from minddp import environment
+from minddp.guards import lifetime
 from minddp.ranks import processes
 from minddp.testing import run_ranks
 
@@ -71,6 +72,6 @@ def test_without_a_watchdog() -> None:
 def test_an_exception_before_a_prompt_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """``python -i``: the script has ended with an exception, and its user goes on."""
     monkeypatch.delenv("PYTHONINSPECT", raising=False)
-    assert not watchdog._prompts()
+    assert not environment.prompts()
     monkeypatch.setenv("PYTHONINSPECT", "1")
-    assert watchdog._prompts()
+    assert environment.prompts()

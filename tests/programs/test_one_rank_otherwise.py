@@ -1,4 +1,4 @@
-"""Ranks whose collectives fit, though one goes another way: a hook of its own, an all-reduce by hand, a head of its own."""
+"""Ranks whose collectives fit, though one goes another way: its own hook, an all-reduce by hand, its own head."""
 
 from __future__ import annotations
 
