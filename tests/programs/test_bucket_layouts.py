@@ -7,6 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import Linear, Sequential
 
 import minddp
+from minddp.testing import run_ranks
 from tests.programs.beside_torch import those_that_differ
 
 MODES = {
@@ -147,3 +148,19 @@ def test_where_a_kind_has_several_buckets_by_default():
     modes["unused, small"] = {"find_unused_parameters": True, "bucket_cap_mb": 0.002}
     assert those_that_differ([above_the_first_cap, on_one_rank, on_the_other], 2, timeout=60, modes=modes) == []
     assert those_that_differ([order_in_the_log], 2, timeout=60) == []
+
+
+def _counts(rank, world_size):
+    counts = []
+    for norm in (torch.nn.Identity, lambda: minddp.SyncBatchNorm(700)):
+        layers = [layer for _ in range(7) for layer in (Linear(700, 700), norm())]
+        ddp = minddp.DistributedDataParallel(Sequential(*layers))
+        for _ in range(2):
+            ddp(torch.ones(4, 700) * rank).sum().backward()
+        counts.append(len(ddp.reducer.buckets()))
+    return counts
+
+
+def test_the_programs_own_collectives_in_backward_make_buckets_torchs():
+    """Of 14 MB: one of 1 MiB, and the rest."""
+    assert run_ranks(_counts, 2) == [[4, 2]] * 2
