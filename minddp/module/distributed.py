@@ -82,7 +82,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         bucket_cap_mb: a bucket closes once it holds this many MiB. ``None``: a tenth of all gradients, between 2 and
             25, and 1 for the last bucket, whose reduction nothing can hide; a gradient of 25 MiB (on the CPU: 4) has
             a bucket of its own, which spares a copy. Torch's, 1 and then 25, with ``find_unused_parameters`` and
-            where the program has collectives of its own in backward (SyncBatchNorm). ``"auto"`` measures and re-plans.
+            where the program has collectives of its own in backward (SyncBatchNorm). ``"auto"`` measures, re-plans.
         find_unused_parameters: allow parameters that take no part in a backward. Costs no graph walk in forward:
             autograd's engine has found what takes part when backward begins.
         check_reduction: deprecated, without effect.
