@@ -116,7 +116,7 @@ class Reducer(_C.Reducer):
         """
         config = self.config
         if self._as_torch or config.lists_caps:
-            return unordered_buckets(self._nbytes, self.kinds, config.torch_caps if self._as_torch else config.caps)
+            return unordered_buckets(self._nbytes, self.kinds, config.torch_caps)
         if sum(self._nbytes) <= max(FIRST_BUCKET_BYTES, config.torch_caps[0]):
             return unordered_buckets(self._nbytes, self.kinds, [sys.maxsize])
         return self._assign(range(len(self._nbytes))[::-1], [])

@@ -193,7 +193,7 @@ def test_the_environment_traces_an_unedited_program(tmp_path: Path):
     path = tmp_path / "t.json"
     subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(tmp_path / "store")],
-        env={**os.environ, "MINDDP_TRACE": str(path)}, check=True, timeout=100,
+        env={**os.environ, "MINDDP_TRACE": str(path)}, check=True, timeout=60,
     )  # fmt: skip
     (part,) = json.loads(path.read_text())["minddp"]["ranks"]
     assert [step["iteration"] for step in part["modules"][0]["steps"]] == [1, 2, 3]
