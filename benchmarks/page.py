@@ -40,7 +40,8 @@ models. Both classes have their default arguments, unless the variant's name say
   that long.
 
 On one rank minddp is at the floor, or within two hundredths of it. The reducer runs no tensor operation per
-parameter. It copies each gradient once into its bucket and once back. A gradient that is alone in its bucket is not
+parameter, and on one rank it copies nothing: the gradients are the averages. Torch's class copies them. With more
+ranks minddp copies each gradient once into its bucket and once back. A gradient that is alone in its bucket is not
 copied back. Two ranks on two cores compute and move data on the same processors, so larger models stay above the
 floor there.
 
@@ -75,7 +76,8 @@ _WIRES = """
 
 What a step takes by what gradients travel as ([arguments](arguments.md#fewer-bytes)). "MB sent" is what a rank's
 network interface has sent in a step. PowerSGD runs under minddp's class, since with torch's class over Gloo its
-buckets wait for each other. The last table is the training loss of a classifier of handwritten digits.
+buckets wait for each other. The last two tables are losses: of a classifier of handwritten digits in training, and
+of a small GPT on held-out text.
 """
 
 _WIRE_POINTS = (wire.TORCH, wire.DEFAULT, *(Point(f"minddp-{dtype}", "default") for dtype in ("bf16", "int8")))
@@ -87,7 +89,7 @@ one machine without a link (loopback) fewer bytes save nothing. `make results AR
 _SIMULATOR = """
 ## The simulator
 
-From one measured backward the simulator predicts the step with other buckets. It predicts a sweep of seven bucket
+From one measured backward the simulator predicts the step with other buckets. It predicts a sweep of bucket
 sizes within {worst} %, median {median} %. It also predicts other networks, and up to 4,096 ranks
 ([plot](../benchmarks/results/simulate-mlp38-scaling.png)):
 `python benchmarks/simulate.py --model mlp38 --link 1gbit --hop 5us,100gbit --speedup 40`.

@@ -415,8 +415,10 @@ void bind_reducer(py::module_& module) {
       .def("position", &position)
       .def("program_communicates",
           [](Reducer& r) { return r.program_collectives() && r.program_collectives()->found(); })
-      .def("ask_noise", [](Reducer& r) { r.noise().ask(); })
-      .def("noise_norms", [](Reducer& r) { return r.noise().norms(); })
+      .def(
+          "ask_noise", [](Reducer& r) { r.noise().ask(); }, Release())
+      .def(
+          "noise_norms", [](Reducer& r) { return r.noise().norms(); }, Release())
       .def("last_step", &last_step)
       .def("recent_steps", &recent_steps, py::arg("at_most"));
 }

@@ -1,10 +1,10 @@
 // Case: the program has collectives of its own in backward (synchronized batch norm, gathered losses), in the
 // reducer's process group.
 //
-// Ranks match a group's collectives by their order. If gradients come in another order on one rank (a branch, a term
-// times zero), a small bucket of them may leave before the program's collective there, and after it elsewhere. So
-// where the first iteration has such a collective, buckets are cut as torch's class cuts them
-// (Reducer._rebuild_buckets): then they leave where they do with torch's class.
+// Ranks match a group's collectives by their order. Gradients may come in another order on one rank (a branch, a term
+// times zero). Then a small bucket leaves before the program's collective there, and after it elsewhere. So if the
+// first iteration has such a collective, Python cuts buckets as torch's class does (Reducer._rebuild_buckets): they
+// then leave where torch's leave.
 #pragma once
 
 #include "reducer/state.h"
@@ -17,37 +17,33 @@ class ProgramCollectives : public Case {
  public:
   ProgramCollectives(const ReducerState& state, c10d::ProcessGroup& group) : state_(state), group_(group) {}
 
-  // Whether there was one in a backward, as far as the group counts its collectives. It looks no further.
-  bool found() {
-    looks_ = false;
-    return found_;
-  }
+  // Whether there was one in the first iteration's backward, as far as the group counts its collectives.
+  bool found() const { return found_; }
 
-  void on_backward(Forwards::Answer&) override { look(); }
-  // Between two gradients without a launch, only the program has sent something.
+  void on_backward(Forwards::Answer&) override { sent_ = sent(); }
+  // The reducer itself sends nothing before that backward ends (Reducer::may_grow).
   void on_arrival(ArrivedGradient&) override {
-    const uint64_t sent = sent_;
-    const size_t launched = launched_;
-    look();
-    found_ |= looks_ && launched == launched_ && sent != sent_;
+    const uint64_t before = sent_;
+    sent_ = sent();
+    found_ |= sent_ != before;
   }
 
  private:
-  void look() {
-    if (!looks_) return;
+  uint64_t sent() {
+    if (!counts_ || state_.learned.iterations > 0) return sent_;
     try {
-      sent_ = group_.getSequenceNumberForGroup();
-      launched_ = state_.iteration.next_bucket;
-    } catch (const c10::Error&) {  // a backend that does not count
-      looks_ = false;
+      return group_.getSequenceNumberForGroup();
+    } catch (const c10::Error&) {
+      counts_ = false;
+      return sent_;
     }
   }
 
   const ReducerState& state_;
   c10d::ProcessGroup& group_;
-  bool looks_ = true, found_ = false;
+  bool counts_ = true;  // as far as is known, the backend counts its collectives
+  bool found_ = false;
   uint64_t sent_ = 0;  // when the last gradient came, or the backward began
-  size_t launched_ = 0;
 };
 
 }  // namespace minddp

@@ -36,9 +36,9 @@ QuantizedBucket::QuantizedBucket(const std::vector<size_t>& indices, const std::
   }
 }
 
-void QuantizedBucket::begin_backward() {
+void QuantizedBucket::begin_iteration() {
   if (pending_losses_) forget_losses();
-  Bucket::begin_backward();
+  Bucket::begin_iteration();
 }
 
 void QuantizedBucket::forget_losses() {

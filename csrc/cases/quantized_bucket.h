@@ -41,7 +41,7 @@ class QuantizedBucket : public Bucket {
   QuantizedBucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
       const std::vector<std::string>& names, const Options& options,
       std::shared_ptr<const Quantization> quantization);
-  void begin_backward() override;
+  void begin_iteration() override;
   void before_launch() override;
   void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) override;
   PieceSum sum_of_pieces() override;

@@ -7,9 +7,9 @@
 
 namespace minddp {
 
-void ViewBucket::begin_backward() {
+void ViewBucket::begin_iteration() {
   if (borrowed_) release();
-  Bucket::begin_backward();
+  Bucket::begin_iteration();
 }
 
 void ViewBucket::release() {

@@ -13,7 +13,7 @@ class ViewBucket : public Bucket {
   ViewBucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
       const std::vector<std::string>& names, Options options)
       : Bucket(indices, parameters, names, options), left_(indices.size(), 1.0) {}
-  void begin_backward() override;
+  void begin_iteration() override;
   bool repack(size_t i, double scale) override;
   void before_launch() override;
   void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) override;

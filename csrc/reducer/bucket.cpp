@@ -21,10 +21,10 @@ Bucket::Bucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>
     numel_ += p.numel();
   }
   segments_.reserve(slots_->size());
-  begin_backward();
+  begin_iteration();
 }
 
-void Bucket::begin_backward() {
+void Bucket::begin_iteration() {
   state_ = State::kFilling;
   pending_ = slots_->size();
   producers_.clear();
@@ -145,7 +145,7 @@ void Bucket::abandon() {
     leave_to_collective();
   flight_ = {};
   release();
-  begin_backward();
+  begin_iteration();
 }
 
 }  // namespace minddp

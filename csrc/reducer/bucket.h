@@ -59,7 +59,7 @@ class Bucket {
       const std::vector<std::string>& names, Options options);
   virtual ~Bucket() = default;
 
-  virtual void begin_backward();  // back to kFilling, all gradients pending
+  virtual void begin_iteration();  // back to kFilling, all gradients pending
   // One more gradient is whole (the current stream made it), or is known to be absent. True if it was the last one.
   bool mark_ready() { return producers_.note(), --pending_ == 0; }
   // Copies to the buffer all gradients that are not packed yet, times the scale. A missing gradient counts as zero.

@@ -6,13 +6,13 @@
 // engine collects a backward's nodes before the first hook. Torch's rule still applies in two cases. One: no tensor
 // was found in the output of a synchronized forward. Two: a synchronized forward still waits for its backward, and
 // the graph has no node of any synchronized forward. A program may also ask for torch's rule: prepare_for_backward().
-// A forward waits until an iteration ends, or until another wrapper with the same parameters has averaged
+// A forward waits until an iteration ends, or until a backward goes through another wrapper that shares a parameter
 // (cases/shared_parameters.h).
 //
-// Once the iteration of all synchronized forwards is over, a backward may go through one of them by accident: a
-// forward under no_sync has used something that the synchronized one has left (a feature, a hidden state, autocast's
-// copy of a weight). So a backward is local then if it runs under no_sync, or if the last forward did. This does not
-// ask what the graph holds, which may differ between ranks.
+// If no synchronized forward has run since the last iteration, a backward may still go through an older one by
+// accident: a forward under no_sync has used something that it has left (a feature, a hidden state, autocast's copy
+// of a weight). Then a backward is local if it runs under no_sync, or if the last forward did. The rule does not look
+// at the graph, since graphs may differ between ranks.
 #pragma once
 
 #include "support/graph_task.h"

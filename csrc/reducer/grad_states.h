@@ -4,7 +4,7 @@
 // gradient. A backward is identified by its graph-task number. Numbers increase, and all wrappers see the same ones.
 #pragma once
 
-#include "iteration.h"
+#include "forwards.h"
 #include "support/same_tensor.h"
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +20,8 @@ struct GradState {
   bool outside_no_sync = false;  // see left_local()
   SameTensor bypassed_grad;      // the `.grad` of `bypassed_in`; the program may have replaced it since
   SameTensor result;             // the `.grad` that holds the last sum (cases/earlier_sums.h)
-  // What `.grad` was when the last backward began that was synchronized from its first sign. While an interruption is
-  // noted, the older value is kept.
+  // `.grad` at the begin of the last backward that was synchronized from its first sign. While an interruption is
+  // noted, it is not overwritten.
   SameTensor before;
   uint32_t version = 0;  // `before`'s version counter at that moment; each write to a tensor raises it
 };
@@ -92,9 +92,9 @@ class GradStates {
 
   // --- what is asked before optimizer.step() ---
 
-  // Parameters whose gradient bypassed the wrapper, each with the backward that brought it. A gradient counts only
-  // while `.grad` is still the same tensor. Several wrappers may share the parameter. The caller
-  // ignores a gradient that another wrapper has seen: that wrapper's arrived_in() is at least the number given here.
+  // Parameters whose gradient bypassed the wrapper, each with that backward's number; only while `.grad` is still
+  // that tensor. If another wrapper shares the parameter, the gradient may have come through that one: then that
+  // wrapper's arrived_in() is at least this number, and the caller drops the entry.
   std::vector<std::pair<size_t, int>> bypassed(const std::vector<at::Tensor>& parameters) const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)

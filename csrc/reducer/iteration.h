@@ -60,11 +60,10 @@ struct Learned {
   }
 };
 
-// The backward that runs, from its first sign to its end. It gives a sign when it reaches an output of a forward, and
-// when it brings a gradient (Reducer::enter_backward). A graph task is one run of autograd's
-// engine. `graph_tasks` holds the task that gave the first sign, and each other one that has reached an output of a
-// synchronized forward: threads may call backward() at the same time. A reentrant checkpoint runs a graph task inside
-// of another one. The inner one is there only if it gave the first sign, or has reached such an output.
+// The backward that runs, from its first sign to its end. A sign is: it reaches an output of a forward, or brings a
+// gradient (Reducer::enter_backward). A graph task is one run of autograd's engine. `graph_tasks` holds the task of
+// the first sign, and each other one that has reached an output of a synchronized forward: threads may call
+// backward() at the same time. The inner task of a reentrant checkpoint is there on the same conditions only.
 struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;

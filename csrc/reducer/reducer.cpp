@@ -37,8 +37,8 @@ void Reducer::begin_forward() {
 // If no output tensor is found (a dataclass, tensors kept elsewhere), there is no hook. If the forward was
 // synchronized, each backward then counts as its own, until an iteration or the next synchronized forward ends. If it
 // ran under no_sync, a backward then counts as local, unless it goes through a synchronized forward or is taken.
-// Outputs without a node (a frozen module's) count as found, but for a module's own parameters under no_sync: no node
-// tells that a backward has come through that forward.
+// An output without a node (a frozen module's) counts as found. One exception: a forward under no_sync that returns
+// the module's own parameters. No node would tell that a backward has come through that forward.
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
   const bool own = std::ranges::any_of(outputs, [](const at::Tensor& output) { return output.requires_grad(); }) &&
       std::ranges::none_of(outputs, [](const at::Tensor& output) { return output.grad_fn() != nullptr; });
@@ -68,9 +68,9 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
 
 // Called at each sign of a backward: it has reached an output of a forward, or has brought one of our gradients. The
 // first sign decides the backward's origin; a later output of a synchronized forward may still make it synchronized.
-// The argument says whether the forward was synchronized. It is empty if a gradient is the sign. Unless it is true
-// and that forward's iteration goes on, Forwards::origin() searches the graph task's nodes. Inside of a reentrant
-// checkpoint they cannot tell: its graph task has none of the forward's nodes.
+// The argument says whether the output's forward was synchronized. It is empty if a gradient is the sign.
+// Forwards::origin() searches the graph task's nodes if that does not tell. In a reentrant checkpoint the search
+// finds nothing: its graph task has none of the forward's nodes.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = current_graph_task();
   const bool synchronized = through_synchronized_forward.value_or(false);
@@ -111,8 +111,8 @@ void Reducer::begin_iteration() {
   iteration.phase = Phase::kBackward;
   iteration.sends_at_the_end |= backward.was_taken;
   if (goes_on) return;
-  trace_->begin_backward();
-  for (auto& bucket : buckets) bucket->begin_backward();
+  trace_->begin_iteration();
+  for (auto& bucket : buckets) bucket->begin_iteration();
   for (auto& c : cases_) c->on_begin();
   if (!has_recorded()) return;
   const Flags& part = backward.takes_part;
@@ -243,7 +243,8 @@ void Reducer::finish_backward(int graph_task) {
   auto ends = c10::make_scope_exit([this] { finalizing_ = false; });
   const Backward ended = std::exchange(backward, {});
   const bool local = ended.origin == Origin::kLocal || ended.origin == Origin::kBypassed;
-  // A taken backward went through no synchronized forward, so neither does a backward through the nodes that it made.
+  // With create_graph=True backward has made nodes, which belong to its forward. A taken backward went through no
+  // synchronized forward, so its nodes are local.
   if (ended.makes_graph && ended.origin != Origin::kBypassed)
     forwards.add(ended.begin, at::sequence_number::peek(), !local && !ended.taken);
   if (local) forwards.local_backward_ends();
@@ -282,8 +283,9 @@ void Reducer::finalize_backward_manual() {
   finalize_backward();
 }
 
-// In launch order: what was launched first has had the most time, and the rest goes on while it is unpacked. The used
-// map is sent last: waiting for it is waiting for all. So it is read at the first bucket for which it matters.
+// In launch order: the first bucket has had the most time, and the others go on while it is unpacked. The used map is
+// sent after all buckets, so waiting for it is waiting for them. So it is read at the first bucket for which it
+// matters.
 void Reducer::finalize_backward() {
   const double scale = scale_of_results();
   std::optional<UsedMap::Map> used;
@@ -347,8 +349,8 @@ void Reducer::end_iteration() {
 
 // --- exceptions
 
-// On an exception autograd destroys the end-of-backward callback without calling it. The destructor of its last copy
-// calls this function. An error in finish_backward() does not lead here.
+// Called when a graph task is no more, whatever has ended it. There is something to do only if finish_backward() has
+// not run: an exception has ended the task, and autograd has destroyed its callback without calling it.
 void Reducer::backward_is_gone(int graph_task) {
   auto lock = guard();
   if (!backward.has(graph_task)) return;

@@ -58,17 +58,17 @@
 // The first iteration packs like any other, and launches nothing before the end of backward: nobody knows yet how
 // often each gradient arrives. The order of arrival is noted (support/trace.h). The first buckets follow the reverse
 // order of registration. Before a later forward Python makes new ones (set_buckets), in rank 0's order of arrival on
-// all ranks: once, or several times with bucket_cap_mb="auto".
+// all ranks: once, or several times with bucket_cap_mb="auto". Not with find_unused_parameters, nor with a pinned
+// plan.
 //
 // What always holds.
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group
 //    must be issued in the same order on every rank, and the order of arrival differs from rank to rank. Out of
 //    order, different buckets would be added up, or ranks would wait for each other for ever.
 //  * From the second iteration on, a parameter that takes no part is marked ready when the iteration begins, if this
-//    rank knows it then: from the backward's graph, or from a static graph's first iteration. Without this mark, a
-//    rank that does not use the parameter would launch the bucket at the end of backward, after the collectives of
-//    other modules (a second wrapper, SyncBatchNorm). A rank that uses it would launch the bucket before those
-//    collectives. So the order of collectives would differ between ranks.
+//    rank knows it then: from the backward's graph, or from a static graph's first iteration. Otherwise its bucket
+//    would leave at the end of backward, after the collectives of other modules (a second wrapper, SyncBatchNorm). On
+//    a rank that uses the parameter it leaves before them. So the order of collectives would differ between ranks.
 //  * A rank sends its whole `.grad`. Earlier averages in it are equal on all ranks, so averaging keeps them.
 //  * A mean is a sum and a division. For a mean Python sets `pre_scale` to 1/ranks. The division is part of packing:
 //    that costs no pass over memory, and keeps half precision in range. `post_scale` is applied while unpacking. If
@@ -119,7 +119,7 @@ struct ReducerOptions {
   bool any_grad_dtype = false;        // mixed precision: parameters and gradients change dtype within an iteration
   bool refuses_earlier_sums = false;  // cases/earlier_sums.h
   bool always_reduce = false;         // use the process group even if it has one rank only
-  std::string not_in_contexts;        // the error for gradients of distributed autograd; if empty, they are averaged
+  std::string not_in_contexts;        // why gradients of distributed autograd are an error; if empty, none
 };
 
 // Called on autograd's threads, or on the thread that calls finalize_backward_manual(); on_stall() on each thread

@@ -34,8 +34,8 @@ class UsedMap {
   GraphMode mode() const { return mode_; }
   bool decided() const { return decided_; }  // kStatic, after the first iteration
   bool absence_is_fine() const { return mode_ != GraphMode::kAllUsed && !decided(); }
-  // kStatic, after the first iteration: this rank had no gradient of it then, and backward did not reach it.
-  // (Without a backward then, this rank goes by the other ranks' maps: follow().)
+  // kStatic, after the first iteration: this rank had no gradient of it there, and its backward did not reach it. A
+  // rank that had no backward there uses the other ranks' maps (follow()).
   bool known_unused(size_t index) const { return decided() && !static_here_[index]; }
   // kStatic, after the first iteration: no rank had a gradient of it then, not even one that a hook removed.
   bool used_nowhere(size_t index) const { return decided() && !static_any_[index]; }

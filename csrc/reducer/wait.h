@@ -12,9 +12,8 @@ namespace minddp {
 
 using Future = c10::ivalue::Future;
 
-// `work` keeps the inputs alive. It is set if the process group does the reduction. With a communication hook: only
-// on devices, and only if the hook calls Reducer::all_reduce(). `frees_buffer`: once the flight is dropped, nobody
-// else holds the buffer.
+// `work`: the process group's, which keeps the inputs alive. With a communication hook it is null, except on a device
+// if the hook calls Reducer::all_reduce(). `frees_buffer`: nobody but this flight holds the buffer.
 struct Flight {
   c10::intrusive_ptr<Future> future;
   c10::intrusive_ptr<c10d::Work> work;

@@ -10,9 +10,8 @@
 
 namespace minddp {
 
-// `ended` is called at the end of the graph task that runs now, with its number. `gone` is called once that task is
-// no more: after `ended` or, where an exception has ended it, without. Neither where there is no owner any more: a
-// graph may outlive it.
+// When the graph task that runs now ends, `ended` is called with its number, then `gone`. If an exception ends it,
+// only `gone` is called. If the owner is gone, neither is: a graph may outlive it.
 template <class Owner>
 void at_end_of_backward(
     std::weak_ptr<Owner> weak, int graph_task, void (Owner::*ended)(int), void (Owner::*gone)(int)) {

@@ -32,7 +32,7 @@ struct StepStamps {
     int64_t optimizer = 0;  // a duration: in optimizers' steps, before the first arrival
   };
 
-  int64_t iteration = 0;  // synchronized backwards so far
+  int64_t iteration = 0;  // how many have begun
   Moments step{kNever, kNever, kNever, kNever, kNever};
   Approach approach;
   std::vector<BucketTimes> buckets;
@@ -77,7 +77,7 @@ struct Trace : StepStamps {
     buckets.resize(bucket_count);
     clear();
   }
-  void begin_backward() {
+  void begin_iteration() {
     const size_t bucket_count = buckets.size();
     if (whole) keep();
     whole = false;

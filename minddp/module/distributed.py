@@ -69,7 +69,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
 
     Takes torch's arguments in torch's order; replaces ``torch.nn.parallel.DistributedDataParallel``
     without another edit. Every rank constructs it around the same module; rank 0's parameters and
-    buffers are copied to the others, every backward ends with the same gradients on all ranks.
+    buffers are copied to the others, every synchronized backward ends with the same gradients on all ranks.
 
     Args:
         module: the module to parallelize, on its device already.
@@ -81,12 +81,13 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         process_group: group to reduce over; default: the default group. Not with ``device_mesh``.
         bucket_cap_mb: a bucket closes once it holds this many MiB. ``None``: a tenth of all gradients, between 2 and
             25, and 1 for the last bucket, whose reduction nothing can hide; a gradient of 25 MiB (on the CPU: 4) has
-            a bucket of its own, which spares a copy. Torch's, 1 and then 25, with ``find_unused_parameters`` and
-            where the program has collectives of its own in backward (SyncBatchNorm). ``"auto"`` measures, re-plans.
+            a bucket of its own, which spares a copy. Torch's, 1 and then 25, with ``find_unused_parameters``, with a
+            communication hook, and where the program has collectives of its own in backward (SyncBatchNorm).
+            ``"auto"`` measures, re-plans.
         find_unused_parameters: allow parameters that take no part in a backward. Costs no graph walk in forward:
             autograd's engine has found what takes part when backward begins.
         check_reduction: deprecated, without effect.
-        gradient_as_bucket_view: ``.grad`` becomes a window on the bucket: no second copy of gradients. Code that
+        gradient_as_bucket_view: ``.grad`` becomes a view of the bucket: no second copy of gradients. Code that
             looks at ``.grad`` while backward runs may see scaled or half-reduced values; without it, never.
         static_graph: the same parameters are used, equally often, in every iteration.
         delay_all_reduce_named_params: (name, parameter) pairs reduced together, once, when the gradient
@@ -97,7 +98,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         skip_all_reduce_unused_params: buckets without a used parameter are not reduced; such
             buckets must be the same on all ranks.
         bucket_cap_mb_list: one cap a bucket, in launch order; the last one repeats.
-        batched_grad_copy: accepted; packing is always one pass per bucket here.
+        batched_grad_copy: accepted, without effect: on a device a bucket is always packed in one pass.
         forward_sync_buffers: broadcast rank 0's buffers before each forward (default ``True``).
         lazy_bucket_allocation: a bucket has memory from its first gradient to the end of backward only; where a
             gradient is reduced in its own memory (see ``gradient_as_bucket_view``), none at all.
@@ -120,8 +121,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         desync_timeout: seconds after which a wait for another rank ends with an error, whatever that rank does: it
             may be stopped or cut off, wait in another collective, compute, evaluate or write a checkpoint. ``None``:
             such a rank is waited for as long as the group's timeout says, and the log tells where it is. A rank that
-            has reported an exception, or is gone, is not waited for, whatever this is. In a wait of no wrapper's
-            the largest of a group's wrappers counts; of all wrappers, where the group has none.
+            has reported an exception, or is gone, is not waited for, whatever this is. A wait that belongs to no
+            wrapper takes the largest value of its group's wrappers, or of all wrappers if the group has none.
             ``MINDDP_DESYNC_TIMEOUT`` sets it where it is not given.
         on_straggler: called on every rank with a :class:`minddp.report.Straggler` after each 20 synchronized steps in
             which the same rank held the others up; rank 0 logs it. The ranks meet for it. CPU only.
@@ -244,7 +245,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         """Runs the module; gradients of what it returns are averaged in backward."""
         # A range costs ten microseconds, whether or not anybody looks.
         with record_function("DistributedDataParallel.forward") if profiler._is_profiler_enabled else _NO_RANGE:
-            if get_eval_frame_callback() is not None or _has_own_steps(self):  # torch.compile is at work
+            if get_eval_frame_callback() is not None or _has_own_steps(self):  # torch.compile, or overrides
                 inputs, kwargs = self._pre_forward(*inputs, **kwargs)
                 return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
             inputs, kwargs = _unwrapped_pre_forward(self, *inputs, **kwargs)

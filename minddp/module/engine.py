@@ -2,8 +2,7 @@
 
 What always holds: at most one of the wrapper's reducers has hooks on its parameters, and everything that knows a
 reducer (tuner, mixed precision, the checks, the log, the hook, a pinned plan) knows that one. Whoever changes what a
-reducer is made from ends in :meth:`Engine.rebuild`. All of it runs between iterations, on the thread that calls
-forward.
+reducer is made from ends in :meth:`Engine.rebuild`. That runs between iterations, on the thread that calls forward.
 """
 
 from __future__ import annotations
@@ -84,13 +83,14 @@ class Engine(StepCheck):
         self._stragglers = None if config.on_straggler is None else StragglerWatch(config.on_straggler)
         self._made = False
         self._token: str | None = None  # what all ranks call this wrapper
-        self._changed = False
+        self._check_raised = False
         self.rebuild()
         if not config.lazy_bucket_allocation:
             self.reducer.adopt_gradients()
 
     def __del__(self) -> None:
-        """A collective that was given up keeps the reducer's C++ half, which the next wrapper must not meet."""
+        """A collective that was given up may keep the reducer's C++ half alive. Its hooks are removed: they must not
+        run beside the next wrapper's."""
         if self.__dict__.get("_made") and not sys.is_finalizing():
             self.reducer.detach()
 
@@ -219,7 +219,7 @@ class Engine(StepCheck):
         return self.hook is not None and isinstance(self.hook[1], dist.BuiltinCommHookType)
 
     def set_hook(self, state: object, hook: Any) -> None:
-        """From now on; a builtin one is a dtype of the reducer's, which is made anew for it."""
+        """Uses ``hook`` from now on. A builtin hook is a dtype on the wire: the reducer is made anew with it."""
         self.hook = (state, hook)
         if self.has_builtin_hook:
             self.rebuild()
@@ -300,23 +300,18 @@ class Engine(StepCheck):
                 ordering.record(self.group, f"DDP backward of {len(self.reducer.buckets())} buckets")
 
     def _check_module(self) -> None:
-        changed, self._changed = self._changed, True
+        had_raised, self._check_raised = self._check_raised, True
         registered = self.report_failure(self.changes.check)
-        self._changed = False
-        # And back again: a parameter that was cast has lost its autograd node, and with it the hook. So has one that
-        # was registered elsewhere: a parametrization's original.
-        if changed or registered:
+        self._check_raised = False
+        # Two cases in which a parameter has a new autograd node, without our hook. The last check has raised, and the
+        # module is as before: cast, and back. Something was registered: a parametrization's original.
+        if had_raised or registered:
             self.reducer.renew_hooks()
 
     def rebuild_buckets(self) -> None:
         """Along the order of arrival, once. Collective."""
-        before = {frozenset(bucket) for bucket in self.reducer.buckets()}
-        if not self.reducer._rebuild_buckets(self.collective):
-            return
-        if self.reducer.agreed_token is not None:
+        if self.reducer._rebuild_buckets(self.collective):
             self.name(self.reducer.agreed_token)
-        changed = before != {frozenset(bucket) for bucket in self.reducer.buckets()}
-        if changed or not self.config.find_unused_parameters:
             self.has_rebuilt_buckets = True
             self.logger.note_rebuilt(self.reducer)
 
@@ -348,7 +343,7 @@ class Engine(StepCheck):
             self.inspector.note_words(error)
 
     def _on_interrupted(self, why: str) -> None:
-        """An exception has ended a backward after its first gradient; whose, the reducer knows only of its own."""
+        """An exception has ended a backward whose averages the others expect. ``why``: its text, if the reducer's."""
         if self.inspector is not None:
             self.inspector.report_interrupted(why)
 
@@ -357,11 +352,11 @@ class Engine(StepCheck):
         self._local_gradients.note_joined()
 
     def note_back(self) -> None:
-        """All ranks have."""
+        """All ranks have run out of data: ``join()`` ends."""
         self._local_gradients.note_back()
 
     def _on_taken(self) -> None:
-        """A backward that bypassed the wrapper is over; a forward that waited for its own has taken it."""
+        """A backward through no synchronized forward is over; a forward that waited for its own has taken it."""
         self.report_failure(lambda: self._local_gradients.meet(self.reducer.iteration()))
 
     # --- refusing ---
@@ -374,8 +369,8 @@ class Engine(StepCheck):
         return {id(parameter) for parameter in self.parameters.reduced}
 
     def yield_ownership(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Another wrapper has been made around some of ``parameters``: an iteration left unfinished here is over. One
-        that waits for finalize_backward() is not, nor is a forward that waits for its backward."""
+        """Another wrapper has been made around some of ``parameters``. Gives up an iteration that was left unfinished
+        here; not one that waits for finalize_backward(), nor a forward that waits for its backward."""
         waits = self.reducer.phase() == _C.Phase.LAUNCHED and self.reducer.ready_to_finalize()
         if waits or not self._is_unfinished():
             return

@@ -152,6 +152,7 @@ def fit_bursts(seen: Sequence[Burst]) -> LinearCost:
 
 
 WIRE_BYTES = {"bf16": 1 / 2, "fp16": 1 / 2, "int8": 260 / 1024}  # on the wire, for one of float32's
+WIRE_COLLECTIVES = 2  # all-to-alls, in place of an all-reduce (csrc/transport/ordered_allreduce.h)
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,11 @@ class BackwardProfile:
             backward_seconds=self.backward_seconds + late[-1],
             tail_seconds=self.tail_seconds + tail_seconds,
         )
+
+    def slowed(self, factor: float) -> BackwardProfile:
+        """The same where backward takes ``factor`` times as long."""
+        ready = [seconds * factor for seconds in self.ready_seconds]
+        return replace(self, ready_seconds=ready, backward_seconds=self.backward_seconds * factor)
 
     @classmethod
     def from_times(cls, times: StepTimes, nbytes: Sequence[int]) -> tuple[BackwardProfile, list[int]]:

@@ -9,9 +9,9 @@ Overview
 What always holds
     Nothing here communicates, sleeps or reads a clock; the same arguments give the same answer.
 
-What the model leaves out: collectives slow the backward beside them (measure the profile with the
-collectives on), and a network shared with other jobs. How far off that leaves it on a given machine is
-printed by benchmarks/simulate.py, which measures a sweep of bucket sizes and predicts it.
+What the model leaves out: a network shared with other jobs; and, unless ``taken`` says it, that collectives slow
+the backward beside them (:mod:`minddp.planner.contention`). How far off that leaves it on a given machine is printed
+by benchmarks/simulate.py, which measures a sweep of bucket sizes and predicts it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 
 from .backward_profile import BackwardProfile
 from .collective_cost import Cost, LinearCost
-from .optimal import bucket_spans, capped_buckets, optimal_plan
+from .contention import FREE, replay
+from .optimal import capped_buckets, optimal_plan
 
 __all__ = [
     "Hierarchy",
@@ -149,23 +150,26 @@ class SimulatedStep:
 
 
 def simulate_step(
-    profile: BackwardProfile, buckets: Sequence[Sequence[int]], cost: Cost, slowdown: float = 1.0
+    profile: BackwardProfile,
+    buckets: Sequence[Sequence[int]],
+    cost: Cost,
+    slowdown: float = 1.0,
+    taken: Cost = FREE,
 ) -> SimulatedStep:
     """Replays one step.
 
     Args:
-        profile: the measured backward.
+        profile: the measured backward; where ``taken`` is given, without what collectives took of it.
         buckets: positions of the profile's gradients, a list a bucket, in launch order.
         cost: seconds of an allreduce of so many bytes.
         slowdown: factor on all that is computed before the collectives: the slowest rank's, since a
             collective begins when all ranks have come to it.
+        taken: seconds of backward's work that an allreduce of so many bytes costs beside it.
     """
-    ready = [seconds * slowdown for seconds in profile.ready_seconds]
-    spans = bucket_spans(buckets, ready, profile.nbytes, cost)
-    backward = profile.backward_seconds * slowdown
-    finish = spans[-1][1] if spans else 0.0
+    spans, backward = replay(profile.slowed(slowdown), buckets, cost, taken)
+    finish = spans[-1].end if spans else 0.0
     step = profile.forward_seconds * slowdown + max(backward, finish) + profile.tail_seconds
-    return SimulatedStep(step, finish, max(0.0, finish - backward), spans)
+    return SimulatedStep(step, finish, max(0.0, finish - backward), [(span.begin, span.end) for span in spans])
 
 
 @dataclass(frozen=True)

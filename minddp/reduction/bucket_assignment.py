@@ -17,8 +17,9 @@ from ..ranks import waiting
 
 Buckets = list[list[int]]
 
-# A layer's bias arrives just before its weight. From the back, a bucket that the weight has filled still takes what
-# arrived before and is this much of the cap: else the bias would be the last of the next bucket, and hold it up.
+# Buckets are filled from the back. A layer's bias arrives just before its weight, so it is met just after the weight
+# has closed a bucket. In the next bucket it would be the last gradient to arrive, and hold that bucket up. So a
+# closed bucket still takes gradients of up to this part of its cap.
 _ROOM = 1 / 16
 
 
@@ -36,7 +37,8 @@ def assign_buckets(
         kinds: what may not share a bucket ((dtype, device), say), by parameter index.
         order: parameter indices by expected arrival.
         caps: bytes at which a kind's i-th launched bucket closes; the last entry repeats. A bucket closes once it
-            has reached its cap, so it exceeds it by less than a parameter (with one entry: and a sixteenth).
+            has reached its cap, so it exceeds it by less than one parameter. With one entry it may then take a
+            sixteenth of the cap more.
         last_cap: where ``caps`` has one entry, the cap of the bucket that is launched last.
     """
     if len(caps) > 1:
@@ -53,8 +55,8 @@ def assign_buckets(
 def torchs_buckets(
     nbytes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], caps: Sequence[int]
 ) -> Buckets:
-    """As torch's class along ``order``: the full ones in turn, then what is left over, first of the kind that came
-    last."""
+    """As torch's class along ``order``: the full ones in the order in which they were filled, then each kind's rest.
+    The kind whose first gradient came last goes first."""
     came = {kind: i for i, kind in reversed(list(enumerate(kinds[index] for index in order)))}
     full, left = _fill(nbytes, kinds, order, lambda i: caps[min(i, len(caps) - 1)])
     return full + sorted(left, key=lambda bucket: -came[kinds[bucket[0]]])
@@ -75,26 +77,26 @@ def _fill(
 ) -> tuple[Buckets, Buckets]:
     """Those that are full, and those that are not."""
     closed: Buckets = []
-    filling: dict[Hashable, Buckets] = {}
+    filling: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}
     counts: dict[Hashable, int] = {}
     last: dict[Hashable, list[int]] = {}  # the bucket that was closed last, and what it still takes
-    left: dict[Hashable, float] = {}
+    takes: dict[Hashable, float] = {}
     for index in order:
         kind = kinds[index]
-        left[kind] = left.get(kind, -1.0) - nbytes[index]
-        if room and left[kind] >= 0:
+        takes[kind] = takes.get(kind, -1.0) - nbytes[index]
+        if room and takes[kind] >= 0:
             last[kind].append(index)
             continue
-        filling.setdefault(kind, [[]])[0].append(index)
+        filling.setdefault(kind, []).append(index)
         sizes[kind] = sizes.get(kind, 0) + nbytes[index]
         limit = cap(counts.get(kind, 0))
         if sizes[kind] >= limit:
-            last[kind], left[kind] = filling[kind][0], limit * room
+            last[kind], takes[kind] = filling.pop(kind), limit * room
             counts[kind] = counts.get(kind, 0) + 1
-            closed += filling.pop(kind)
+            closed.append(last[kind])
             del sizes[kind]
-    return closed, [bucket for buckets in filling.values() for bucket in buckets]
+    return closed, list(filling.values())
 
 
 def ready_order(ready_ns: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -26,10 +26,10 @@ def all_parameters(module: torch.nn.Module) -> list[Named]:
 
 def of_each_module(module: torch.nn.Module, itself: bool = True) -> Iterator[Named]:
     """What each of the ``named_modules()`` says to have itself: a parameter of several modules several times.
-    ``itself``: also what ``module`` has, if it would say so as every module does."""
+    ``itself=False``: not ``module``, if its ``named_parameters()`` is torch's own: it has been asked already."""
     for prefix, child in module.named_modules():
         if child is module and not itself and type(child).named_parameters is torch.nn.Module.named_parameters:
-            continue  # it has been asked, with all below
+            continue
         try:
             own = list(child.named_parameters(recurse=False))
         except TypeError:  # a method of its own, which cannot be asked for that

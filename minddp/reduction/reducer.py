@@ -43,7 +43,7 @@ class Reducer(_C.Reducer):
         names: their names, for messages.
         expect_sparse: which of them get sparse gradients.
         group: the process group.
-        config: the wrapper's arguments; ``reduce_dtype`` is the one that counts (a hook's, say).
+        config: the wrapper's arguments; a builtin hook or mixed precision may have set its ``reduce_dtype``.
         wire: what gradients travel as, where ``config`` says it.
         always_reduce: go through the process group where it has one rank, too.
         delays: the wrapper has parameters that are reduced apart.
@@ -73,14 +73,14 @@ class Reducer(_C.Reducer):
             (p.dtype, p.device, name if sparse else "", dtype)
             for p, name, sparse, dtype in zip(parameters, names, expect_sparse, dtypes)
         ]
-        # A bucket of parameters that other ranks use, and this one does not, is complete here before a collective of
-        # the program's own in backward (SyncBatchNorm's), and there after it. With torch's buckets it leaves where
-        # it does with torch's class. Nor, as there, have forwards a collective of the reducer's: a rank may run one
-        # alone.
+        # With find_unused_parameters, buckets are torch's, and are never cut anew. A bucket whose parameters this
+        # rank does not use is complete here before a collective of the program's own in backward (SyncBatchNorm's),
+        # and after it on a rank that uses them: torch's buckets leave where they do with torch's class. And new
+        # buckets are a collective in forward. Torch's class has none there, so a rank may run a forward alone.
         self._as_torch = config.graph_mode == _C.GraphMode.FIND_UNUSED
         self.is_settled = self._as_torch
         self.order_of_arrival: list[int] = []  # by which buckets were cut anew
-        self.agreed_token: str | None = None  # the same on all ranks, and no other reducer's
+        self.agreed_token = ""  # with new buckets: the same on all ranks, and no other reducer's
         self._has_hook, self._divisor = False, group.size()
         self._manual_finalization = config.manual_finalization
         options = _C.ReducerOptions(
@@ -112,7 +112,8 @@ class Reducer(_C.Reducer):
     def _first_buckets(self) -> Buckets:
         """As torch's class: all of a kind together, where the order will be known soon.
 
-        Not where it is more than 25 MiB: a bucket takes memory of its own, which a large gradient alone does not.
+        Not where it is more than 25 MiB. With gradient views a large gradient alone in its bucket takes no further
+        memory, and one that shares a bucket does.
         """
         config = self.config
         if self._as_torch or config.lists_caps:
@@ -141,11 +142,12 @@ class Reducer(_C.Reducer):
         return torchs_buckets(sizes, self.kinds, [*arrived, *sorted(absent)], self.config.torch_caps)
 
     def _rebuild_buckets(self, collective: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
-        """Once, after the first synchronized backward: buckets along rank 0's order. Collective.
+        """Once, after the first iteration: buckets along rank 0's order. Collective.
+
+        With a static graph after the second one, as in torch: until then a rank may run a forward alone. With
+        unused parameters to find, never.
 
         ``collective``: a context in which the ranks meet, if they do.
-        Not with unused parameters to find, as in torch.
-        With a static graph after the second, as in torch: a forward on one rank alone meets nobody before.
         """
         static = self.config.graph_mode == _C.GraphMode.STATIC
         if self.is_settled or self.ended() < 1 + static or self.phase() != _C.Phase.IDLE:
@@ -165,8 +167,8 @@ class Reducer(_C.Reducer):
         return True
 
     def last_step(self) -> dict[str, Any]:
-        """Stamps of the last synchronized step, in nanoseconds; on a device a bucket says so, since there they are of
-        the host, which enqueues the step."""
+        """Stamps of the last synchronized step, in nanoseconds. On a device they are the host's, which enqueues the
+        step; a bucket then has ``on_device=True``."""
         return self._marked(super().last_step())
 
     def recent_steps(self, at_most: int = 32) -> list[dict[str, Any]]:
@@ -270,7 +272,7 @@ class Reducer(_C.Reducer):
         outlive_callbacks(self, self.group)
 
     def averages_itself(self) -> None:
-        """The hook does: it gets gradients as they are; its result is scaled from there."""
+        """From now on the communication hook averages: it gets gradients as they are, and its result is scaled."""
         self._has_hook = True
         self._set_scales()
 

@@ -26,8 +26,8 @@ Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 
 
 def signature(named: Iterable[tuple[str, torch.Tensor]]) -> Signature:
-    """(name, shape, dtype, strides) of every tensor, in order; beside the dtype stand a layout without strides,
-    and that it has no values."""
+    """(name, shape, dtype, strides) of every tensor, in order. The dtype's text also names a layout without
+    strides, and the meta device."""
     return [
         (
             name,
@@ -48,7 +48,7 @@ def verify_same_start(
     buffers: Sequence[tuple[str, torch.Tensor]],
     group: dist.ProcessGroup,
 ) -> str:
-    """Raises on every rank when their arguments or models differ. Collective: one all-gather, where nothing does.
+    """Raises on every rank when their arguments or models differ. Collective: one all-gather if nothing does.
 
     Names may differ by rank without harm. But where all ranks have the same ones, those in the same place must be of
     one name: else a rank's tensor would be averaged with another one's.

@@ -118,7 +118,8 @@ class WireFormat:
         return found
 
     def forget_losses(self) -> None:
-        """The gradients of an iteration are used by nobody; what was lost of them could be of any size."""
+        """Begins error feedback anew: a step was skipped, since its gradients were not finite, and what rounding has
+        lost of them could be of any size."""
         for residual in self.residuals.values():
             residual.blocks.zero_()
 

@@ -1,8 +1,9 @@
 """What other buckets, or fewer bytes, would make of a step, as the planner predicts it. Pure: stamps in, seconds out.
 
-The newest step tells when gradients come, all steps tell how long the rest takes and what collectives cost. What is
-left out: collectives slow the backward beside them, and vectors travel as they are also with ``wire=``. So the
-prediction for the present buckets stands beside what was measured: that is how far to trust it.
+The newest step tells when gradients come, all steps tell how long the rest takes and what collectives cost. The probe
+tells what collectives take from the backward beside them: the present ones' part is given back, and that of others is
+taken. What is left out: vectors travel as they are also with ``wire=``. So the prediction for the present buckets
+stands beside what was measured: that is how far to trust it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from ..planner.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
-from ..planner.collective_cost import Cost
+from ..planner.backward_profile import WIRE_COLLECTIVES, BackwardProfile, Burst, StepTimes, bursts, fit_bursts
+from ..planner.collective_cost import Cost, LinearCost
+from ..planner.contention import FREE, transfers, without_transfers
 from ..planner.optimal import capped_buckets, optimal_plan
 from ..planner.simulator import simulate_step
 from ..timeline.step_times import Stamps
@@ -75,11 +77,13 @@ class Advice:
         measured_seconds: the step as it is: the median, without waits for a late rank.
         present: the prediction for the present buckets.
         others: predictions for other buckets and fewer bytes.
+        taken_seconds: of a backward, by the present collectives beside it; 0 where the probe was not asked.
     """
 
     measured_seconds: float
     present: Prediction
     others: tuple[Prediction, ...]
+    taken_seconds: float = 0.0
 
     @property
     def error(self) -> float:
@@ -106,6 +110,7 @@ def advise(
     gradients: Gradients,
     alone: Sequence[Burst] = (),
     casts: Mapping[str, Casts] = MappingProxyType({}),
+    taken: Mapping[str | None, LinearCost] = MappingProxyType({}),
 ) -> Advice | None:
     """Predictions from what was measured.
 
@@ -114,6 +119,8 @@ def advise(
         gradients: what travels.
         alone: collectives that were timed with nothing beside them.
         casts: what making gradients smaller takes, by ``wire``; nothing where it was not measured.
+        taken: what an allreduce takes from the backward beside it, by ``wire``, ``None`` without; nothing where
+            it was not measured.
 
     Returns:
         ``None`` where too little was seen: no collective, or only such as do not tell start from length.
@@ -127,30 +134,38 @@ def advise(
         seen += bursts(StepTimes.slowest(lean).collectives)
     if len({burst.nbytes / burst.count for burst in seen}) < 2:
         return None
-    profile, order = _profile(steps, gradients)
+    takes = taken.get(None, FREE)
+    profile, order, taken_seconds = _profile(steps, gradients, takes)
     measured = statistics.median(
         min(step["finalize_end_ns"] - _forward_begin(step) for step in moment) * 1e-9
         for moment in zip(*steps, strict=True)
     )
     positions = {index: position for position, index in enumerate(order)}
     launched = [bucket["parameters"] for bucket in newest[0]["buckets"]]
-    present = [[positions[index] for index in bucket] for bucket in launched]
+    buckets = [[positions[index] for index in bucket] for bucket in launched]
     cost = fit_bursts(seen)
-    others = _other_buckets(profile, [gradients.kinds[index] for index in order], cost)
+    present = _predict("the present buckets", profile, buckets, cost, takes)
+    others = _other_buckets(profile, [gradients.kinds[index] for index in order], cost, takes, present)
     if gradients.can_shrink:
-        others += [
-            replace(_predict(f'wire="{name}"', _on_wire(profile, name, present, casts), present, cost), exact=False)
-            for name in _WIRES
-        ]
-    return Advice(measured, _predict("the present buckets", profile, present, cost), tuple(others))
+        twice = replace(cost, latency_seconds=WIRE_COLLECTIVES * cost.latency_seconds)
+        for wire in _WIRES:
+            smaller = _on_wire(profile, wire, buckets, casts)
+            predicted = _predict(f'wire="{wire}"', smaller, buckets, twice, taken.get(wire, takes))
+            others.append(replace(predicted, exact=False))
+    return Advice(measured, present, tuple(others), taken_seconds)
 
 
 def _forward_begin(step: Stamps) -> int:
     return min(step["forward_begin_ns"], step["backward_begin_ns"])
 
 
-def _profile(steps: Sequence[Sequence[Stamps]], gradients: Gradients) -> tuple[BackwardProfile, list[int]]:
-    """The newest step's ready times, in a backward, forward and tail of typical length; the slowest rank's each."""
+def _profile(
+    steps: Sequence[Sequence[Stamps]], gradients: Gradients, taken: Cost
+) -> tuple[BackwardProfile, list[int], float]:
+    """The newest step's ready times, in a backward, forward and tail of typical length; the slowest rank's each.
+
+    Without what its collectives took of backward; and how much that was.
+    """
     moments = [
         [StepTimes.from_last_step({**step, "ready_ns": []}) for step in moment] for moment in zip(*steps, strict=True)
     ]
@@ -158,11 +173,12 @@ def _profile(steps: Sequence[Sequence[Stamps]], gradients: Gradients) -> tuple[B
     newest = StepTimes.slowest([StepTimes.from_last_step(rank[-1]) for rank in steps])
     backward = statistics.median(times.backward_seconds for times in slowest)
     profile, order = BackwardProfile.from_times(newest, gradients.nbytes)
+    alone = without_transfers(profile, transfers(newest.collectives, taken))
     stretch = backward / profile.backward_seconds
-    ready = [seconds * stretch for seconds in profile.ready_seconds]
     forward = max(0.0, statistics.median(times.forward_seconds for times in slowest))
     tail = statistics.median(times.tail_seconds for times in slowest)
-    return BackwardProfile(ready, profile.nbytes, max(backward, ready[-1]), forward, tail), order
+    taken_seconds = stretch * (profile.backward_seconds - alone.backward_seconds)
+    return replace(alone.slowed(stretch), forward_seconds=forward, tail_seconds=tail), order, taken_seconds
 
 
 def _on_wire(
@@ -182,16 +198,22 @@ def _on_wire(
     return smaller.with_work(packs, unpack)
 
 
-def _predict(name: str, profile: BackwardProfile, buckets: Sequence[Sequence[int]], cost: Cost) -> Prediction:
-    return Prediction(name, len(buckets), simulate_step(profile, buckets, cost).step_seconds)
+def _predict(
+    name: str, profile: BackwardProfile, buckets: Sequence[Sequence[int]], cost: Cost, taken: Cost
+) -> Prediction:
+    return Prediction(name, len(buckets), simulate_step(profile, buckets, cost, taken=taken).step_seconds)
 
 
-def _other_buckets(profile: BackwardProfile, kinds: Sequence[Hashable], cost: Cost) -> list[Prediction]:
-    """The best uniform cap, and the optimum."""
+def _other_buckets(
+    profile: BackwardProfile, kinds: Sequence[Hashable], cost: Cost, taken: Cost, present: Prediction
+) -> list[Prediction]:
+    """The best uniform cap; and what is found by measuring: the best of caps, plans, and the present buckets."""
     by_cap = {cap: capped_buckets(profile.nbytes, int(cap * _MIB), kinds=kinds) for cap in _CAPS_MB}
-    caps = [_predict(f"bucket_cap_mb={cap:g}", profile, buckets, cost) for cap, buckets in by_cap.items()]
+    caps = [_predict(f"bucket_cap_mb={cap:g}", profile, buckets, cost, taken) for cap, buckets in by_cap.items()]
     plan = optimal_plan(
         profile.ready_seconds, profile.nbytes, cost, kinds=kinds, slack_seconds=_SLACK * profile.local_seconds
     )
+    planned = _predict("planned", profile, plan.buckets, cost, taken)
     best_cap = min(caps, key=lambda prediction: prediction.seconds)
-    return [best_cap, _predict('bucket_cap_mb="auto"', profile, plan.buckets, cost)]
+    auto = min(present, best_cap, planned, key=lambda prediction: prediction.seconds)
+    return [best_cap, replace(auto, name='bucket_cap_mb="auto"')]

@@ -1,4 +1,4 @@
-"""What it costs a processor to make gradients smaller, as ``wire=`` does, and float32 again."""
+"""What it costs a processor to make gradients smaller, as ``wire=`` does, to sum them, and to undo it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from .. import _C
 from ..planner.backward_profile import WIRE_BYTES
 
-__all__ = ["COPY", "Casts", "measure_casts"]
+__all__ = ["COPY", "Casts", "measure_casts", "quantized_sum", "seconds_of"]
 
 COPY = "copy"  # into a bucket and back, as gradients of more than one parameter travel without ``wire=``
 _NUMEL = 1 << 20
@@ -25,36 +25,54 @@ class Casts(NamedTuple):
     Attributes:
         pack: while backward runs.
         unpack: after it.
+        add: in the background, of what all ranks have sent.
     """
 
     pack: float
     unpack: float
+    add: float = 0.0
 
 
 def measure_casts() -> dict[str, Casts]:
     """By ``wire``, and for a plain copy, what this process takes now; some milliseconds."""
     gradient, average = torch.linspace(-1, 1, _NUMEL), torch.zeros(_NUMEL)
-    buffers = {COPY: torch.zeros(_NUMEL), "bf16": torch.zeros(_NUMEL, dtype=torch.bfloat16)}
-    blocks = torch.zeros(int(4 * _NUMEL * WIRE_BYTES["int8"]), dtype=torch.uint8)
-    lost = torch.zeros_like(blocks)
-    found = {
-        name: Casts(
-            _seconds_per_byte(_C.scaled_copy, gradient, buffer, 0.5),
-            _seconds_per_byte(_C.scaled_copy, buffer, average, 1.0),
+    found = {}
+    for name, dtype in ((COPY, torch.float32), ("bf16", torch.bfloat16)):
+        buffer = torch.zeros(_NUMEL, dtype=dtype)
+        mine, theirs = buffer.chunk(2)
+        found[name] = Casts(
+            _per_byte(_C.scaled_copy, gradient, buffer, 0.5),
+            _per_byte(_C.scaled_copy, buffer, average, 1.0),
+            _per_byte(mine.add_, theirs) if name != COPY else 0.0,  # the process group's own sums are its allreduces'
         )
-        for name, buffer in buffers.items()
-    }
+    blocks = _blocks()
     found["int8"] = Casts(
-        _seconds_per_byte(_C.quantize, gradient, 0.5, lost, blocks),
-        _seconds_per_byte(_C.dequantize, blocks, 1.0, average),
+        _per_byte(_C.quantize, gradient, 0.5, torch.zeros_like(blocks), blocks),
+        _per_byte(_C.dequantize, blocks, 1.0, average),
+        _per_byte(quantized_sum()),
     )
     return found
 
 
-def _seconds_per_byte(cast: Callable[..., None], *arguments: Any) -> float:
+def quantized_sum() -> Callable[[], None]:
+    """Sums the halves of ``_NUMEL`` codes, as a rank of two does; without the GIL."""
+    pieces = _blocks().chunk(2)
+    return lambda: _C.add_quantized(pieces, None)
+
+
+def _blocks() -> torch.Tensor:
+    return torch.zeros(int(4 * _NUMEL * WIRE_BYTES["int8"]), dtype=torch.uint8)
+
+
+def seconds_of(work: Callable[..., object], *arguments: Any) -> float:
+    """The median of a few runs."""
     times = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
-        cast(*arguments)
+        work(*arguments)
         times.append(time.perf_counter() - begin)
-    return statistics.median(times) / (4 * _NUMEL)
+    return statistics.median(times)
+
+
+def _per_byte(work: Callable[..., object], *arguments: Any) -> float:
+    return seconds_of(work, *arguments) / (4 * _NUMEL)

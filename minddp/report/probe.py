@@ -21,6 +21,7 @@ from ..planner.backward_profile import Burst
 from ..planner.collective_cost import measure_allreduce
 from ..ranks.messages import gather_objects
 from .casts import Casts, measure_casts
+from .contention import measure_contention
 from .result import Probed
 
 __all__ = ["probe", "rounds"]
@@ -52,7 +53,8 @@ def probe(group: Any, device: torch.device, total_nbytes: int) -> Probed | None:
     links: dict[tuple[int, int], float] = {}
     if group.size() >= _LEAST_RANKS:
         links = _probe_links(group)
-    return Probed(_NBYTES, links, alone, _slowest_casts(group))
+    casts = _slowest_casts(group)
+    return Probed(_NBYTES, links, alone, casts, measure_contention(group, alone, casts))
 
 
 def _slowest_casts(group: Any) -> dict[str, Casts]:

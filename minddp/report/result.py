@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..planner.backward_profile import Burst
+from ..planner.collective_cost import LinearCost
 from ..timeline.step_times import Stamps, on_device
 from . import picture, text
 from .advice import Advice, Gradients, advise
@@ -45,12 +46,14 @@ class Probed:
         links: its seconds, by (sender, receiver).
         alone: allreduces.
         casts: by ``wire``, what making gradients smaller takes.
+        taken: by ``wire``, ``None`` without, what an allreduce costs a backward beside it.
     """
 
     nbytes: int
     links: Mapping[tuple[int, int], float]
     alone: Sequence[Burst] = ()
     casts: Mapping[str, Casts] = field(default_factory=dict)
+    taken: Mapping[str | None, LinearCost] = field(default_factory=dict)
 
 
 class Report(Findings):
@@ -200,6 +203,6 @@ def _slow_link(probed: Probed | None, steps: Sequence[Stamps], step_seconds: flo
 
 def _advice(stamps: Sequence[Sequence[Stamps]], gradients: Gradients, probed: Probed | None) -> Advice | None:
     try:
-        return advise(stamps, gradients, *(() if probed is None else (probed.alone, probed.casts)))
+        return advise(stamps, gradients, *(() if probed is None else (probed.alone, probed.casts, probed.taken)))
     except ValueError:  # no times that a plan could be made from
         return None

@@ -9,6 +9,8 @@ from .parts import PHASES
 
 __all__ = ["describe"]
 
+_NOTEWORTHY = 0.01  # of a step
+
 
 def describe(report: Findings) -> str:
     """What a person reads."""
@@ -68,6 +70,11 @@ def _advice(report: Findings) -> Iterator[str]:
         f"From forward to the averages: predicted {_ms(advice.present.seconds)} ms for the present "
         f"{_count(advice.present.buckets, 'bucket')}, measured {_ms(advice.measured_seconds)} ms."
     )
+    if advice.taken_seconds > _NOTEWORTHY * advice.measured_seconds:
+        yield (
+            f"Collectives take {_ms(advice.taken_seconds)} ms of it from backward: the ranks compute on all cores, "
+            "and these move and sum bytes on the same."
+        )
     each = (f"{other.name} {_ms(other.seconds)} ms" for other in advice.others)
     yield f"Predicted otherwise: {', '.join(each)}."
     best, exact = advice.best(), advice.best(exact=True)

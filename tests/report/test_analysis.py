@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from minddp.planner.backward_profile import BackwardProfile, Burst
+from minddp.planner import LinearCost
+from minddp.planner.backward_profile import WIRE_BYTES, BackwardProfile, Burst
 from minddp.report import Advice, Prediction, Straggler
 from minddp.report.advice import Gradients, _on_wire, advise
 from minddp.report.casts import Casts
@@ -16,6 +18,7 @@ from minddp.report.intervals import common, length, union, without
 from minddp.report.parts import PHASES, last_launches, own_phases, parts_of
 from minddp.report.probe import rounds
 from minddp.report.result import Probed, RankSteps, make_report
+from minddp.report.text import describe
 from minddp.report.watch import StragglerWatch, find_in_window
 
 MS = 1_000_000
@@ -287,6 +290,18 @@ def test_casts_take_time_where_gradients_were_not_copied():
     together = _on_wire(BackwardProfile([1, 2], [1_000_000] * 2, 3), "bf16", [[0, 1]], casts)
     assert together.ready_seconds == [pytest.approx(1.001), pytest.approx(2.002)]
     assert (together.backward_seconds, together.tail_seconds) == (pytest.approx(3.002), pytest.approx(0.004))
+
+
+def test_what_collectives_take_from_backward_is_given_back_and_taken():
+    """Bucket 0 is beside backward. Without it backward ends sooner; beside a collective of a quarter, by less."""
+    steps = [part.steps for part in ranks({}, count=6)]
+    takes = {None: LinearCost(0.0, 2e-9), "int8": LinearCost(0.0, 2e-9)}
+    without, found = (advise(steps, GRADIENTS, ALONE, taken=taken) for taken in ({}, takes))
+    # Bucket 1 begins 1 ms before the end, of its 9.
+    assert (without.taken_seconds, found.taken_seconds) == (0, pytest.approx(0.002 + 0.002 / 9))
+    assert found.present.seconds == pytest.approx(without.present.seconds)
+    assert found.others[-1].seconds == pytest.approx(without.others[-1].seconds - 0.002 * (1 - WIRE_BYTES["int8"]))
+    assert "Collectives take 2.22 ms of it" in describe(replace(make_report(ranks({}), 6), advice=found))
 
 
 def test_without_sizes_that_differ_there_is_no_advice():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import minddp
 from minddp.guards import optimizer_guard
-from minddp.report import Report, Straggler, command, exchange
+from minddp.report import Report, Straggler, command, exchange, probe
 from minddp.testing import run_ranks
 from minddp.timeline import gathering, load
 
@@ -243,6 +243,19 @@ def _with_a_receive_under_way(rank: int, world_size: int) -> list[float]:
 
 def test_the_probe_leaves_the_programs_messages_and_random_numbers_alone():
     assert run_ranks(_with_a_receive_under_way, 3)[1] == [0.0, 1.0, 2.0, 3.0]
+
+
+def _contention(rank: int, world_size: int) -> dict[str | None, Any]:
+    probed = probe.probe(dist.group.WORLD, torch.device("cpu"), 1 << 16)
+    assert probed is not None
+    return dict(probed.taken)
+
+
+def test_what_collectives_take_is_the_same_on_all_ranks():
+    first, second = run_ranks(_contention, 2)
+    assert first == second
+    assert first.keys() == {None, "bf16", "int8"}
+    assert first["int8"].seconds_per_byte >= first[None].seconds_per_byte >= 0
 
 
 def _kept(rank: int, world_size: int) -> dict[str, Any]:
