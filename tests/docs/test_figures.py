@@ -226,7 +226,7 @@ def test_the_simulator() -> None:
 
     sweep = Sweep(json.loads((RESULTS / "simulate-mlp38.json").read_text()))
     errors = sorted(abs(sweep.error(name)) for name in sweep.steps)
-    sentence = re.search(r"a sweep of seven bucket sizes within ([\d.]+) %, median ([\d.]+) %", SENTENCES)
+    sentence = re.search(r"the default and six sizes, seven choices, within ([\d.]+) %, median ([\d.]+) %", SENTENCES)
     assert sentence is not None and len(errors) == 7
     assert_shown(sentence[1], [100 * errors[-1]])
     assert_shown(sentence[2], [100 * statistics.median(errors)])
