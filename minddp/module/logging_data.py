@@ -222,7 +222,7 @@ class LoggingData:
         iteration = reducer.iteration()
         if iteration == self._facts["iteration"] or iteration == 0:
             return
-        if iteration < _ALWAYS_RECORDED or iteration % self._sample_rate == 0:
+        if iteration <= _ALWAYS_RECORDED or iteration % self._sample_rate == 0:
             self._record(reducer, iteration)
 
     def _record(self, reducer: Reducer, iteration: int) -> None:

@@ -58,9 +58,9 @@ def _reducers_hooked_on(parameter):
     """How many reducers hear of ``parameter``: told by those whose used map a backward of it alone marks."""
     node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
     reducers = [o for o in gc.get_objects() if isinstance(o, minddp._C.Reducer)]
-    before = [r.arrived_in(0) + sum(b for _, b in r.bypassed()) for r in reducers]
+    before = [(r.arrived_in(0), r.bypassed()) for r in reducers]
     parameter.sum().backward()
-    after = [r.arrived_in(0) + sum(b for _, b in r.bypassed()) for r in reducers]
+    after = [(r.arrived_in(0), r.bypassed()) for r in reducers]
     parameter.grad = None
     assert node is not None
     return sum(a != b for a, b in zip(after, before))

@@ -127,13 +127,16 @@ def test_it_is_of_the_same_kind_and_takes_the_same(name: str) -> None:
         assert mine[place].default == parameter.default
 
 
-def _seen(ddp_class: Any) -> dict[str, set[str]]:
-    """Names of one wrapper, before and after three steps."""
+def _seen(ddp_class: Any) -> dict[str, Any]:
+    """Names of one wrapper, before and after some steps; which iterations are logged."""
     ddp = ddp_class(torch.nn.Linear(3, 3))
     at_start = set(ddp._get_ddp_logging_data())
-    for _ in range(3):
+    logged = []
+    for _ in range(13):
         ddp(torch.ones(1, 3)).sum().backward()
+        logged.append(ddp._get_ddp_logging_data()["iteration"])
     return {
+        "logged": logged,
         "attributes": set(vars(ddp)),
         "all": set(dir(ddp)),
         "reducer": {name for name in dir(ddp.reducer) if not name.startswith("__")},
@@ -214,3 +217,4 @@ def test_every_key_of_the_logging_data_is_here(instances: Any) -> None:
     theirs, ours = instances
     assert theirs["keys at the start"] <= ours["keys at the start"]
     assert theirs["keys"] <= ours["keys"]
+    assert theirs["logged"] == ours["logged"]
