@@ -89,8 +89,8 @@ one machine without a link (loopback) fewer bytes save nothing. `make results AR
 _SIMULATOR = """
 ## The simulator
 
-From one measured backward the simulator predicts the step with other buckets. It predicts the default and six sizes, seven
-choices, within {worst} %, median {median} %. It also predicts other networks, and up to 4,096 ranks
+From one measured backward the simulator predicts the step with other buckets. It predicts the default and six sizes,
+seven choices, within {worst} %, median {median} %. It also predicts other networks, and up to 4,096 ranks
 ([plot](../benchmarks/results/simulate-mlp38-scaling.png)):
 `python benchmarks/simulate.py --model mlp38 --link 1gbit --hop 5us,100gbit --speedup 40`.
 """

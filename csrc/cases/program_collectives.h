@@ -20,30 +20,30 @@ class ProgramCollectives : public Case {
   // Whether there was one in the first iteration's backward, as far as the group counts its collectives.
   bool found() const { return found_; }
 
-  void on_backward(Forwards::Answer&) override { sent_ = sent(); }
-  // The reducer itself sends nothing before that backward ends (Reducer::may_grow).
-  void on_arrival(ArrivedGradient&) override {
-    const uint64_t before = sent_;
-    sent_ = sent();
-    found_ |= sent_ != before;
-  }
+  void on_backward(Forwards::Answer&) override { look(/*within=*/state_.iteration.phase == Phase::kIncomplete); }
+  void on_arrival(ArrivedGradient&) override { look(/*within=*/true); }
 
  private:
-  uint64_t sent() {
-    if (!counts_ || state_.learned.iterations > 0) return sent_;
+  // `within` an iteration, what was sent since the last look without a launch is the program's, or another wrapper's.
+  void look(bool within) {
+    if (!counts_ || state_.learned.iterations > 0) return;
+    const uint64_t sent = sent_;
+    const size_t launched = launched_;
     try {
-      return group_.getSequenceNumberForGroup();
+      sent_ = group_.getSequenceNumberForGroup();
     } catch (const c10::Error&) {
       counts_ = false;
-      return sent_;
     }
+    launched_ = state_.iteration.next_bucket;
+    found_ |= within && sent_ != sent && launched_ == launched;
   }
 
   const ReducerState& state_;
   c10d::ProcessGroup& group_;
   bool counts_ = true;  // as far as is known, the backend counts its collectives
   bool found_ = false;
-  uint64_t sent_ = 0;  // when the last gradient came, or the backward began
+  uint64_t sent_ = 0;  // at the last look
+  size_t launched_ = 0;
 };
 
 }  // namespace minddp

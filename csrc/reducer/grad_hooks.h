@@ -66,13 +66,15 @@ class GradHooks {
         (nodes.empty() || nodes.back().node != torch::autograd::impl::grad_accumulator(parameter));
   }
 
-  // By parameter: whether the running backward's own graph accumulates into it. Autograd's engine has walked that
-  // graph before the first hook runs. A reentrant checkpoint's graph does not exist yet.
+  // By parameter: how often the running backward's own graph accumulates into it: once for each of its nodes.
+  // Autograd's engine has walked that graph before the first hook runs. A reentrant checkpoint's graph does not exist
+  // yet.
   std::vector<char> taking_part() const {
     const GraphTaskNodes nodes;
     std::vector<char> takes_part(hooked_.size());
     const auto accumulates = [&](const Hooked& hooked) { return nodes.accumulates(hooked.node.get()); };
-    for (size_t i = 0; i < hooked_.size(); ++i) takes_part[i] = std::ranges::any_of(hooked_[i], accumulates);
+    for (size_t i = 0; i < hooked_.size(); ++i)
+      takes_part[i] = static_cast<char>(std::ranges::count_if(hooked_[i], accumulates));
     return takes_part;
   }
 

@@ -3,9 +3,10 @@
 //
 // A gradient usually arrives once per backward. It arrives in several contributions if an iteration has several
 // backwards (in several threads, or because the first left gradients missing), or if several reentrant checkpoints
-// use its parameter. The first iteration counts them, and sends nothing before the end of backward. From then on a
-// gradient is whole at that count. One more arrival raises the count, if the bucket has not left. The count never
-// falls: where fewer arrive, the bucket leaves at the end of backward.
+// use its parameter. The first iteration counts them. If its graph does not tell that each gradient comes once, it
+// sends nothing before the end of backward. From then on a gradient is whole at that count. One more arrival raises
+// the count, if the bucket has not left. The count never falls: where fewer arrive, the bucket leaves at the end of
+// backward.
 #pragma once
 
 #include "forwards.h"
@@ -37,7 +38,9 @@ struct Iteration {
 
   Phase phase = Phase::kIdle;
   size_t next_bucket = 0;         // the first that has neither been launched nor skipped
+  bool each_once = false;         // its graph tells that each gradient comes once (Reducer::foresee)
   bool sends_at_the_end = false;  // a taken backward: more contributions may follow
+  bool used_map_sent = false;
   bool too_late = false;          // a gradient has come in kLaunched: only abort_iteration() leaves it
   std::vector<int32_t> arrivals;  // by parameter
   Flags absent;                   // marked ready when the iteration began
@@ -70,6 +73,7 @@ struct Backward {
   bool taken = false;        // a synchronized forward that waits for its backward has taken it
   bool was_taken = false;    // `taken` was true at some time
   bool makes_graph = false;  // create_graph=True
+  bool each_once = false;    // see Reducer::foresee
   bool goes_to_all = false;  // backward() without `inputs`: it brings each gradient that its graph has
   uint64_t begin = 0;        // number of the first node that it makes
   Flags takes_part;          // see GradHooks::taking_part; empty: not asked for

@@ -76,24 +76,40 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const bool synchronized = through_synchronized_forward.value_or(false);
   const bool known = !backward.graph_tasks.empty();
   if (synchronized) backward.taken = false;
-  if (synchronized && known && !backward.has(graph_task)) await_end_of(graph_task);
+  if (synchronized && known && !backward.has(graph_task)) {
+    await_end_of(graph_task);
+    backward.each_once = iteration.each_once = false;
+  }
   if (known && !(synchronized && backward.has(graph_task) && !backward.is_synchronized())) return;
   // In a static graph's first iteration, which decides what is unused, no forward takes a bypassing backward.
   const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();
   Forwards::Answer answer = forwards.origin(takes, through_synchronized_forward, /*within_no_sync=*/!sync_enabled);
   for (auto& c : cases_) c->on_backward(answer);
   backward.join(answer);
-  backward.takes_part.clear();
-  // Only a graph task that has nodes of the forward, or has reached its output, tells who takes part.
-  const bool asks = hooks_ && used_map_.mode() == GraphMode::kFindUnused && has_recorded();
-  if (asks && (answer.seen || (through_synchronized_forward && backward.is_synchronized())))
-    backward.takes_part = hooks_->taking_part();
+  if (hooks_ && backward.is_synchronized()) foresee(answer.seen || through_synchronized_forward);
   if (known) return;
   backward.makes_graph = c10::GradMode::is_enabled();
   backward.goes_to_all = GraphTaskNodes().goes_to_all();
   backward.begin = at::sequence_number::peek();
   if (backward.is_synchronized()) grads.backward_begins(parameters);
   await_end_of(graph_task);
+}
+
+// What the running graph task tells of its gradients before the first one comes. It brings each gradient once for
+// each of its nodes. More can come only from another task: a reentrant checkpoint's, another thread's, or a second
+// backward's, if this one leaves gradients out. `is_its_own`: the task has nodes of the forward, or has reached its
+// output.
+void Reducer::foresee(bool is_its_own) {
+  backward.takes_part.clear();
+  backward.each_once = false;
+  const bool is_new = !has_recorded() || backward.taken;  // what earlier iterations have taught does not apply
+  const bool finds_unused = used_map_.mode() == GraphMode::kFindUnused && is_its_own;
+  if (used_map_.mode() == GraphMode::kStatic || !(is_new || finds_unused)) return;
+  const bool nests = is_new && GraphTaskNodes().has_reentrant_checkpoint();
+  Flags part = hooks_->taking_part();
+  const auto comes_once = [&](char nodes) { return nodes == 1 || (nodes == 0 && finds_unused); };
+  backward.each_once = !nests && std::ranges::all_of(part, comes_once);
+  if (finds_unused && (has_recorded() || !nests)) backward.takes_part = std::move(part);
 }
 
 // REQUIRES: `graph_task` is the running one.
@@ -109,12 +125,12 @@ void Reducer::begin_iteration() {
   const bool goes_on = iteration.phase == Phase::kIncomplete;
   if (!goes_on) iteration.forget();
   iteration.phase = Phase::kBackward;
-  iteration.sends_at_the_end |= backward.was_taken;
+  iteration.each_once = backward.each_once && !goes_on;
+  iteration.sends_at_the_end |= backward.was_taken && !iteration.each_once;
   if (goes_on) return;
   trace_->begin_iteration();
   for (auto& bucket : buckets) bucket->begin_iteration();
   for (auto& c : cases_) c->on_begin();
-  if (!has_recorded()) return;
   const Flags& part = backward.takes_part;
   for (size_t i = 0; i < parameters.size(); ++i) {
     iteration.absent[i] = used_map_.known_unused(i) || (!part.empty() && !part[i] && !learned.nested[i]);
@@ -142,25 +158,35 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
         used_map_.used_nowhere(index), /*within_no_sync=*/!sync_enabled);
   if (!synchronized) return;
   if (iteration.phase != Phase::kBackward) begin_iteration();
-  iteration.sends_at_the_end |= backward.was_taken;
+  const bool nested = !backward.has(current_graph_task());
+  if (nested) iteration.each_once = false;
+  iteration.sends_at_the_end |= backward.was_taken && !iteration.each_once;
   if (contribution.defined() && (used_map_.known_unused(index) || used_map_.used_nowhere(index)))
     fail(errors::graph_changed(rank, {index, names[index]}));
   if (used_map_.known_unused(index)) return;
-  if (!backward.has(current_graph_task())) learned.nested[index] = 1;
+  if (nested) learned.nested[index] = 1;
   trace_->ready[index] = Trace::now();
   const auto order = learned.note_arrival(iteration, index, contribution.defined());
   if (order == Learned::Arrival::kLast) mark_variable_ready(index, contribution);
   if (order == Learned::Arrival::kExtra) gradient_grew(index, contribution);
 }
 
-// A loop: later buckets may be complete already, and have waited for this one.
+// A loop: later buckets may be complete already, and have waited for this one. The used map follows the last bucket:
+// a collective that waited for the end of backward would come there after other modules' collectives.
 void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) {
   const size_t b = place_[index].first;
   if (buckets[b]->mark_ready()) trace_->note(b, BucketEvent::kReady);
   take(index, contribution);
-  if (!buckets[b]->complete() || may_grow()) return;
+  if (!buckets[b]->complete() || may_grow() || waits_for_all()) return;
   size_t& next = iteration.next_bucket;
+  if (next == 0 && buckets[0]->complete()) first_leaves(backward);
   while (next < buckets.size() && buckets[next]->complete()) launch_or_skip(next);
+  if (next == buckets.size()) send_used_map();
+}
+
+// A taken backward may be this rank's alone, so Python asks the other ranks before anything is sent.
+void Reducer::first_leaves(const Backward& in) {
+  if (in.taken && callbacks_.on_taken) callbacks_.on_taken();
 }
 
 // Handles a contribution after the one that was thought the last, or to a parameter that was thought absent. If the
@@ -254,18 +280,16 @@ void Reducer::finish_backward(int graph_task) {
     iteration.phase = Phase::kIncomplete;
     return;
   }
-  if (ended.taken && callbacks_.on_taken) callbacks_.on_taken();
+  if (iteration.next_bucket == 0) first_leaves(ended);
   launch_rest(graph_task);
   if (!manual_finalization) return finalize_backward();
   iteration.phase = Phase::kLaunched;
 }
 
-// The used map goes after the buckets: it must hold what all of backward used, and its collective has the same place
-// on all ranks.
 void Reducer::launch_rest(int graph_task) {
   grads.iteration_ends_in(graph_task);
   while (iteration.next_bucket < buckets.size()) launch_or_skip(iteration.next_bucket);
-  send_used_map();
+  if (!iteration.used_map_sent) send_used_map();
   if (callbacks_.after_last_launch) callbacks_.after_last_launch();
 }
 
@@ -379,9 +403,11 @@ void Reducer::abort_iteration() {
   last_error.clear();
 }
 
-// on_stall() finds lost peers; without it, the future's own wait is enough.
+// on_stall() finds lost peers; without it, the future's own wait is enough. It is Python, which runs the program's
+// signal handlers first: they find gradients enabled, as outside of backward.
 void Reducer::wait(Future& future, size_t bucket) {
   if (!callbacks_.on_stall) return future.waitAndThrow();
+  c10::AutoGradMode enabled(true);
   wait_watching(
       future, [&](double seconds, const std::string& error) { callbacks_.on_stall(seconds, bucket, error); });
 }

@@ -55,11 +55,12 @@
 //   end of backward                             wait for A: 2 + 4, so gradient 2 becomes [6] on both; then for B:
 //                                               gradients 1 and 0 become [2, 3] and [3]
 //
-// The first iteration packs like any other, and launches nothing before the end of backward: nobody knows yet how
-// often each gradient arrives. The order of arrival is noted (support/trace.h). The first buckets follow the reverse
-// order of registration. Before a later forward Python makes new ones (set_buckets), in rank 0's order of arrival on
-// all ranks: once, or several times with bucket_cap_mb="auto". Not with find_unused_parameters, nor with a pinned
-// plan.
+// In the first iteration buckets are large. They leave together, when the last gradient has come: as with torch's
+// class, which has one bucket then. If the graph does not tell how often each gradient arrives (reentrant
+// checkpoints, several backwards, a static graph), they leave at the end of backward. The order of arrival is noted
+// (support/trace.h). The first buckets follow the reverse order of registration. Before a later forward Python makes
+// new ones (set_buckets), in rank 0's order of arrival on all ranks: once, or several times with
+// bucket_cap_mb="auto". Not with find_unused_parameters, nor with a pinned plan.
 //
 // What always holds.
 //  * Buckets are launched in index order, even when a later one is complete first: collectives of one group
@@ -128,7 +129,7 @@ struct ReducerOptions {
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // after the last bucket and the used map; may issue collectives
   std::function<double()> post_scale;       // in place of the reducer's post_scale; called once before unpacking
-  std::function<void()> on_taken;           // at the end of a backward that is taken, before its buckets leave
+  std::function<void()> on_taken;           // in a backward that is taken, before its first bucket leaves
   std::function<void(const std::string& why)> on_interrupted;                             // see backward_is_gone()
   std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // support/watched_wait.h
 };
@@ -231,6 +232,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   std::unique_ptr<Bucket> make_bucket(const std::vector<size_t>& indices) const;
   void watch(const std::vector<at::Tensor>& outputs, bool synchronized);
   void enter_backward(std::optional<bool> through_synchronized_forward);
+  void foresee(bool is_its_own);
   void await_end_of(int graph_task);
   void begin_iteration();
   void mark_variable_ready(size_t index, const at::Tensor& contribution);
@@ -240,6 +242,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   bool skips(size_t index) const;
   void launch(size_t index);
   void launch_or_skip(size_t index);
+  void first_leaves(const Backward& in);
   void finish_backward(int graph_task);
   void backward_is_gone(int graph_task);
   void launch_rest(int graph_task);
@@ -247,7 +250,10 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void unpack(size_t index, double scale, const std::vector<int32_t>& used);
   double scale_of_results();
   void end_iteration();
-  void send_used_map() { used_map_.send(*group_, grads.used, iteration.grown, parameters[0].device()); }
+  void send_used_map() {
+    iteration.used_map_sent = true;
+    used_map_.send(*group_, grads.used, iteration.grown, parameters[0].device());
+  }
   Wait for_used_map() {
     return [this](Future& future) { wait(future, buckets.size()); };
   }
@@ -257,9 +263,14 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
     return {pre_scale, may_grow(), grads.used, contribution};
   }
   // True while nobody knows how often a gradient arrives: in the first iteration, and from a taken backward to the
-  // end of its iteration. While it is true, no bucket leaves before the end of backward, so a gradient that grows can
-  // be packed again.
-  bool may_grow() const { return !has_recorded() || iteration.sends_at_the_end; }
+  // end of its iteration, unless their graph tells. While it is true, no bucket leaves before the end of backward, so
+  // a gradient that grows can be packed again.
+  bool may_grow() const { return (!has_recorded() && !iteration.each_once) || iteration.sends_at_the_end; }
+  // In the first iteration torch's class has one bucket, unless it looks for unused parameters.
+  bool waits_for_all() const {
+    return !has_recorded() && used_map_.mode() != GraphMode::kFindUnused &&
+        !std::ranges::all_of(buckets, [](const auto& bucket) { return bucket->complete(); });
+  }
   bool alone() const { return group_->getSize() == 1 && !options_.always_reduce; }
   // One rank, and nothing needs the buffer: the gradients are the result already.
   bool passes_through() const {

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <string>
 
 namespace minddp {
 
@@ -21,6 +22,13 @@ class GraphTaskNodes {
   bool any(const Predicate& is) const {
     if (!nodes_.empty()) return std::ranges::any_of(nodes_, is);
     return std::ranges::any_of(notes_, [&](const auto& note) { return is(note.first); });
+  }
+  // Whether one of them runs a graph task of its own: torch.utils.checkpoint's with use_reentrant=True, and copies of
+  // that class elsewhere. Another class of a program's own is not known. False in distributed autograd, whose notes
+  // may have nodes that are gone.
+  bool has_reentrant_checkpoint() const {
+    return std::ranges::any_of(nodes_,
+        [](const Node* node) { return node->name().find("CheckpointFunctionBackward") != std::string::npos; });
   }
   // Whether it goes to all leaves, and not to given inputs alone, as of autograd.grad().
   bool goes_to_all() const { return notes_.empty(); }

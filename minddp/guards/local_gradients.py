@@ -21,11 +21,13 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from . import times
+from . import connections, times
+from .reports import innermost
 
 log = logging.getLogger("minddp")
 
@@ -45,6 +47,7 @@ class LocalGradients:
         key: tells this wrapper's answers from others'; the same on all ranks.
         comes: says of a rank that is waited for whether it does, or certainly will not. Any other is waited for as
             long as the store's timeout, the group's, says.
+        has_ended: says of a rank whether it has left: no replica is there that could differ.
     """
 
     def __init__(
@@ -53,8 +56,9 @@ class LocalGradients:
         store: dist.Store | None,
         key: str,
         comes: Comes = lambda rank, seconds, within: None,
+        has_ended: Callable[[int], bool] = lambda rank: False,
     ):
-        self._asks = comes
+        self._asks, self._has_ended = comes, has_ended
         self._rank, self._size = group.rank(), group.size()
         self._base = store
         self._asked: tuple[int, int] | None = None  # iteration and number of the last question
@@ -65,25 +69,38 @@ class LocalGradients:
         self._has_told = False
         self._refusal: RuntimeError | None = None
         self._kept: list[str] = []
-        self._key, self._joined_as = key, ""
+        self._joined_as = ""
         self.name(key)
+        if store is not None and self._size > 1:
+            _client_of(store)  # now, while its host is there
 
     def name(self, key: str) -> None:
         self._key = key
-        self._store = None if self._base is None else dist.PrefixStore(f"minddp/local/{key}", self._base)
+        self._named: dist.PrefixStore | None = None
+
+    @property
+    def _store(self) -> dist.Store | None:
+        if self._base is not None and self._named is None:
+            self._named = dist.PrefixStore(f"minddp/local/{self._key}", _client_of(self._base))
+        return self._named
 
     def note_joined(self) -> None:
         """This rank has no more data: others' questions it answers no more, and is not asked."""
-        if self._store is not None and self._joined_as != self._key:
-            self._store.set(f"joined/{self._rank}", "")
+        if self._joined_as != self._key:
             self._joined_as = self._key
+            self._say_joined("yes")
 
     def note_back(self) -> None:
         """No rank has; they go on together."""
-        if self._store is not None and self._joined_as == self._key:
-            with suppress(RuntimeError, NotImplementedError):  # a store that deletes nothing
-                self._store.delete_key(f"joined/{self._rank}")
+        if self._joined_as == self._key:
+            self._say_joined("no")
         self._joined_as = ""
+
+    def _say_joined(self, word: str) -> None:
+        """Waits for nobody: deleting a key would wait for the store's host."""
+        with suppress(dist.DistError, RuntimeError):  # it has left: nobody can ask
+            if self._size > 1 and self._store is not None:
+                self._store.set(f"joined/{self._rank}", word)
 
     def check(
         self, named: Sequence[tuple[str, torch.Tensor]], backward: int, iteration: int, uses: bool = True
@@ -162,6 +179,8 @@ class LocalGradients:
                 if not self._has_told:
                     self._has_told = True
                     log.warning(_NO_WORD, self._rank, next(iter(self._mine)), rank, time.monotonic() - begin)
+            elif not comes and self._has_ended(rank):
+                continue
             elif not comes:
                 return RuntimeError(_message(list(self._mine), self._rank, rank, time.monotonic() - begin))
             elif refusal := self._difference(rank, key, self._mine):
@@ -217,7 +236,26 @@ class LocalGradients:
 
     def _has_joined(self, rank: int) -> bool:
         assert self._store is not None
-        return bool(self._store.check([f"joined/{rank}"]))
+        key = f"joined/{rank}"
+        return self._store.check([key]) and self._store.get(key) == b"yes"
+
+
+_clients: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
+
+
+def _client_of(store: dist.Store) -> dist.Store:
+    """One of a group's own, for all its wrappers: the program's threads may block the group's."""
+    inner = innermost(store)
+    if isinstance(inner, dist.FileStore):
+        return store
+    if store not in _clients:
+        if isinstance(inner, dist.TCPStore) and connections.closed_by_host(connections.to_port(inner.port)):
+            return store  # a new connection would be waited for
+        try:
+            _clients[store] = store.clone()  # type: ignore[attr-defined]  # torch's stub forgets it
+        except (AttributeError, NotImplementedError, RuntimeError):  # it has none; or its host has left
+            _clients[store] = store
+    return _clients[store]
 
 
 _NOT_ALL = (

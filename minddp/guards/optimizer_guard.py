@@ -105,7 +105,7 @@ class _Steps:
 
     def _versions(self) -> list[int]:
         optimizer = self.optimizer()
-        return [] if optimizer is None else [p._version for p in _listed(optimizer)]
+        return [] if optimizer is None else [_version(p) for p in _listed(optimizer)]
 
     def note_torn(self) -> None:
         self.is_torn = self.is_torn or self._versions() != self.versions
@@ -118,7 +118,7 @@ class _Steps:
         if optimizer is None or self.is_torn:
             return self.is_torn
         averaged, ended_ns = guarded.last_averages()
-        changed = {id(p) for p, before in zip(_listed(optimizer), self.versions) if p._version != before}
+        changed = {id(p) for p, before in zip(_listed(optimizer), self.versions) if _version(p) != before}
         if not changed:
             return ended_ns > max(self.ended_ns, 0)
         return not averaged & _parameters(optimizer) <= changed
@@ -183,7 +183,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     closure, steps = kwargs.get("closure", args[1] if len(args) > 1 else None), _steps_of(optimizer)
-    if not _is_closure(optimizer, closure) or not _is_asked(optimizer):
+    compiling = torch.compiler.is_compiling()  # Dynamo traces the program's own closure, and no stand-in
+    if compiling or not _is_closure(optimizer, closure) or not _is_asked(optimizer):
         _check(optimizer)
         steps.begin_after_hooks(optimizer)
         return None
@@ -252,6 +253,10 @@ class _Checked:
 def _is_asked(optimizer: torch.optim.Optimizer) -> bool:
     stepped = _parameters(optimizer)
     return any(not stepped.isdisjoint(guarded.parameter_ids()) for guarded in watched())
+
+
+def _version(parameter: torch.Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -221,8 +221,7 @@ class StallInspector:
         """
         if self._dog is None:
             return None
-        word = Awaited(self.key, what="the others' word on their gradients")
-        wait = Wait(word, word.what, self._rank, self._ranks, iteration=self._iteration(), within=within)
+        wait = self._wait_for_word(within)
         self._dog.waits(wait, urgent=False)
         facts = self._dog.facts([self._ranks[rank]], self.key)
         if times.warning_is_due(seconds):
@@ -231,6 +230,17 @@ class StallInspector:
             return False
         own = self.place()
         return None if own is None else comes(facts[0], wait, own[1])
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank of the group has left it, or its process is gone."""
+        if self._dog is None:
+            return False
+        facts = self._dog.facts([self._ranks[rank]], self.key)
+        return judge(facts, self._wait_for_word(within=False))[0][1] in (Kind.ENDED, Kind.GONE)
+
+    def _wait_for_word(self, within: bool) -> Wait:
+        word = Awaited(self.key, what="the others' word on their gradients")
+        return Wait(word, word.what, self._rank, self._ranks, iteration=self._iteration(), within=within)
 
     def heed_loss(self) -> None:
         """Gives the group up where another rank is certainly lost to an iteration that this one has launched: the

@@ -47,6 +47,14 @@ _EXIT_SECONDS = 1.0
 Place = Callable[[], tuple[str, dict[str, Any]] | None]  # where a wrapper is, under a name that ranks share
 
 
+class _Thread(threading.Thread):
+    """A program that joins all threads at its end need not wait for this one, which lives as long as the group."""
+
+    def join(self, timeout: float | None = None) -> None:
+        if timeout is not None:
+            super().join(timeout)
+
+
 class Watchdog:
     """This process's, for one default group. Dictionaries change, and are gone through, with :attr:`_lock` held.
 
@@ -83,7 +91,8 @@ class Watchdog:
         self._reports: Reports | None = None
         inner = innermost(store)
         self._port = inner.port if isinstance(inner, dist.TCPStore) else None
-        self._thread = threading.Thread(target=self._run, args=([store],), name="minddp: watchdog", daemon=True)
+        self._file = inner.path if isinstance(inner, dist.FileStore) else None  # type: ignore[attr-defined]
+        self._thread = _Thread(target=self._run, args=([store],), name="minddp: watchdog", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:  # the process may have no more threads: it trains without
@@ -227,6 +236,8 @@ class Watchdog:
     def _run(self, stores: list[dist.Store]) -> None:
         """Empties ``stores``: a store that somebody holds keeps its port, or its file, from the next group."""
         try:
+            if self._file is not None and not os.path.exists(self._file):
+                return  # a clone would make it anew
             before = connections.to_port(self._port)
             mine = stores.pop().clone()  # type: ignore[attr-defined]  # torch's stub forgets it
             made = {link: fd for link, fd in connections.to_port(self._port).items() if link not in before}

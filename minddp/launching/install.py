@@ -2,15 +2,17 @@
 
 What always holds: between :func:`install` and :func:`uninstall` every module that held torch's
 ``DistributedDataParallel`` under some name holds minddp's under it, and so do modules imported later and
-processes started by :mod:`multiprocessing`'s ``spawn``. ``isinstance`` checks go on working, for those that
-ask for torch's class too, because minddp's derives from it.
+processes started by :mod:`multiprocessing`'s ``spawn`` and ``forkserver``. ``isinstance`` checks go on working, for
+those that ask for torch's class too, because minddp's derives from it.
 
 What it cannot reach: instances and subclasses of torch's class made before, references held outside modules
-(in a list, in a closure), and programs started by other means than ``multiprocessing``.
+(in a list, in a closure), programs started by other means than ``multiprocessing``, and a forkserver for which the
+program names what to preload.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import multiprocessing.spawn
 import sys
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ __all__ = ["install", "uninstall"]
 
 _torch_class = next(base for base in DistributedDataParallel.__mro__ if base.__module__.startswith("torch."))
 _get_command_line = multiprocessing.spawn.get_command_line
+
+_PRELOADED = ["__main__"]  # by default
 
 # The namespaces and names that install() rebound; empty when nothing is installed.
 _rebound: list[tuple[dict[str, Any], str]] = []
@@ -64,6 +68,7 @@ def install() -> None:
         names[name] = DistributedDataParallel
         _rebound.append((names, name))
     multiprocessing.spawn.get_command_line = _spawn_installed
+    multiprocessing.set_forkserver_preload([*_PRELOADED, "minddp.launching.installed"])
 
 
 def uninstall() -> None:
@@ -82,3 +87,4 @@ def uninstall() -> None:
         if module_name.partition(".")[0] == "torch":
             names[name] = _torch_class
     multiprocessing.spawn.get_command_line = _get_command_line
+    multiprocessing.set_forkserver_preload(_PRELOADED)

@@ -11,9 +11,12 @@ The program sees ``sys.argv``, ``sys.path`` and ``__main__`` as if Python ran it
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
+import pkgutil
 import runpy
 import sys
+import types
 
 from .cluster import STARTERS, ClusterError
 from .install import install
@@ -21,9 +24,16 @@ from .install import install
 _USAGE = "usage: minddp run [--slurm | --mpi] {script.py | -m module} [arguments]"
 
 
+def _new_main() -> types.ModuleType:
+    """It stays ``__main__`` when the program's last line is over: handlers at exit may pickle its classes."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    return main
+
+
 def _run_module(name: str, arguments: list[str]) -> None:
-    sys.argv = [name, *arguments]  # run_module puts the file's path in the first place
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    sys.argv = [name, *arguments]  # the file's path is put in the first place
+    _new_main()
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what python -m does
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
@@ -31,7 +41,12 @@ def _run_script(path: str, arguments: list[str]) -> None:
         sys.exit(f"minddp run: there is no file {path!r} (working directory {os.getcwd()!r})")
     sys.argv = [path, *arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(path))
-    runpy.run_path(path, run_name="__main__")
+    if pkgutil.get_importer(path) is not None:  # a directory or an archive with a __main__.py
+        runpy.run_path(path, run_name="__main__")
+        return
+    main, loader = _new_main(), importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __loader__=loader, __builtins__=__builtins__)
+    exec(loader.source_to_code(loader.get_data(path), path), vars(main))
 
 
 def _take_ranks_from(starter: str) -> None:

@@ -58,11 +58,12 @@ class BufferSync:
         return default if hook is None else hook.buffer_comm_hook_location
 
     def _sync_buffers(self) -> None:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        vmap = torch._C._functorch.TransformType.Vmap
+        if any(level.key() != vmap for level in torch._C._functorch.get_interpreter_stack() or ()):
             raise RuntimeError(
-                "DistributedDataParallel: buffers cannot be broadcast inside of a torch.func transform, which "
-                "forbids writing to tensors of the module. Construct with forward_sync_buffers=False, or transform "
-                "ddp.module."
+                "DistributedDataParallel: buffers cannot be broadcast inside of a torch.func transform other than "
+                "vmap, which forbids writing to tensors of the module. Construct with forward_sync_buffers=False, or "
+                "transform ddp.module."
             )
         with torch.no_grad():
             if self._join_config.enable:

@@ -42,7 +42,8 @@ def here() -> Process:
     """This process."""
     machine, started = "", 0
     try:
-        machine, started = _machine(), int(_stat(os.getpid())[_STARTED])
+        if os.readlink("/proc/self") == str(os.getpid()):  # else /proc is another PID namespace's
+            machine, started = _machine(), int(_stat(os.getpid())[_STARTED])
     except OSError:
         pass
     return Process(socket.gethostname(), machine, os.getpid(), started)
@@ -61,7 +62,8 @@ def now() -> float:
 @functools.cache
 def _machine() -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+        spaces = [name for name in ("pid", "time") if os.path.lexists(f"/proc/self/ns/{name}")]
+        return " ".join([file.read().strip(), *(os.readlink(f"/proc/self/ns/{name}") for name in spaces)])
 
 
 def thread_state(thread: int) -> tuple[str, float]:
@@ -91,6 +93,14 @@ def _is_hidden(pid: int) -> bool:
     return not os.path.exists(f"/proc/{pid}")
 
 
+def _has_threads(pid: int) -> bool:
+    """Its first thread alone has ended."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False
+
+
 def look(process: Process) -> Sight:
     """What has become of it. Asks this machine's kernel only, and never waits."""
     try:
@@ -103,7 +113,7 @@ def look(process: Process) -> Sight:
         return Sight("elsewhere")
     if int(fields[_STARTED]) != process.started:
         return Sight("gone")
-    if fields[_STATE] in _UNREAPED:
+    if fields[_STATE] in _UNREAPED and not _has_threads(process.pid):
         return Sight("gone", _how(int(fields[_EXIT_CODE])))
     return Sight("stopped" if fields[_STATE] in _STOPPED else "running")
 

@@ -21,6 +21,7 @@ Buckets = list[list[int]]
 # has closed a bucket. In the next bucket it would be the last gradient to arrive, and hold that bucket up. So a
 # closed bucket still takes gradients of up to this part of its cap.
 _ROOM = 1 / 16
+_WHAT = "the new buckets, before forward"
 
 
 def assign_buckets(
@@ -111,7 +112,7 @@ def ready_order(ready_ns: Sequence[int]) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What rank 0 says of the new buckets.
+    """What holds for the new buckets.
 
     Attributes:
         arrived: parameter indices by arrival.
@@ -127,7 +128,7 @@ class Agreed:
 
 
 def agree_on_order(mine: Agreed, group: dist.ProcessGroup, device: torch.device) -> Agreed:
-    """Rank 0's, on every rank. Collective.
+    """Rank 0's, on every rank; and torch's buckets where a rank asks for them. Collective.
 
     Ranks may observe different orders (branches, threads), and a bucket must hold the same parameters on all.
 
@@ -136,16 +137,19 @@ def agree_on_order(mine: Agreed, group: dist.ProcessGroup, device: torch.device)
     """
     if group.size() == 1:
         return mine
-    message = torch.tensor([mine.token, mine.as_torch, len(mine.arrived), *mine.arrived, *mine.absent], device=device)
-    waiting.broadcast_from(group, message, 0, "the new buckets, before forward")
-    token, as_torch, count, *indices = message.tolist()
+    message = torch.tensor([mine.token, len(mine.arrived), *mine.arrived, *mine.absent], device=device)
+    waiting.broadcast_from(group, message, 0, _WHAT)
+    token, count, *indices = message.tolist()
     if sorted(indices) != sorted([*mine.arrived, *mine.absent]):
         raise RuntimeError(
             f"DistributedDataParallel on rank {group.rank()} got something else than the order of new buckets that "
             "rank 0 was to send: the ranks called collectives in different orders. A forward that only some ranks "
             "run, with buffers to broadcast, does that. Run it on all ranks, or call the wrapper's module there."
         )
-    return Agreed(indices[:count], indices[count:], bool(as_torch), token)
+    asks = torch.tensor([int(mine.as_torch)], device=device)
+    asked = [torch.zeros_like(asks) for _ in range(group.size())]
+    waiting.all_gather(group, asked, asks, _WHAT)
+    return Agreed(indices[:count], indices[count:], any(map(bool, asked)), token)
 
 
 def split_by_kind(buckets: Buckets, kinds: Sequence[Hashable]) -> Buckets:

@@ -156,7 +156,7 @@ class Reducer(_C.Reducer):
         arrived, absent = ready_order(self.last_step()["ready_ns"])
         self.order_of_arrival = arrived + absent
         # A communication hook's numbers may depend on what travels together; and collectives of the program's own in
-        # backward meet other ranks' buckets, if gradients come in another order there. Rank 0 decides.
+        # backward meet other ranks' buckets, if gradients come in another order there.
         as_torch = self._has_hook or self.program_communicates()
         agreed = Agreed(arrived, absent, as_torch=as_torch, token=secrets.randbits(62))
         with collective():

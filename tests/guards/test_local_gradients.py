@@ -35,7 +35,7 @@ class _StandsStill(dist.HashStore):
 def test_a_rank_that_is_there_when_the_time_is_over_is_not_missed(monkeypatch):
     monkeypatch.setattr(times, "look", 0.01)
     guard = LocalGradients(_Group(), dist.HashStore(), "wrapper", lambda rank, seconds, within: False)
-    guard._store = _StandsStill()
+    guard._named = _StandsStill()
     guard.meet(1)
     guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
 
