@@ -21,13 +21,11 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from . import connections, times
-from .reports import innermost
+from . import times
 
 log = logging.getLogger("minddp")
 
@@ -48,6 +46,7 @@ class LocalGradients:
         comes: says of a rank that is waited for whether it does, or certainly will not. Any other is waited for as
             long as the store's timeout, the group's, says.
         has_ended: says of a rank whether it has left: no replica is there that could differ.
+        client: gives another client of the store, if there is one: the program's threads may block ``store``.
     """
 
     def __init__(
@@ -57,8 +56,9 @@ class LocalGradients:
         key: str,
         comes: Comes = lambda rank, seconds, within: None,
         has_ended: Callable[[int], bool] = lambda rank: False,
+        client: Callable[[], dist.Store | None] = lambda: None,
     ):
-        self._asks, self._has_ended = comes, has_ended
+        self._asks, self._has_ended, self._client = comes, has_ended, client
         self._rank, self._size = group.rank(), group.size()
         self._base = store
         self._asked: tuple[int, int] | None = None  # iteration and number of the last question
@@ -71,18 +71,15 @@ class LocalGradients:
         self._kept: list[str] = []
         self._joined_as = ""
         self.name(key)
-        if store is not None and self._size > 1:
-            _client_of(store)  # now, while its host is there
 
     def name(self, key: str) -> None:
         self._key = key
-        self._named: dist.PrefixStore | None = None
 
     @property
     def _store(self) -> dist.Store | None:
-        if self._base is not None and self._named is None:
-            self._named = dist.PrefixStore(f"minddp/local/{self._key}", _client_of(self._base))
-        return self._named
+        if self._base is None:
+            return None
+        return dist.PrefixStore(f"minddp/local/{self._key}", self._client() or self._base)
 
     def note_joined(self) -> None:
         """This rank has no more data: others' questions it answers no more, and is not asked."""
@@ -238,24 +235,6 @@ class LocalGradients:
         assert self._store is not None
         key = f"joined/{rank}"
         return self._store.check([key]) and self._store.get(key) == b"yes"
-
-
-_clients: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
-
-
-def _client_of(store: dist.Store) -> dist.Store:
-    """One of a group's own, for all its wrappers: the program's threads may block the group's."""
-    inner = innermost(store)
-    if isinstance(inner, dist.FileStore):
-        return store
-    if store not in _clients:
-        if isinstance(inner, dist.TCPStore) and connections.closed_by_host(connections.to_port(inner.port)):
-            return store  # a new connection would be waited for
-        try:
-            _clients[store] = store.clone()  # type: ignore[attr-defined]  # torch's stub forgets it
-        except (AttributeError, NotImplementedError, RuntimeError):  # it has none; or its host has left
-            _clients[store] = store
-    return _clients[store]
 
 
 _NOT_ALL = (

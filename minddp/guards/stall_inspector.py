@@ -231,6 +231,10 @@ class StallInspector:
         own = self.place()
         return None if own is None else comes(facts[0], wait, own[1])
 
+    def client(self) -> dist.Store | None:
+        """The watchdog's own of the group's store."""
+        return None if self._dog is None else self._dog.client
+
     def has_ended(self, rank: int) -> bool:
         """Whether a rank of the group has left it, or its process is gone."""
         if self._dog is None:

@@ -89,6 +89,7 @@ class Watchdog:
         self._stopping = self.lost = False
         self._heard = float("-inf")  # when the last turn began that has read what was reported
         self._reports: Reports | None = None
+        self.client: dist.Store | None = None  # once it is there
         inner = innermost(store)
         self._port = inner.port if isinstance(inner, dist.TCPStore) else None
         self._file = inner.path if isinstance(inner, dist.FileStore) else None  # type: ignore[attr-defined]
@@ -241,6 +242,7 @@ class Watchdog:
             before = connections.to_port(self._port)
             mine = stores.pop().clone()  # type: ignore[attr-defined]  # torch's stub forgets it
             made = {link: fd for link, fd in connections.to_port(self._port).items() if link not in before}
+            self.client = mine
             reports = Reports(mine, self.rank, self.size, self.processes[self.rank], store_connections=made)
             self._reports = reports
             reports.known = self.processes
@@ -258,7 +260,7 @@ class Watchdog:
         except (dist.DistError, RuntimeError, OSError, ValueError):
             pass  # the store is gone, and with it all that could be said here
         finally:
-            self.lost, self._reports = True, None
+            self.lost, self._reports, self.client = True, None, None
             with self._sent:
                 self._sent.notify_all()
 

@@ -181,7 +181,7 @@ class Engine(StepCheck):
             self.reducer.set_callbacks(on_stall=stalls, on_interrupted=interrupted)
         store = dist.distributed_c10d._get_default_store() if has_store else None
         inspector = self.inspector
-        asked = () if inspector is None else (inspector.comes, inspector.has_ended)
+        asked = () if inspector is None else (inspector.comes, inspector.has_ended, inspector.client)
         self._local_gradients = LocalGradients(self.group, store, "" if inspector is None else inspector.key, *asked)
         self.reducer.set_callbacks(on_taken=weakly(self._on_taken))
         skipped = 0 if self.finite is None else self.finite.skipped

@@ -263,6 +263,14 @@ def _compiled_step(rank, world_size):
         optimizer.zero_grad()
         ddp(torch.full((1, 4), float(rank + i))).sum().backward()
         step()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = ddp(torch.full((1, 4), float(rank))).sum()
+        loss.backward()
+        return loss
+
+    step(closure)
     return ddp.module.weight.detach().clone()
 
 

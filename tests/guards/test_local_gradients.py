@@ -34,8 +34,8 @@ class _StandsStill(dist.HashStore):
 
 def test_a_rank_that_is_there_when_the_time_is_over_is_not_missed(monkeypatch):
     monkeypatch.setattr(times, "look", 0.01)
+    monkeypatch.setattr(LocalGradients, "_store", _StandsStill())
     guard = LocalGradients(_Group(), dist.HashStore(), "wrapper", lambda rank, seconds, within: False)
-    guard._named = _StandsStill()
     guard.meet(1)
     guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
 
@@ -46,6 +46,23 @@ def test_a_rank_that_will_certainly_not_come_is_named():
         guard.meet(1)
     with pytest.raises(RuntimeError, match="rank 1 has shown none"):
         guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
+
+
+def test_a_rank_that_has_left_has_no_replica_that_could_differ():
+    asks = lambda rank, seconds, within: False  # noqa: E731
+    guard = LocalGradients(_Group(), dist.HashStore(), "wrapper", asks, has_ended=lambda rank: True)
+    guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
+
+
+def test_a_joined_rank_is_not_asked_until_it_is_back():
+    store = dist.HashStore()
+    here, there = (LocalGradients(_Group(), store, "wrapper", lambda *_: False) for _ in range(2))
+    there._rank = 1
+    there.note_joined()
+    here.meet(1)
+    there.note_back()
+    with pytest.raises(RuntimeError, match="rank 1 has had no such backward"):
+        here.meet(2)
 
 
 def test_any_other_rank_is_waited_for_as_long_as_the_store_says(monkeypatch):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 import minddp
 from minddp import environment
-from minddp.guards import lifetime
+from minddp.guards import lifetime, times
 from minddp.ranks import processes
 from minddp.testing import run_ranks
 
@@ -48,6 +50,67 @@ def test_what_proc_hides_is_not_gone(
     monkeypatch.setattr(processes, "_stat", nothing)
     monkeypatch.setattr(os, "kill", refuse)
     assert processes.look(seen).state == state
+
+
+def test_another_namespaces_proc_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    readlink = os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "1" if path == "/proc/self" else readlink(path))
+    assert processes.look(processes.here()).state == "elsewhere"
+
+
+def test_a_process_whose_first_thread_has_ended_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel calls it a zombie then."""
+    seen, stat = processes.here(), processes._stat
+    monkeypatch.setattr(processes, "_stat", lambda of: ["Z", *stat(of)[1:]])
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    try:
+        assert processes.look(seen).state == "running"
+    finally:
+        ends.set()
+        thread.join()
+
+
+def _joins_all(rank: int, world_size: int) -> bool:
+    ddp = minddp.DistributedDataParallel(nn.Linear(2, 2))
+    ddp(torch.ones(1, 2)).sum().backward()
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("minddp")]
+    for thread in ours:
+        thread.join()
+    return bool(ours)
+
+
+def test_a_program_may_join_all_threads() -> None:
+    assert run_ranks(_joins_all, 2) == [True] * 2
+
+
+@times.faster(0.2)
+def _handles_signals(rank: int, world_size: int) -> list[bool]:
+    """Rank 1 comes late; meanwhile a handler of rank 0's runs, and computes a gradient."""
+    ddp, found = minddp.DistributedDataParallel(nn.Linear(2, 2)), []
+
+    def handle(*_: object) -> None:
+        x = torch.ones(2, requires_grad=True)
+        (x * 3).sum().backward()
+        found.append(bool((x.grad == 3).all()))
+
+    signal.signal(signal.SIGALRM, handle)
+    try:
+        for i in range(2):
+            loss = ddp(torch.ones(1, 2)).sum()
+            if i and rank:
+                time.sleep(0.7)
+            if i and not rank:
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+            loss.backward()
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return found
+
+
+def test_a_signal_handler_may_compute_gradients_while_backward_waits() -> None:
+    assert run_ranks(_handles_signals, 2) == [[True], []]
 
 
 def _without_threads(rank: int, world_size: int) -> torch.Tensor:

@@ -39,11 +39,14 @@ def test_without_a_command_the_list_is_shown() -> None:
 def test_run_gives_the_program_its_own_arguments(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(
-        "import sys, torch\nprint(torch.nn.parallel.DistributedDataParallel.__module__, sys.argv[1:], __name__)\n"
+        "import atexit, pickle, sys, torch\n"
+        "class Mine: pass\n"
+        "atexit.register(lambda: print(len(pickle.dumps(Mine())) > 0))\n"
+        "print(torch.nn.parallel.DistributedDataParallel.__module__, sys.argv[1:], __name__)\n"
     )
     command = [sys.executable, "-m", "minddp", "run", str(program), "--lr", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "minddp.module.distributed ['--lr', '1'] __main__\n", done.stderr
+    assert done.stdout == "minddp.module.distributed ['--lr', '1'] __main__\nTrue\n", done.stderr
 
 
 def test_doctor_takes_a_step_beside_torch(capfd: pytest.CaptureFixture[str]) -> None:

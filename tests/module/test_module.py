@@ -685,3 +685,21 @@ def test_a_dead_peer_ends_backward_with_an_error():
     with pytest.raises(RankError) as caught:
         run_ranks(_fails_on_one_rank, 2, timeout=30)
     assert "a rank dies" in caught.value.failures[1]
+
+
+def _vmapped_and_inference(rank, world_size):
+    from minddp import DistributedDataParallel
+
+    module = nn.BatchNorm1d(2).eval()
+    ddp = DistributedDataParallel(module)
+    x = torch.randn(3, 4, 2)
+    same = torch.equal(torch.func.vmap(ddp)(x), torch.func.vmap(module)(x))
+    with torch.inference_mode():
+        direction = torch.ones(3, requires_grad=True)
+        direction.grad = torch.ones(3)
+        torch.optim.SGD([direction], 0.5).step()
+    return same and bool((direction == 0.5).all())
+
+
+def test_vmap_runs_and_other_optimizers_step_in_inference_mode():
+    assert run_ranks(_vmapped_and_inference, 2) == [True] * 2
