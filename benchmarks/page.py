@@ -104,8 +104,8 @@ was asked. Both are medians of the turns. "Off" is the largest error of a predic
 how much two wrappers with the same default arguments differ when they are measured in this way: what the machine
 cannot tell apart. {near} of {predictions} predictions are within 10 %, and all of a row in {close} of {all} rows.
 The report names the quickest prediction if it saves 3 %, and else the present arguments. What it named was the
-quickest, or within 2 % of it, or within what two alike differ by, in {right} of {all}. The replay does not know
-that transfers and backward wait for the same cores.
+quickest, or within 2 % of it, or within what two alike differ by, in {right} of {all}. When this ran, the replay did
+not know yet what collectives take from the backward beside them.
 """
 
 _PAPER = """
