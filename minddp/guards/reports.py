@@ -51,11 +51,17 @@ def innermost(store: dist.Store) -> dist.Store:
     return store
 
 
+def file_of(store: dist.Store) -> str | None:
+    """Its path, if it lies in one."""
+    inner = innermost(store)
+    return inner.path if isinstance(inner, dist.FileStore) else None  # type: ignore[attr-defined, no-any-return]
+
+
 class Reports:
     """One rank's view of the keys.
 
     Args:
-        store: used by one thread alone.
+        store: a client of its own: the program blocks it with no request.
         rank, size: of the default group.
         process: this one.
         clock: seconds, of this process alone.
@@ -86,9 +92,8 @@ class Reports:
         self._waits_since: float | None = None
         self._summary_text, self._summary_since = "", float("-inf")
         self._summary: dict[str, Any] = {}
-        inner = innermost(store)
         self._connections = store_connections or {}
-        self._file = inner.path if isinstance(inner, dist.FileStore) else None  # type: ignore[attr-defined]
+        self._file = file_of(store)
         if self._file is not None:
             store.set_timeout(_FILE_TIMEOUT)
         for counter in ("asked", "failures"):

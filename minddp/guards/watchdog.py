@@ -38,7 +38,7 @@ from .. import environment
 from ..ranks.processes import Process, here, look
 from . import connections, location, times
 from .evidence import Fact, Wait
-from .reports import Report, Reports, innermost
+from .reports import Report, Reports, file_of, innermost
 
 log = logging.getLogger("minddp")
 
@@ -92,7 +92,7 @@ class Watchdog:
         self.client: dist.Store | None = None  # once it is there
         inner = innermost(store)
         self._port = inner.port if isinstance(inner, dist.TCPStore) else None
-        self._file = inner.path if isinstance(inner, dist.FileStore) else None  # type: ignore[attr-defined]
+        self._file = file_of(store)
         self._thread = _Thread(target=self._run, args=([store],), name="minddp: watchdog", daemon=True)
         try:
             self._thread.start()

@@ -7,12 +7,13 @@ those that ask for torch's class too, because minddp's derives from it.
 
 What it cannot reach: instances and subclasses of torch's class made before, references held outside modules
 (in a list, in a closure), programs started by other means than ``multiprocessing``, and a forkserver for which the
-program names what to preload.
+program names afterwards what to preload.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.spawn
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ __all__ = ["install", "uninstall"]
 _torch_class = next(base for base in DistributedDataParallel.__mro__ if base.__module__.startswith("torch."))
 _get_command_line = multiprocessing.spawn.get_command_line
 
-_PRELOADED = ["__main__"]  # by default
+_FORKSERVERS = "minddp.launching.installed"
 
 # The namespaces and names that install() rebound; empty when nothing is installed.
 _rebound: list[tuple[dict[str, Any], str]] = []
@@ -57,6 +58,12 @@ def _spawn_installed(**kwargs: Any) -> list[str]:
     return command
 
 
+def _preloaded() -> list[str]:
+    """What else the forkserver imports: the program may have named it."""
+    named = multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    return [name for name in named if name != _FORKSERVERS]
+
+
 def install() -> None:
     """Makes programs that construct ``torch.nn.parallel.DistributedDataParallel`` get minddp's class.
 
@@ -68,7 +75,7 @@ def install() -> None:
         names[name] = DistributedDataParallel
         _rebound.append((names, name))
     multiprocessing.spawn.get_command_line = _spawn_installed
-    multiprocessing.set_forkserver_preload([*_PRELOADED, "minddp.launching.installed"])
+    multiprocessing.set_forkserver_preload([*_preloaded(), _FORKSERVERS])
 
 
 def uninstall() -> None:
@@ -87,4 +94,4 @@ def uninstall() -> None:
         if module_name.partition(".")[0] == "torch":
             names[name] = _torch_class
     multiprocessing.spawn.get_command_line = _get_command_line
-    multiprocessing.set_forkserver_preload(_PRELOADED)
+    multiprocessing.set_forkserver_preload(_preloaded())

@@ -356,7 +356,7 @@ class Engine(StepCheck):
         self._local_gradients.note_back()
 
     def _on_taken(self) -> None:
-        """A backward through no synchronized forward is over; a forward that waited for its own has taken it."""
+        """A backward through no synchronized forward is about to send: a forward that waited has taken it."""
         self.report_failure(lambda: self._local_gradients.meet(self.reducer.iteration()))
 
     # --- refusing ---
