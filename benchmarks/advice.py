@@ -72,9 +72,10 @@ def _medians(
     for _ in range(turns):
         measure(choices, wrappers, loss, _ROUNDS)
         measured.append([choice.measured_seconds for choice in choices])
-        # The best cap may be another one now; then its first prediction stands.
-        again = {choice.text: choice.predicted_seconds for choice in predict(wrappers[0], _STEPS)}
-        predicted.append([again.get(choice.text, choice.predicted_seconds) for choice in choices])
+        advice = wrappers[0].report(_STEPS).advice
+        assert advice is not None
+        again = {prediction.name: prediction.seconds for prediction in (*advice.caps, *advice.others)}
+        predicted.append([again.get(choice.text.replace("'", '"'), advice.present.seconds) for choice in choices])
     medians = [[statistics.median(each) for each in zip(*found, strict=True)] for found in (predicted, measured)]
     return medians[0], medians[1]
 
@@ -122,7 +123,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--models", type=harness.names, default=list(MODELS), help="see benchmarks/models.py")
     parser.add_argument("--links", type=harness.names, default=list(LINKS), help="bandwidths, or loopback")
-    parser.add_argument("--seconds", type=float, default=12, help="for which a choice is measured, about")
+    parser.add_argument("--seconds", type=float, default=8, help="for which a choice is measured, about")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "advice.json")
     arguments: argparse.Namespace = parser.parse_args()
     found: dict[str, list[tuple[str, float, float]]] = {}

@@ -77,12 +77,14 @@ class Advice:
         measured_seconds: the step as it is: the median, without waits for a late rank.
         present: the prediction for the present buckets.
         others: predictions for other buckets and fewer bytes.
+        caps: for each uniform cap that was tried; the best of them is one of ``others``.
         taken_seconds: of a backward, by the present collectives beside it; 0 where the probe was not asked.
     """
 
     measured_seconds: float
     present: Prediction
     others: tuple[Prediction, ...]
+    caps: tuple[Prediction, ...] = ()
     taken_seconds: float = 0.0
 
     @property
@@ -145,14 +147,16 @@ def advise(
     buckets = [[positions[index] for index in bucket] for bucket in launched]
     cost = fit_bursts(seen)
     present = _predict("the present buckets", profile, buckets, cost, takes)
-    others = _other_buckets(profile, [gradients.kinds[index] for index in order], cost, takes, present)
+    kinds = [gradients.kinds[index] for index in order]
+    caps = _caps(profile, kinds, cost, takes)
+    others = _other_buckets(profile, kinds, cost, takes, present, caps)
     if gradients.can_shrink:
         twice = replace(cost, latency_seconds=WIRE_COLLECTIVES * cost.latency_seconds)
         for wire in _WIRES:
             smaller = _on_wire(profile, wire, buckets, casts)
             predicted = _predict(f'wire="{wire}"', smaller, buckets, twice, taken.get(wire, takes))
             others.append(replace(predicted, exact=False))
-    return Advice(measured, present, tuple(others), taken_seconds)
+    return Advice(measured, present, tuple(others), tuple(caps), taken_seconds)
 
 
 def _forward_begin(step: Stamps) -> int:
@@ -204,12 +208,20 @@ def _predict(
     return Prediction(name, len(buckets), simulate_step(profile, buckets, cost, taken=taken).step_seconds)
 
 
+def _caps(profile: BackwardProfile, kinds: Sequence[Hashable], cost: Cost, taken: Cost) -> list[Prediction]:
+    by_cap = {cap: capped_buckets(profile.nbytes, int(cap * _MIB), kinds=kinds) for cap in _CAPS_MB}
+    return [_predict(f"bucket_cap_mb={cap:g}", profile, buckets, cost, taken) for cap, buckets in by_cap.items()]
+
+
 def _other_buckets(
-    profile: BackwardProfile, kinds: Sequence[Hashable], cost: Cost, taken: Cost, present: Prediction
+    profile: BackwardProfile,
+    kinds: Sequence[Hashable],
+    cost: Cost,
+    taken: Cost,
+    present: Prediction,
+    caps: Sequence[Prediction],
 ) -> list[Prediction]:
     """The best uniform cap; and what is found by measuring: the best of caps, plans, and the present buckets."""
-    by_cap = {cap: capped_buckets(profile.nbytes, int(cap * _MIB), kinds=kinds) for cap in _CAPS_MB}
-    caps = [_predict(f"bucket_cap_mb={cap:g}", profile, buckets, cost, taken) for cap, buckets in by_cap.items()]
     plan = optimal_plan(
         profile.ready_seconds, profile.nbytes, cost, kinds=kinds, slack_seconds=_SLACK * profile.local_seconds
     )

@@ -274,6 +274,7 @@ def test_predictions_for_what_was_measured():
     # Bucket 1 is launched 19 after backward's begin. Collectives were seen to take 5 and 9.
     assert 0.010 + 0.019 + 0.005 + 0.001 <= advice.present.seconds <= 0.010 + 0.019 + 0.009 + 0.001
     assert [other.name.partition("=")[0] for other in advice.others] == ["bucket_cap_mb"] * 2 + ["wire"] * 2
+    assert len(advice.caps) > 1 and advice.others[0] == min(advice.caps, key=lambda cap: cap.seconds)
     int8 = advice.others[-1]
     assert int8.seconds < advice.present.seconds
     assert not int8.exact
