@@ -186,7 +186,8 @@ void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) 
 
 // A taken backward may be this rank's alone, so Python asks the other ranks before anything is sent.
 void Reducer::first_leaves(const Backward& in) {
-  if (in.taken && callbacks_.on_taken) callbacks_.on_taken();
+  const auto& callback = in.taken ? callbacks_.on_taken : callbacks_.on_sends;
+  if (callback) callback();
 }
 
 // Handles a contribution after the one that was thought the last, or to a parameter that was thought absent. If the

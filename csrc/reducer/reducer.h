@@ -130,6 +130,7 @@ struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // after the last bucket and the used map; may issue collectives
   std::function<double()> post_scale;       // in place of the reducer's post_scale; called once before unpacking
   std::function<void()> on_taken;           // in a backward that is taken, before its first bucket leaves
+  std::function<void()> on_sends;           // the same in any other backward
   std::function<void(const std::string& why)> on_interrupted;                             // see backward_is_gone()
   std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // support/watched_wait.h
 };

@@ -211,8 +211,8 @@ def comes(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool | None:
     It waits in this iteration's backward, after as many forwards as this rank: its own backward is the word.
 
     It will certainly not where it has failed or is gone; has gone on to a later iteration, or waits in a backward of
-    ``wait.iteration`` or later, or in a collective of this wrapper's that this rank has not begun; or has stepped
-    since its last backward, where this rank has not.
+    ``wait.iteration`` or later, or in a collective of this wrapper's that this rank has not begun; or has taken more
+    optimizer steps since its last backward than this rank.
     """
     if judge([fact], wait)[0][1] in CERTAIN:
         return False
@@ -229,11 +229,13 @@ def _has_passed(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool:
             return bool(theirs.collective > own["collectives"])
         if theirs.iteration:
             return theirs.iteration > wait.iteration - wait.within
-    place = (fact.report or {}).get("places", {}).get(wait.wrapper)
-    return place is not None and (
-        place["iteration"] - (place["phase"] in ("forward", "loss")) > wait.iteration
-        or (place["stepped"] and not own["stepped"] and place["iteration"] == wait.iteration)
-    )
+    backward, steps = (fact.report or {}).get("reached", {}).get(wait.wrapper, (0, 0))
+    return bool(backward > wait.iteration or (backward == wait.iteration and steps > own["steps"]))
+
+
+def reached(place: dict[str, Any]) -> tuple[int, int]:
+    """The last iteration whose backward a rank has begun, and how many optimizer steps it has taken since that."""
+    return place["iteration"] - (place["phase"] in ("forward", "loss")), place["steps"]
 
 
 def with_blamed(causes: Judged, absent: Judged) -> Judged:

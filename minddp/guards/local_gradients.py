@@ -131,35 +131,54 @@ class LocalGradients:
         if uses and self._refusal is not None:
             raise self._refusal
 
-    def meet(self, iteration: int) -> None:
-        """Returns when every rank has called it, in a backward of this iteration, or waits for this one in its own.
+    def meet(self, iteration: int, history: Sequence[int]) -> None:
+        """Returns when every rank has called it, in a backward of this iteration; or has said that it sends in its
+        own, or waits there for this one.
+
+        Args:
+            iteration: what is about to be sent.
+            history: what this rank has done since the last one.
 
         Raises:
-            RuntimeError: a rank will not come.
+            RuntimeError: a rank will not come, or has done something else.
         """
-        self._meet(f"taken/{iteration}", _NOT_ALL, within=True)
+        self._meet(f"taken/{iteration}", _NOT_ALL, within=True, history=json.dumps(history))
+
+    def note_sending(self, iteration: int, history: Sequence[int]) -> None:
+        """This rank sends, in a backward through the wrapper's forward: who asks need not wait until it is missed."""
+        with suppress(dist.DistError, RuntimeError):  # the store's host has left: nobody can ask
+            self._say(f"taken/{iteration}", json.dumps(history))
 
     def meet_after_step(self, iteration: int) -> None:
         """As :meth:`meet`, of ranks whose optimizer's step has ended with an exception."""
         self._meet(f"stepped/{iteration}", _NOT_ALL_STEPPED, within=False)
 
-    def _meet(self, what: str, message: str, within: bool) -> None:
+    def _meet(self, what: str, message: str, within: bool, history: str = "") -> None:
         if self._size == 1 or self._store is None:
             return
-        self._store.set(f"{what}/{self._rank}", "")
-        self._forget(f"{what}/{self._rank}")
+        self._say(what, "")
         begin = time.monotonic()
         for rank in self._others():
-            if not self._comes(rank, f"{what}/{rank}", begin, within):
+            key = f"{what}/{rank}"
+            if not self._comes(rank, key, begin, within) or not self._is_alike(key, history):
                 raise RuntimeError(message.format(self._rank, rank, time.monotonic() - begin))
+
+    def _say(self, what: str, word: str) -> None:
+        assert self._store is not None
+        self._store.set(f"{what}/{self._rank}", word)
+        self._forget(f"{what}/{self._rank}")
+
+    def _is_alike(self, key: str, history: str) -> bool:
+        """Whether what a rank has said is no other history. It says none where it waits as this one does."""
+        assert self._store is not None
+        return not self._store.check([key]) or self._store.get(key).decode() in ("", history)
 
     def _show(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> None:
         assert self._store is not None
         again = self._asked is not None and self._asked[0] == iteration
         self._asked = (iteration, self._asked[1] + 1 if again and self._asked else 0)
         self._mine = {name: _signature(gradient) for name, gradient in named}
-        self._store.set(f"{self._turn}/{self._rank}", json.dumps(self._mine))
-        self._forget(f"{self._turn}/{self._rank}")
+        self._say(self._turn, json.dumps(self._mine))
 
     @property
     def _turn(self) -> str:

@@ -10,6 +10,7 @@ changed since.
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import itertools
@@ -76,14 +77,18 @@ def refuse(parameter: torch.Tensor, why: str) -> None:
     _refused[key] = weakref.ref(parameter, lambda _: _refused.pop(key, None)), why
 
 
+_COUNTED = 64
+
+
 class _Steps:
     """Of one optimizer: how many have begun and not ended (a subclass's, and its base's within; those that end with
-    an exception stay), and when the last ended. One begins after the optimizer's own hooks, which may raise."""
+    an exception stay), and when the last ones ended. One begins after the optimizer's own hooks, which may raise."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         key = id(optimizer)
         self.optimizer = weakref.ref(optimizer, lambda _: _steps.pop(key, None))
-        self.begun, self.begun_ns, self.ended_ns = 0, -1, -1
+        self.begun, self.begun_ns = 0, -1
+        self.ended: collections.deque[int] = collections.deque(maxlen=_COUNTED)
         self.versions: list[int] = []  # of the parameters, when it began
         self.is_torn = False  # an exception has come out of a closure, after parameters had changed
         self.checked: _Checked | None = None
@@ -120,14 +125,14 @@ class _Steps:
         averaged, ended_ns = guarded.last_averages()
         changed = {id(p) for p, before in zip(_listed(optimizer), self.versions) if _version(p) != before}
         if not changed:
-            return ended_ns > max(self.ended_ns, 0)
+            return ended_ns > (self.ended[-1] if self.ended else 0)
         return not averaged & _parameters(optimizer) <= changed
 
     def end(self) -> None:
         global _spent_ns
-        self.ended_ns = time.monotonic_ns()
+        self.ended.append(time.monotonic_ns())
         if self.begun == 1:
-            _spent_ns += self.ended_ns - self.begun_ns
+            _spent_ns += self.ended[-1] - self.begun_ns
         self.begun = max(0, self.begun - 1)
 
     def is_of(self, ids: set[int]) -> bool:
@@ -166,9 +171,11 @@ def interrupted(guarded: Guarded) -> bool:
     return any(steps.differs(guarded) for steps in found)
 
 
-def has_stepped_since(ids: set[int], moment_ns: int) -> bool:
-    """Whether a step on some of these parameters has ended after a moment of :func:`time.monotonic_ns`."""
-    return any(steps.ended_ns > moment_ns and steps.is_of(ids) for steps in list(_steps.values()))
+def steps_since(ids: set[int], moment_ns: int) -> int:
+    """How many steps on some of these parameters have ended after a moment of :func:`time.monotonic_ns`; of one
+    optimizer, at most the last :data:`_COUNTED`."""
+    of_them = [steps for steps in list(_steps.values()) if steps.is_of(ids)]
+    return sum(ended > moment_ns for steps in of_them for ended in tuple(steps.ended))
 
 
 @functools.cache

@@ -141,8 +141,9 @@ class Reports:
             return None, False
         for key, ranks in self._summary.get("waiting", {}).items():
             if any(first <= rank <= last for first, last in ranks):
-                wait, history = json.loads(key)
-                return {"wait": wait, "history": history, "places": {}, "line": "", "words": ""}, False
+                wait, history, reached = json.loads(key)
+                said = {"wait": wait, "history": history, "reached": reached}
+                return {**said, "places": {}, "line": "", "words": ""}, False
         return self._summary.get("absent", {}).get(str(rank)), rank in self._summary.get("silent", ())
 
     def has_summary(self) -> bool:
@@ -190,7 +191,7 @@ class Reports:
             if answered < due:
                 silent.append(rank)
             elif report is not None and report["wait"] and answered >= self._first:
-                key = json.dumps([report["wait"], report.get("history")])
+                key = json.dumps([report["wait"], report.get("history"), report.get("reached", {})])
                 _add_to_ranges(waiting.setdefault(key, []), rank)
                 continue
             if len(absent) < _LISTED:

@@ -90,6 +90,7 @@ class StallInspector:
         self.group = group
         self.desync_timeout = desync_timeout
         self.hook = ""  # the communication hook's name
+        self.on_asked: Callable[[], None] | None = None  # called once, when another rank asks in its backward
         self.rename(f"{name}/{next(_counters.setdefault(name, itertools.count()))}")
         self._reducer = weakref.ref(reducer)
         self._names = names
@@ -175,7 +176,7 @@ class StallInspector:
         missing = position["missing"] if phase == "backward" else []
         place = {"phase": phase, "iteration": iteration, "missing": missing, "collectives": self._collectives}
         place["history"] = position["history"]
-        return self.key, {**place, "stepped": phase == "between" and self._has_stepped()}
+        return self.key, {**place, "steps": 0 if phase == "backward" else self._steps()}
 
     # --- what it waits for ---
 
@@ -212,6 +213,11 @@ class StallInspector:
             given_up=self._given_up,
         )
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
+        if self.on_asked is not None:
+            word = self._wait_for_word(within=True).awaited
+            if any(fact.awaits == word for fact in self._dog.facts(wait.others(), self.key)):
+                told, self.on_asked = self.on_asked, None
+                told()
 
     def comes(self, rank: int, seconds: float, within: bool) -> bool | None:
         """Whether a rank of the group, for whose word this one has waited so long, will say it; None: not known.
@@ -243,7 +249,7 @@ class StallInspector:
         return judge(facts, self._wait_for_word(within=False))[0][1] in (Kind.ENDED, Kind.GONE)
 
     def _wait_for_word(self, within: bool) -> Wait:
-        word = Awaited(self.key, what="the others' word on their gradients")
+        word = Awaited(self.key, what=f"the others' word on their {'backward' if within else 'gradients'}")
         return Wait(word, word.what, self._rank, self._ranks, iteration=self._iteration(), within=within)
 
     def heed_loss(self) -> None:
@@ -305,11 +311,11 @@ class StallInspector:
         reducer = self._reducer()
         return 0 if reducer is None else reducer.iteration()
 
-    def _has_stepped(self) -> bool:
-        """Since the last backward."""
+    def _steps(self) -> int:
+        """Of optimizers, since the last backward."""
         reducer = self._reducer()
         ended = 0 if reducer is None else max(reducer.position()["moments"][2:])
-        return optimizer_guard.has_stepped_since(self._parameter_ids, ended)
+        return optimizer_guard.steps_since(self._parameter_ids, ended)
 
 
 def _weak_place(inspector: StallInspector) -> watchdog.Place:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from .. import environment
 from ..ranks.processes import Process, here, look
 from . import connections, location, times
-from .evidence import Fact, Wait
+from .evidence import Fact, Wait, reached
 from .reports import Report, Reports, file_of, innermost
 
 log = logging.getLogger("minddp")
@@ -327,6 +327,7 @@ class Watchdog:
         return {
             "wait": wait[1].awaited if wait is not None and waits else None,
             "history": own.get("history"),
+            "reached": {wrapper: reached(place) for wrapper, place in places.items()},
             "places": places,
             "line": line,
             "collective": collective,

@@ -184,6 +184,8 @@ class Engine(StepCheck):
         asked = () if inspector is None else (inspector.comes, inspector.has_ended, inspector.client)
         self._local_gradients = LocalGradients(self.group, store, "" if inspector is None else inspector.key, *asked)
         self.reducer.set_callbacks(on_taken=weakly(self._on_taken))
+        if inspector is not None:
+            inspector.on_asked = weakly(self._on_asked)
         skipped = 0 if self.finite is None else self.finite.skipped
         self.finite = None
         if self.config.check_finite:
@@ -357,7 +359,18 @@ class Engine(StepCheck):
 
     def _on_taken(self) -> None:
         """A backward through no synchronized forward is about to send: a forward that waited has taken it."""
-        self.report_failure(lambda: self._local_gradients.meet(self.reducer.iteration()))
+        self.report_failure(lambda: self._local_gradients.meet(*self._sends_now()))
+
+    def _on_asked(self) -> None:
+        """Another rank's backward was taken so: it asks this one. From now on each backward says that it sends."""
+        self.reducer.set_callbacks(on_sends=weakly(self._on_sends))
+
+    def _on_sends(self) -> None:
+        self._local_gradients.note_sending(*self._sends_now())
+
+    def _sends_now(self) -> tuple[int, Sequence[int]]:
+        """The iteration, and what this rank has done since the one before."""
+        return self.reducer.iteration(), self.reducer.position()["history"]
 
     # --- refusing ---
 

@@ -23,6 +23,7 @@ from minddp.guards.evidence import (
     describe,
     judge,
     lost,
+    reached,
     root_causes,
     slow,
 )
@@ -47,18 +48,19 @@ def report(
     missing=(),
     wrapper="w",
     does="",
-    stepped=False,
+    steps=0,
     history=None,
 ):
-    place = {"phase": phase, "iteration": iteration, "missing": list(missing), "stepped": stepped, "collectives": 3}
+    place = {"phase": phase, "iteration": iteration, "missing": list(missing), "steps": steps, "collectives": 3}
     said = {"line": "train.py:3 in f", "words": "", "does": does, "history": history}
+    said["reached"] = {wrapper: reached(place)}
     return {"places": {wrapper: place}, "wait": wait, "collective": collective, **said}
 
 
 def told(
     words="KeyError: x", left=False, because=(), phase="backward", iteration=7, wrapper="w", ends=False, collectives=3
 ):
-    place = {"phase": phase, "iteration": iteration, "missing": [], "stepped": False, "collectives": collectives}
+    place = {"phase": phase, "iteration": iteration, "missing": [], "steps": 0, "collectives": collectives}
     places = {wrapper: place}
     said = {"words": words, "because": list(because), "ends": ends, "left": left, "over": False}
     return {**said, "places": places}
@@ -178,9 +180,10 @@ OWN = {**report("between", 7)["places"]["w"], "history": [1, 0]}
         ({"failure": told()}, False, False),
         ({"sight": GONE}, False, False),
         ({"report": report("between", 7)}, False, None),  # before its step, or in it
-        ({"report": report("between", 7, stepped=True)}, False, False),
-        ({"report": report("between", 6, stepped=True)}, False, None),  # of the iteration before
+        ({"report": report("between", 7, steps=1)}, False, False),
+        ({"report": report("between", 6, steps=1)}, False, None),  # of the iteration before
         ({"report": report("forward", 8)}, False, None),
+        ({"report": report("forward", 8, steps=1)}, False, False),
         ({"report": report("backward", 8)}, False, False),
         ({"report": report("forward", 9)}, False, False),
         (
@@ -213,8 +216,9 @@ def test_who_comes(known, within, come):
     assert comes(fact(**known), replace(ASKS, within=within), OWN) is come
 
 
-def test_who_has_stepped_itself_knows_nothing_by_another_ranks_step():
-    assert comes(fact(report=report("between", 7, stepped=True)), ASKS, {**OWN, "stepped": True}) is None
+@pytest.mark.parametrize(("theirs", "come"), [(1, None), (2, None), (3, False)])
+def test_who_has_taken_more_steps_has_passed(theirs, come):
+    assert comes(fact(report=report("between", 7, steps=theirs)), ASKS, {**OWN, "steps": 2}) is come
 
 
 def test_the_first_cause_is_named():

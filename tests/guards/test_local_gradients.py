@@ -27,7 +27,8 @@ class _StandsStill(dist.HashStore):
     def check(self, keys):
         there = super().check(keys)
         if not there:
-            self.set(keys[0], '{"weight": [1.4142135623730951, 1.764842187284489, 0.963558185417193]}')
+            weights = '{"weight": [1.4142135623730951, 1.764842187284489, 0.963558185417193]}'
+            self.set(keys[0], "" if keys[0].startswith("taken") else weights)
             time.sleep(0.03)
         return there
 
@@ -36,14 +37,25 @@ def test_a_rank_that_is_there_when_the_time_is_over_is_not_missed(monkeypatch):
     monkeypatch.setattr(times, "look", 0.01)
     monkeypatch.setattr(LocalGradients, "_store", _StandsStill())
     guard = LocalGradients(_Group(), dist.HashStore(), "wrapper", lambda rank, seconds, within: False)
-    guard.meet(1)
+    guard.meet(1, [])
     guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
+
+
+def test_a_rank_that_has_said_that_it_sends_is_not_asked():
+    store = dist.HashStore()
+    here, there = (LocalGradients(_Group(), store, "wrapper", lambda *_: pytest.fail("it asks")) for _ in range(2))
+    there._rank = 1
+    there.note_sending(1, [1, 0])
+    here.meet(1, [1, 0])
+    there.note_sending(2, [2, 0])
+    with pytest.raises(RuntimeError, match="rank 1 has had no such backward"):
+        here.meet(2, [1, 0])
 
 
 def test_a_rank_that_will_certainly_not_come_is_named():
     guard = LocalGradients(_Group(), dist.HashStore(), "wrapper", lambda rank, seconds, within: False)
     with pytest.raises(RuntimeError, match="on rank 0 .* rank 1 has had no such backward"):
-        guard.meet(1)
+        guard.meet(1, [])
     with pytest.raises(RuntimeError, match="rank 1 has shown none"):
         guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
 
@@ -59,10 +71,10 @@ def test_a_joined_rank_is_not_asked_until_it_is_back():
     here, there = (LocalGradients(_Group(), store, "wrapper", lambda *_: False) for _ in range(2))
     there._rank = 1
     there.note_joined()
-    here.meet(1)
+    here.meet(1, [])
     there.note_back()
     with pytest.raises(RuntimeError, match="rank 1 has had no such backward"):
-        here.meet(2)
+        here.meet(2, [])
 
 
 def test_any_other_rank_is_waited_for_as_long_as_the_store_says(monkeypatch):
@@ -76,11 +88,11 @@ def test_any_other_rank_is_waited_for_as_long_as_the_store_says(monkeypatch):
         return None
 
     guard = LocalGradients(_Group(), store, "wrapper", comes)
-    guard.meet(1)
+    guard.meet(1, [])
     assert looks == [(1, True)] * 5
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="rank 1 has had no such backward"):
-        guard.meet(2)
+        guard.meet(2, [])
 
 
 def test_a_store_whose_host_has_left_ends_no_program():

@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.guards import times
+from minddp.guards import local_gradients, times
 from minddp.testing import RankError, run_ranks, shutdown
 from tests.programs.beside_torch import those_that_differ
 
@@ -755,6 +755,31 @@ def _past_it_on_one_rank(rank, world_size, iteration, with_buffers):
 def test_a_rank_that_goes_past_it_alone_is_stopped_before_its_step(world_size, iteration, with_buffers):
     try:
         run_ranks(_past_it_on_one_rank, world_size, iteration, with_buffers)
+    finally:
+        shutdown()
+
+
+@times.faster(0.2)
+def _past_one_of_two_after_a_step(rank, world_size):
+    """Nobody has had an iteration of that wrapper, and the others have taken the second step already."""
+    local_gradients._PATIENCE = 100  # however late a busy machine's ranks answer
+    used, passed = (minddp.DistributedDataParallel(_net()) for _ in range(2))
+    optimizer = torch.optim.SGD([*used.parameters(), *passed.parameters()], 0.1)
+    with pytest.raises(RuntimeError) as raised:
+        for i in range(3):
+            optimizer.zero_grad()
+            if rank == 0 and i == 1:
+                passed.module(_batch(rank)).pow(2).sum().backward()
+            used(_batch(rank, i)).pow(2).sum().backward()
+            optimizer.step()
+    expected = "would use gradients that were never averaged" if rank == 0 else "rank 0 will not take part"
+    assert i == (1 if rank == 0 else 2) and expected in str(raised.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_goes_past_one_wrapper_alone_is_stopped_at_a_later_step(world_size):
+    try:
+        run_ranks(_past_one_of_two_after_a_step, world_size)
     finally:
         shutdown()
 
