@@ -368,7 +368,7 @@ class Engine(StepCheck):
     def _on_sends(self) -> None:
         self._local_gradients.note_sending(*self._sends_now())
 
-    def _sends_now(self) -> tuple[int, Sequence[int]]:
+    def _sends_now(self) -> tuple[int, list[int]]:
         """The iteration, and what this rank has done since the one before."""
         return self.reducer.iteration(), self.reducer.position()["history"]
 

@@ -50,7 +50,8 @@ class Ranks:
         return reports
 
     def report(self, rank):
-        return {"wait": getattr(self, "waiting", {}).get(rank), "places": {}, "line": f"line {rank}"}
+        wait, reached = getattr(self, "waiting", {}).get(rank), {"w": [3, 2 * rank // self.size]}
+        return {"wait": wait, "reached": reached, "places": {}, "line": f"line {rank}"}
 
     def turns(self, seconds):
         """Returns the requests a second that all of them made."""
@@ -84,6 +85,7 @@ def test_another_asks_once_the_one_that_did_is_mute():
     ranks.waiting = dict.fromkeys((1, 3, 5, 7), "w/1|bucket 0")
     ranks.turns(10)
     assert ranks.ranks[1]._asks and ranks.ranks[7].of(3)[0]["wait"] == "w/1|bucket 0"
+    assert [ranks.ranks[7].of(rank)[0]["reached"]["w"] for rank in (3, 5)] == [[3, 0], [3, 1]]
     ranks.mute = {1}
     ranks.turns(20)
     assert ranks.ranks[3]._asks and not ranks.ranks[5]._asks
