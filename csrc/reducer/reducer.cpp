@@ -379,10 +379,10 @@ void Reducer::end_iteration() {
 void Reducer::backward_is_gone(int graph_task) {
   auto lock = guard();
   if (!backward.has(graph_task)) return;
-  const bool owes = backward.is_synchronized() && (iteration.phase == Phase::kBackward || backward.goes_to_all);
-  if (owes) grads.interrupted(graph_task);
+  const bool has_begun = iteration.phase == Phase::kBackward;
+  if (backward.is_synchronized() && (has_begun || backward.goes_to_all)) grads.interrupted(graph_task);
   backward = {};
-  if ((iteration.phase != Phase::kBackward && !owes) || !callbacks_.on_interrupted) return;
+  if (!has_begun || !callbacks_.on_interrupted) return;  // the program may try the same batch again
   try {
     callbacks_.on_interrupted(last_error);
   } catch (const std::exception& error) {  // nobody is there to catch it, and backward has an error of its own

@@ -59,7 +59,7 @@ The module
 .. autoclass:: minddp.DistributedDataParallel
    :members:
    :inherited-members: Module
-   :exclude-members: forward, let_go
+   :exclude-members: forward
    :show-inheritance:
 
 .. autoexception:: minddp.LostPeer

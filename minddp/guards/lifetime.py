@@ -34,12 +34,13 @@ _PATIENCE = 1.0  # with threads that do not get the processor in a moment
 _MOMENT_FOR_CALLBACKS = 0.1
 
 _leaving: set[threading.Thread] = set()
-_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+_wrappers: dict[int, weakref.ref[Any]] = {}  # by id: a program's own may have no hash
 
 
 def end_in_order(wrapper: Any) -> None:
     """When the interpreter ends, ``wrapper`` releases its group in time; it is asked for ``has_comm_hook``."""
-    _wrappers.add(wrapper)
+    key = id(wrapper)
+    _wrappers[key] = weakref.ref(wrapper, lambda _: _wrappers.pop(key, None))
 
 
 def outlive(reducer: _C.Reducer, group: dist.ProcessGroup) -> None:
@@ -92,13 +93,14 @@ def _others_run() -> bool:
 @atexit.register
 def _settle_groups() -> None:
     """Before the interpreter goes: groups that were destroyed end, threads of the others come to rest."""
-    modules = list(_wrappers)  # kept by global variables or reference cycles
+    found = [wrapper() for wrapper in list(_wrappers.values())]
+    modules = [ddp for ddp in found if ddp is not None]  # kept by global variables or reference cycles
     destroyed = [ddp for ddp in modules if ddp.process_group not in dist.distributed_c10d._world.pg_map]
     if len(destroyed) < len(modules):
         _rest()
     if any(ddp._minddp_engine is not None and ddp._minddp_engine.hook for ddp in destroyed):
         time.sleep(_MOMENT_FOR_CALLBACKS)
     for ddp in destroyed:
-        ddp.let_go()
+        ddp._minddp_let_go()
     for thread in list(_leaving):
         thread.join()

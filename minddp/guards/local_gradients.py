@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -113,7 +112,7 @@ class LocalGradients:
         Raises:
             RuntimeError: the ranks' differ, or have differed at an earlier step; or another rank has none.
 
-        Where the store's host has left, nobody can be asked: that is a warning, once a backward.
+        Where the store's host has left, nobody can be asked: that is logged, once a backward.
         """
         named = [(name, gradient) for name, gradient in named if has_values(gradient)]
         if not named or self._size == 1 or self._store is None:
@@ -127,7 +126,7 @@ class LocalGradients:
                 self._refusal = self._compare_earlier() or self._compare()
         except dist.DistNetworkError:
             self._is_compared = True
-            warnings.warn(_NOBODY_ANSWERS.format(self._rank, named[0][0]), stacklevel=2)
+            log.warning(_NOBODY_ANSWERS, self._rank, named[0][0])
         if uses and self._refusal is not None:
             raise self._refusal
 
@@ -264,8 +263,8 @@ _NOT_ALL = (
 )
 
 _NOBODY_ANSWERS = (
-    "optimizer.step() on rank {0} uses gradients of a backward that ran past DistributedDataParallel's forward, of "
-    "'{1}' among others. Whether the other ranks have the same cannot be told: the process that holds the group's "
+    "optimizer.step() on rank %d uses gradients of a backward that ran past DistributedDataParallel's forward, of "
+    "'%s' among others. Whether the other ranks have the same cannot be told: the process that holds the group's "
     "store has ended."
 )
 

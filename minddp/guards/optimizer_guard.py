@@ -11,6 +11,7 @@ changed since.
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import inspect
 import itertools
@@ -82,7 +83,7 @@ _COUNTED = 64
 
 class _Steps:
     """Of one optimizer: how many have begun and not ended (a subclass's, and its base's within; those that end with
-    an exception stay), and when the last ones ended. One begins after the optimizer's own hooks, which may raise."""
+    an exception stay), and when the last ones ended."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         key = id(optimizer)
@@ -92,16 +93,6 @@ class _Steps:
         self.versions: list[int] = []  # of the parameters, when it began
         self.is_torn = False  # an exception has come out of a closure, after parameters had changed
         self.checked: _Checked | None = None
-        self._hook: Any = None
-
-    def begin_after_hooks(self, optimizer: torch.optim.Optimizer) -> None:
-        own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-        if not own:
-            self.begin()
-            return
-        if self._hook is None or self._hook.id not in own:
-            self._hook = optimizer.register_step_pre_hook(_begin)
-        own.move_to_end(self._hook.id)
 
     def begin(self) -> None:
         self.begun += 1
@@ -149,10 +140,6 @@ def spent_ns() -> int:
     return _spent_ns
 
 
-def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _steps_of(optimizer).begin()
-
-
 def _steps_of(optimizer: torch.optim.Optimizer) -> _Steps:
     found = _steps.get(id(optimizer))
     if found is None:
@@ -193,11 +180,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     compiling = torch.compiler.is_compiling()  # Dynamo traces the program's own closure, and no stand-in
     if compiling or not _is_closure(optimizer, closure) or not _is_asked(optimizer):
         _check(optimizer)
-        steps.begin_after_hooks(optimizer)
+        steps.begin()
         return None
     if steps.checked is None or steps.checked.own is not closure:
         steps.checked = _Checked(closure, steps)
-    steps.begin_after_hooks(optimizer)
+    steps.begin()
     if "closure" in kwargs:
         return args, {**kwargs, "closure": steps.checked}
     return (args[0], steps.checked, *args[2:]), kwargs
@@ -215,11 +202,15 @@ def _takes_closure(kind: type) -> bool:
     return list(inspect.signature(kind.step).parameters)[1:2] == ["closure"]  # type: ignore[attr-defined]
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 class _Checked:
     """A closure of the program's, as the optimizer gets it: the gradients that it makes are checked. In all else it
     is the program's own, with its attributes; the same one as long as the program passes the same."""
 
-    __slots__ = ("own", "steps")
+    __slots__ = ("__weakref__", "own", "steps")
 
     def __init__(self, own: Callable[..., Any], steps: _Steps):
         object.__setattr__(self, "own", own)
@@ -256,6 +247,15 @@ class _Checked:
     def __hash__(self) -> int:
         return hash(self.own)
 
+    def __copy__(self) -> Callable[..., Any]:
+        return copy.copy(self.own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self.own, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _same, (self.own,)
+
 
 def _is_asked(optimizer: torch.optim.Optimizer) -> bool:
     stepped = _parameters(optimizer)
@@ -271,7 +271,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _listed(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    """None of a program's own optimizer whose groups have another shape."""
+    try:
+        return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, torch.Tensor)]
+    except Exception:
+        return []
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

@@ -342,7 +342,7 @@ def _weak_heed(inspector: StallInspector) -> Callable[[], None]:
 def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> None:
     """A wait outside of a reducer's backward: construction, buffers, checks."""
     dog = watchdog.current(group)
-    if dog is None:
+    if dog is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed: its wrappers may go on
         return
     given: Sequence[float | None] = _owner.patience
     if not given:  # Whose wait it is nobody says: the most patient of the group's wrappers decides.

@@ -24,7 +24,7 @@ class Copies:
     _minddp_engine: Any
     _minddp_take_parameters: Any
 
-    def let_go(self) -> None:
+    def _minddp_let_go(self) -> None:
         """Of the process group and all that works with it; nothing can be done with the wrapper any more."""
         self.__dict__.update(dict.fromkeys(_GIVEN_UP))
 

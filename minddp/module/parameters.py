@@ -19,11 +19,24 @@ log = logging.getLogger("minddp")
 
 
 def localize_shards(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Makes parameters that are DTensors this rank's shards, between forwards: ``tensor_parallel.py``."""
+    """Makes parameters that are DTensors this rank's shards, between forwards: ``tensor_parallel.py``. Those that the
+    module asks to ignore are somebody else's, FSDP's say."""
     if "torch.distributed.tensor" in sys.modules:  # half a second to import, and else there is none
         from .tensor_parallel import localize
 
-        localize(module, group)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
+        reduced = {id(p) for _, p in _but_for(module, ignored)}
+        localize(module, group, reduced)
+
+
+def _but_for(module: torch.nn.Module, ignored: set[str]) -> list[tuple[str, torch.nn.Parameter]]:
+    """The module's parameters of now, but for those that are ignored: in each module that has them, as with torch's."""
+    found = all_parameters(module)
+    if not ignored:
+        return found
+    elsewhere = {id(p): name for name, p in of_each_module(module) if name not in ignored}
+    names = ((elsewhere.get(id(p)) if name in ignored else name, p) for name, p in found)
+    return [(name, p) for name, p in names if name is not None]
 
 
 class Parameters:
@@ -97,6 +110,8 @@ class Parameters:
         self.left_alone = set(left_alone) - names
         self.ignored = self.left_alone | names
         self.delayed, self.trigger = delayed, trigger
+        named = {id(p) for _, p in _but_for(self._module, self.ignored)}
+        self._left = {id(p): p for _, p in all_parameters(self._module) if id(p) not in named}
         self.collect()
 
     def for_copies(self) -> tuple[set[str], list[str], str]:
@@ -113,13 +128,9 @@ class Parameters:
         return self.left_alone, [name for name, _ in self.delayed], "" if self.trigger is None else self.trigger[0]
 
     def named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The module's of now, but for those that are left alone: in each module that has them, as with torch's."""
-        found = all_parameters(self._module)
-        if not self.ignored:
-            return found
-        elsewhere = {id(p): name for name, p in of_each_module(self._module) if name not in self.ignored}
-        names = ((elsewhere.get(id(p)) if name in self.ignored else name, p) for name, p in found)
-        return [(name, p) for name, p in names if name is not None]
+        """The module's of now, but for those that are left alone, whatever their names are now."""
+        named = _but_for(self._module, self.ignored)
+        return [(name, p) for name, p in named if id(p) not in self._left] if self._left else named
 
     def collect(self) -> None:
         """Looks at the module anew."""
@@ -130,6 +141,8 @@ class Parameters:
                     f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: "
                     f"'{name}' has no shape yet. Run a dummy forward pass to initialize the lazy modules first."
                 )
+            if not parameter.requires_grad:
+                continue
             if getattr(parameter, "grad_dtype", parameter.dtype) not in (None, parameter.dtype):
                 raise RuntimeError(
                     f"DistributedDataParallel reduces gradients of their parameters' dtypes, but '{name}' is "

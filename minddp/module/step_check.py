@@ -7,6 +7,7 @@ outside of its forward's ``no_sync()``.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from ..reduction.reducer import Reducer
 from .local_steps import LocalSteps
 from .parameters import Parameters
 
+log = logging.getLogger("minddp")
+
 
 class StepCheck:
     """The part of :class:`Engine` that the optimizers' guard asks."""
@@ -32,6 +35,7 @@ class StepCheck:
     finite: FiniteCheck | None
     hook: tuple[Any, Any] | None
     has_foreign_group: Any
+    has_builtin_hook: Any
     report_failure: Callable[[Callable[[], Any]], Any]
     _is_unfinished: Callable[[], bool]
     _local_gradients: LocalGradients
@@ -39,6 +43,7 @@ class StepCheck:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._local_steps = LocalSteps()
+        self._has_warned_of_bypassed = False
 
     def may_refuse_step(self) -> bool:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
@@ -72,8 +77,20 @@ class StepCheck:
             last = max(backward for _, backward in bypassed.values())
             iteration = self.reducer.iteration()
             uses = not bypassed.keys().isdisjoint(stepped)
-            self.report_failure(lambda: self._local_gradients.check(named, last, iteration, uses))
+            self._check_bypassed(lambda: self._local_gradients.check(named, last, iteration, uses))
         return skips
+
+    def _check_bypassed(self, check: Callable[[], None]) -> None:
+        """A hook of the program's may leave gradients local on purpose (local SGD): then a difference proves nothing."""
+        if self.hook is None or self.has_builtin_hook:
+            self.report_failure(check)
+            return
+        try:
+            check()
+        except RuntimeError as error:
+            if not self._has_warned_of_bypassed:
+                log.warning("%s Or the communication hook leaves gradients local: the step goes on.", error)
+            self._has_warned_of_bypassed = True
 
     def last_averages(self) -> tuple[set[int], int]:
         """``id`` of each parameter with an average of the last backward, and when that ended (monotonic, ns)."""

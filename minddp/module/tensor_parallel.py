@@ -50,13 +50,18 @@ _MADE_BEFORE = (
 )
 
 
-def localize(module: nn.Module, group: dist.ProcessGroup) -> None:
+def localize(module: nn.Module, group: dist.ProcessGroup, reduced: set[int]) -> None:
     """Does nothing where no parameter is a DTensor.
+
+    Args:
+        module: the module to wrap.
+        group: over which gradients are averaged.
+        reduced: ``id`` of each parameter that is not to be ignored.
 
     Raises:
         ValueError: one is sharded over ranks of ``group``, whose gradients belong to different parts.
     """
-    dtensors = [(name, p) for name, p in module.named_parameters() if isinstance(p, DTensor)]
+    dtensors = [(name, p) for name, p in module.named_parameters() if isinstance(p, DTensor) and id(p) in reduced]
     if not dtensors:
         return
     averaged = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
@@ -68,22 +73,22 @@ def localize(module: nn.Module, group: dist.ProcessGroup) -> None:
                 "which it would be averaged: pass as device_mesh= (or process_group=) the dimension over which it is "
                 "not."
             )
-    LocalShards(module)
+    LocalShards(module, reduced)
 
 
 class LocalShards:
-    """Replaces DTensor parameters of ``module`` by this rank's shards, but for its forwards and its state dicts.
+    """Replaces DTensors among ``reduced`` by this rank's shards, but for the module's forwards and its state dicts.
 
     Lives as long as the module's hooks. An optimizer that was given the DTensors is refused.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, reduced: set[int]):
         self._shards: list[_Shard] = []
         self._depth = 0
         locals_by_id: dict[int, nn.Parameter] = {}
         for holder in module.modules():
             for name, parameter in list(holder._parameters.items()):
-                if isinstance(parameter, DTensor):
+                if isinstance(parameter, DTensor) and id(parameter) in reduced:
                     local = locals_by_id.get(id(parameter))
                     if local is None:
                         local = locals_by_id[id(parameter)] = _localized(parameter)

@@ -46,7 +46,9 @@ class TorchNames:
     # --- attributes ---
 
     def _minddp_set_attributes(self, config: Config) -> None:
-        """What torch's class has under these names."""
+        """What torch's class has under these names, whatever was there before."""
+        for name in ("reducer", "logger"):
+            self.__dict__.pop(name, None)
         self.static_graph = config.static_graph
         self.find_unused_parameters = config.find_unused_parameters
         self.gradient_as_bucket_view = config.gradient_as_bucket_view
@@ -64,12 +66,12 @@ class TorchNames:
         self._use_python_reducer = False
         self._ddp_sink_clone = True
 
-    @property
+    @shown
     def reducer(self) -> Any:
         """None where every parameter's reduction is delayed."""
         return None if self._minddp_engine is None else self._minddp_engine.reducer
 
-    @property
+    @shown
     def logger(self) -> Any:
         return None if self._minddp_engine is None else self._minddp_engine.logger
 

@@ -33,6 +33,11 @@ def broadcast_coalesced(
         RuntimeError: a tensor is sparse; before anything is sent, so on every rank whose
             tensors are such.
     """
+    with torch._C.DisableTorchFunction():  # a class of the program's is not to see all tensors in one
+        _broadcast(group, tensors, buffer_bytes, src)
+
+
+def _broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer_bytes: int, src: int) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = src
     receives = group.rank() != src
@@ -63,11 +68,17 @@ class _Message(NamedTuple):
 
 def _receive(received: torch.Tensor, message: _Message) -> None:
     pieces = received.split(message.sizes)
-    if all(t.is_contiguous() and not t.is_conj() and not t.is_neg() for t in message.tensors):
+    if all(_is_plain(t) for t in message.tensors):
         torch._foreach_copy_(message.flat, pieces)
     else:
         for tensor, piece in zip(message.tensors, pieces):
             _once(tensor, tensor).copy_(_once(piece.view(tensor.shape), tensor))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """What may be written through a flat view. A class of the program's, a quantized weight's say, has a ``copy_``."""
+    own = getattr(type(tensor), "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or own)
 
 
 def _once(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

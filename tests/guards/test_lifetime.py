@@ -156,7 +156,7 @@ def _looked_at_after_the_end(rank: int, world_size: int) -> tuple[str, list[str]
     """As a handler of the program's does that runs after minddp's."""
     ddp = minddp.DistributedDataParallel(torch.nn.Linear(3, 3))
     ddp(torch.ones(2, 3)).sum().backward()
-    ddp.let_go()
+    ddp._minddp_let_go()
     ddp._clear_grad_buffer()
     return str(ddp.device), sorted(ddp.state_dict()), ddp.process_group is None
 

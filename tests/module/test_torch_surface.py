@@ -167,7 +167,7 @@ def test_every_name_that_torchs_class_has_not_gives_way(instances: Any) -> None:
     theirs, ours = instances
     of_newer_torch = {"finalize_backward", "lazy_bucket_allocation"}
     of_newer_torch |= {"require_manual_backward_finalization", "should_finalize_after_backward"}
-    assert _public(ours["all"] - theirs["all"]) - of_newer_torch == set(ADDED) | {"let_go"}
+    assert _public(ours["all"] - theirs["all"]) - of_newer_torch == set(ADDED)
 
 
 def test_every_name_of_the_reducer_is_here_or_left_out(instances: Any) -> None:
