@@ -380,7 +380,8 @@ void Reducer::backward_is_gone(int graph_task) {
   auto lock = guard();
   if (!backward.has(graph_task)) return;
   const bool has_begun = iteration.phase == Phase::kBackward;
-  if (backward.is_synchronized() && (has_begun || backward.goes_to_all)) grads.interrupted(graph_task);
+  const bool owes = backward.is_synchronized() && (has_begun || backward.goes_to_all);
+  if (owes) grads.interrupted(graph_task);
   backward = {};
   if (!has_begun || !callbacks_.on_interrupted) return;  // the program may try the same batch again
   try {

@@ -43,7 +43,7 @@ class LocalGradients:
         store: carries the answers; ``None``: nobody can be asked.
         key: tells this wrapper's answers from others'; the same on all ranks.
         comes: says of a rank that is waited for whether it does, or certainly will not. Any other is waited for as
-            long as the store's timeout, the group's, says.
+            long as the group's timeout says, or the store's if that is longer.
         has_ended: says of a rank whether it has left: no replica is there that could differ.
         client: gives another client of the store, if there is one: the program's threads may block ``store``.
     """
@@ -60,6 +60,7 @@ class LocalGradients:
         self._asks, self._has_ended, self._client = comes, has_ended, client
         self._rank, self._size = group.rank(), group.size()
         self._base = store
+        self._group_seconds = _timeout_of(group)
         self._asked: tuple[int, int] | None = None  # iteration and number of the last question
         self._shown = -1  # the backward of the last word
         self._mine: dict[str, list[float]] = {}  # that word
@@ -155,12 +156,15 @@ class LocalGradients:
     def _meet(self, what: str, message: str, within: bool, history: str = "") -> None:
         if self._size == 1 or self._store is None:
             return
-        self._say(what, "")
         begin = time.monotonic()
-        for rank in self._others():
-            key = f"{what}/{rank}"
-            if not self._comes(rank, key, begin, within) or not self._is_alike(key, history):
-                raise RuntimeError(message.format(self._rank, rank, time.monotonic() - begin))
+        try:
+            self._say(what, "")
+            for rank in self._others():
+                key = f"{what}/{rank}"
+                if not self._comes(rank, key, begin, within) or not self._is_alike(key, history):
+                    raise RuntimeError(message.format(self._rank, rank, time.monotonic() - begin))
+        except dist.DistNetworkError:  # the store's host has left: nobody can be asked
+            log.warning(_NOT_ASKED, self._rank)
 
     def _say(self, what: str, word: str) -> None:
         assert self._store is not None
@@ -232,7 +236,7 @@ class LocalGradients:
     ) -> bool | None:
         """``None``: after so many seconds that is not known."""
         assert self._base is not None and self._store is not None
-        longest = self._base.timeout.total_seconds()  # type: ignore[attr-defined]
+        longest = max(self._base.timeout.total_seconds(), self._group_seconds)  # type: ignore[attr-defined]
         looked = begin
         while not self._store.check([key]) and not self._has_joined(rank):
             now = time.monotonic()
@@ -268,6 +272,11 @@ _NOBODY_ANSWERS = (
     "store has ended."
 )
 
+_NOT_ASKED = (
+    "Rank %d would ask the other ranks whether they are in the same backward, or whether their optimizer's step has "
+    "ended with an exception, too. The process that holds the group's store has ended: it goes on without."
+)
+
 _NO_WORD = (
     "optimizer.step() on rank %d uses gradients of a backward that ran past DistributedDataParallel's forward, of "
     "'%s' among others. Rank %d has said nothing about its own for %.0f s: it may step later, or not at all. The "
@@ -279,6 +288,13 @@ _NOT_ALL_STEPPED = (
     "for {2:.0f} s). Their parameters, and their optimizers' states, are no longer the same. Go on from a "
     "checkpoint, on every rank; or let the exception end the process."
 )
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds; 0 where it does not tell."""
+    with suppress(Exception):
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    return 0.0
 
 
 def has_values(gradient: torch.Tensor) -> bool:

@@ -273,7 +273,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
 def _listed(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """None of a program's own optimizer whose groups have another shape."""
     try:
-        return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, torch.Tensor)]
+        listed: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+        return [p for p in listed if isinstance(p, torch.Tensor)]  # type: ignore[misc]
     except Exception:
         return []
 

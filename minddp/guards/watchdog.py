@@ -460,12 +460,19 @@ _note_inherited()
 os.register_at_fork(after_in_child=_note_inherited)
 
 
+def _others_go_on() -> bool:
+    """Python's end waits for these threads, which may train."""
+    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread())
+
+
 def _child_ends() -> None:
     """A process of ``multiprocessing`` ends, and no ``sys.excepthook`` hears of it. ``torch.multiprocessing.spawn``
     sends the exception to the parent and calls ``sys.exit(1)``; other functions let it through."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         error = error.__context__ if error.code else None
+    if _others_go_on():
+        return
     if error is not None and id(error) != _inherited and _current is not None:
         with suppress(Exception):
             _current.tell(f"its program ended with {location.exception_text(error)}", wait=_EXIT_SECONDS)

@@ -30,7 +30,7 @@ def localize_shards(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _but_for(module: torch.nn.Module, ignored: set[str]) -> list[tuple[str, torch.nn.Parameter]]:
-    """The module's parameters of now, but for those that are ignored: in each module that has them, as with torch's."""
+    """The module's parameters of now that are not ignored: in each module that has them, as with torch's."""
     found = all_parameters(module)
     if not ignored:
         return found

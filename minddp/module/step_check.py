@@ -81,7 +81,7 @@ class StepCheck:
         return skips
 
     def _check_bypassed(self, check: Callable[[], None]) -> None:
-        """A hook of the program's may leave gradients local on purpose (local SGD): then a difference proves nothing."""
+        """A hook of the program's may leave gradients local on purpose (local SGD): a difference proves nothing."""
         if self.hook is None or self.has_builtin_hook:
             self.report_failure(check)
             return

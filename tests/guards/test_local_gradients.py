@@ -3,6 +3,7 @@
 import itertools
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +95,23 @@ def test_any_other_rank_is_waited_for_as_long_as_the_store_says(monkeypatch):
         guard.meet(2, [])
 
 
+def test_the_groups_timeout_counts_if_it_is_longer(monkeypatch):
+    monkeypatch.setattr(times, "look", 0.02)
+    store, looks = dist.HashStore(), []
+    store.set_timeout(timedelta(seconds=0.01))
+
+    def comes(rank, seconds, within):
+        looks.append(rank)
+        if len(looks) == 5:
+            dist.PrefixStore("minddp/local/wrapper", store).set("taken/1/1", "")
+        return None
+
+    options = SimpleNamespace(_timeout=timedelta(seconds=60))
+    monkeypatch.setattr(_Group, "_get_backend", lambda *_: SimpleNamespace(options=options), raising=False)
+    LocalGradients(_Group(), store, "wrapper", comes).meet(1, [])
+    assert len(looks) == 5
+
+
 def test_a_store_whose_host_has_left_ends_no_program(caplog):
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     guard = LocalGradients(_Group(), dist.TCPStore("127.0.0.1", host.port), "wrapper")
@@ -102,6 +120,8 @@ def test_a_store_whose_host_has_left_ends_no_program(caplog):
         guard.check([("weight", torch.ones(2))], backward=3, iteration=1)
     (told,) = caplog.records
     assert "'weight'" in told.getMessage() and "the group's store has ended" in told.getMessage()
+    guard.meet(1, [])
+    assert "in the same backward" in caplog.records[-1].getMessage()
 
 
 def test_a_rank_that_says_nothing_is_not_waited_for_long_and_compared_later(monkeypatch, caplog):

@@ -436,8 +436,56 @@ def goes_on_with_another_wrapper(ddp_class, rank, seconds):
     return ddp
 
 
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise ValueError("out of memory")
+        return grad, None
+
+
+class _Fails(Slow):
+    fails = False
+
+    def forward(self, x):
+        return _Last.apply(super().forward(x), self.fails)
+
+
+def tries_a_batch_again(ddp_class, rank, seconds):
+    """Which has failed on rank 1 behind the module's output, before any of its parameters had a gradient."""
+    ddp, optimizer = _made(ddp_class, _Fails())
+    _steps(ddp, optimizer)
+    ddp.module.fails = rank == 1
+    if rank == 1:
+        with contextlib.suppress(ValueError):
+            _steps(ddp, optimizer)
+        time.sleep(seconds)
+        ddp.module.fails = False
+    _steps(ddp, optimizer, 2)
+    return ddp
+
+
+def goes_on_with_a_destroyed_groups_wrapper(ddp_class, rank, seconds):
+    """Torch's class keeps the group's connections."""
+    torch.manual_seed(0)
+    group = dist.new_group()
+    ddp = ddp_class(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    _steps(ddp, optimizer)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    time.sleep(seconds * (rank == 0))
+    _steps(ddp, optimizer)
+    return ddp
+
+
 EVENTS = (
     rests_between_two_backwards_of_one_iteration, shows_an_exception, is_interrupted_in_forward, threads_end,
     steps_raise, steps_late_on_gradients_made_alike, loses_a_gradient_of_the_input,
-    goes_on_with_another_wrapper,
+    goes_on_with_another_wrapper, tries_a_batch_again,
 )  # fmt: skip

@@ -11,7 +11,14 @@ import torch.distributed as dist
 import minddp
 from minddp.guards import times, watchdog
 from minddp.testing import RankError, RankPool, run_ranks
-from tests.faults.healthy.programs import EVENTS, PLACES, WAYS, busy_ranks, train
+from tests.faults.healthy.programs import (
+    EVENTS,
+    PLACES,
+    WAYS,
+    busy_ranks,
+    goes_on_with_a_destroyed_groups_wrapper,
+    train,
+)
 from tests.faults.logged import logged
 
 LOOK = 0.006  # seconds, in place of one
@@ -53,6 +60,11 @@ def test_what_is_not_the_end(event):
     (same, told), (also, _) = run_ranks(_event, 2, event)
     assert same and also and told
     assert not any("SystemExit" in text for text in told), told  # is how a thread ends that has done its work
+
+
+def test_a_wrapper_goes_on_when_its_group_is_destroyed():
+    """Nobody knows the group's ranks any more: nothing is told of who is late."""
+    assert run_ranks(_event, 2, goes_on_with_a_destroyed_groups_wrapper, timeout=60) == [(True, [])] * 2
 
 
 def _chain(rank, world_size):
