@@ -166,20 +166,23 @@ def _forward_begin(step: Stamps) -> int:
 def _profile(
     steps: Sequence[Sequence[Stamps]], gradients: Gradients, taken: Cost
 ) -> tuple[BackwardProfile, list[int], float]:
-    """The newest step's ready times, in a backward, forward and tail of typical length; the slowest rank's each.
+    """The newest step's ready times, in a backward, forward and tail of typical length; without what its collectives
+    took of backward; and how much that was.
 
-    Without what its collectives took of backward; and how much that was.
+    What ends a step is the rank whose forward and backward take longest together. The longest of each would be too
+    much: one rank is late in forward, another one in backward.
     """
     moments = [
         [StepTimes.from_last_step({**step, "ready_ns": []}) for step in moment] for moment in zip(*steps, strict=True)
     ]
     slowest = [StepTimes.slowest(moment) for moment in moments]
     newest = StepTimes.slowest([StepTimes.from_last_step(rank[-1]) for rank in steps])
-    backward = statistics.median(times.backward_seconds for times in slowest)
+    forward = max(0.0, statistics.median(times.forward_seconds for moment in moments for times in moment))
+    both = (max(max(0.0, each.forward_seconds) + each.backward_seconds for each in moment) for moment in moments)
+    backward = max(0.0, statistics.median(both) - forward)
     profile, order = BackwardProfile.from_times(newest, gradients.nbytes)
     alone = without_transfers(profile, transfers(newest.collectives, taken))
     stretch = backward / profile.backward_seconds
-    forward = max(0.0, statistics.median(times.forward_seconds for times in slowest))
     tail = statistics.median(times.tail_seconds for times in slowest)
     taken_seconds = stretch * (profile.backward_seconds - alone.backward_seconds)
     return replace(alone.slowed(stretch), forward_seconds=forward, tail_seconds=tail), order, taken_seconds
