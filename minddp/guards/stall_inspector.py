@@ -451,7 +451,9 @@ def _give_up(
 ) -> None:
     raised = LostPeer(lost(wait, seconds, causes, error))
     raised.lost_ranks = lost_ranks(causes, wait.here)
-    dog.tell(str(raised), wait.wrapper, because=raised.lost_ranks, wait=0.5)  # the program may go on without them
+    # Of what goes through this group; the program may go on in another one.
+    ended = {wait.wrapper, group.group_name, *(each.key for each in list(_inspectors) if each.group is group)}
+    dog.tell(str(raised), *ended, because=raised.lost_ranks, wait=0.5)
     dog.waits_no_more()  # Once it has told why: a rank that does not wait, and has said nothing, would be suspected.
     _abandon(group)
     raise raised

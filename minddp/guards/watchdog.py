@@ -143,32 +143,34 @@ class Watchdog:
         """Of an exception that the program may handle: reported only to those who ask where this rank is."""
         self._words = words
 
-    def tell(self, words: str, wrapper: str = "", because: Sequence[int] = (), wait: float = 0.0) -> None:
+    def tell(self, words: str, *wrappers: str, because: Sequence[int] = (), wait: float = 0.0) -> None:
         """Tells all ranks that this one will not come. The first words stand.
 
         Args:
             words: why.
-            wrapper: whose iteration has failed: nobody else's, since the program may go on; "": the program ends.
+            wrappers: whose iterations have failed: nobody else's, since the program may go on; none: it ends.
             because: the ranks whose failure this one follows from.
             wait: at most so many seconds until it has been reported: the process may be about to end.
         """
         self._later = None
-        if wrapper in self._told or "" in self._told:
-            return
-        if not wrapper:
-            words = next(iter(self._told.values()), words)
-        self._told[wrapper] = words
-        self._post(self._message(words, wrapper, because, ends=not wrapper), wait)
+        for wrapper in sorted(wrappers) or [""]:
+            if wrapper in self._told or "" in self._told:
+                continue
+            if not wrapper:
+                words = next(iter(self._told.values()), words)
+            self._told[wrapper] = words
+            self._outbox.append(self._message(words, wrapper, because, ends=not wrapper))
+        self._send_soon(wait)
 
     def take_back(self, wrapper: str) -> None:
         """What was told of ``wrapper`` has passed."""
         if self._later is not None and self._later[2] == wrapper:
             self._later = None
         if self._told.pop(wrapper, None) is not None:
-            self._post(self._message("", wrapper, over=True), 0.0)
+            self._outbox.append(self._message("", wrapper, over=True))
+            self._send_soon()
 
-    def _post(self, message: Report, wait: float) -> None:
-        self._outbox.append(message)
+    def _send_soon(self, wait: float = 0.0) -> None:
         self._wake.set()
         if wait and threading.current_thread() is not self._thread:
             with self._sent:
@@ -204,8 +206,8 @@ class Watchdog:
         of_program = found.get("")
         if of_program is None or not (of_program["ends"] or wrapper not in found):
             return found.get(wrapper)
-        others = [failure["words"] for failure in found.values() if failure["words"] != of_program["words"]]
-        return {**of_program, "words": "; before, ".join([of_program["words"], *others])}
+        words = dict.fromkeys([of_program["words"], *(failure["words"] for failure in found.values())])
+        return {**of_program, "words": "; before, ".join(words)}
 
     def seconds_gone(self, ranks: Sequence[int]) -> float:
         """Since this was first asked for one of ``ranks``."""

@@ -46,8 +46,8 @@ class Dog:
     def seconds_until_settled(self):
         return 5.0
 
-    def tell(self, words, wrapper, **how):
-        assert wrapper, "it is not the program's end: it may go on without them"
+    def tell(self, words, *wrappers, **how):
+        assert len(wrappers) >= 2, "the group's and the wrapper's; it is not the program's end"
         self.said.append(words)
 
     def add_place(self, place):

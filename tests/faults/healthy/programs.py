@@ -471,7 +471,7 @@ def tries_a_batch_again(ddp_class, rank, seconds):
 
 
 def goes_on_with_a_destroyed_groups_wrapper(ddp_class, rank, seconds):
-    """Torch's class keeps the group's connections."""
+    """Which keeps the group's connections."""
     torch.manual_seed(0)
     group = dist.new_group()
     ddp = ddp_class(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), process_group=group)

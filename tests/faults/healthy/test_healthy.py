@@ -62,9 +62,16 @@ def test_what_is_not_the_end(event):
     assert not any("SystemExit" in text for text in told), told  # is how a thread ends that has done its work
 
 
+def _destroyed(rank, world_size):
+    """Torch's class trains on as well, and hangs or aborts in one of eight runs when it ends."""
+    with times.faster(LOOK):
+        ddp = goes_on_with_a_destroyed_groups_wrapper(minddp.DistributedDataParallel, rank, THREE_WARNINGS)
+    return [p.tolist() for p in ddp.parameters()]
+
+
 def test_a_wrapper_goes_on_when_its_group_is_destroyed():
-    """Nobody knows the group's ranks any more: nothing is told of who is late."""
-    assert run_ranks(_event, 2, goes_on_with_a_destroyed_groups_wrapper, timeout=60) == [(True, [])] * 2
+    here, there = run_ranks(_destroyed, 2, timeout=60)
+    assert here == there
 
 
 def _chain(rank, world_size):
