@@ -63,7 +63,7 @@ def test_what_is_not_the_end(event):
 
 
 def _destroyed(rank, world_size):
-    """Torch's class trains on as well, and hangs or aborts in one of eight runs when it ends."""
+    """Not beside torch's class, whose end can hang there."""
     with times.faster(LOOK):
         ddp = goes_on_with_a_destroyed_groups_wrapper(minddp.DistributedDataParallel, rank, THREE_WARNINGS)
     return [p.tolist() for p in ddp.parameters()]
