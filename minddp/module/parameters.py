@@ -110,8 +110,10 @@ class Parameters:
         self.left_alone = set(left_alone) - names
         self.ignored = self.left_alone | names
         self.delayed, self.trigger = delayed, trigger
-        named = {id(p) for _, p in _but_for(self._module, self.ignored)}
-        self._left = {id(p): p for _, p in all_parameters(self._module) if id(p) not in named}
+        self._left: dict[int, torch.nn.Parameter] = {}  # alive, so that no other object gets one's id
+        if self.ignored:
+            named = {id(p) for _, p in _but_for(self._module, self.ignored)}
+            self._left = {id(p): p for _, p in all_parameters(self._module) if id(p) not in named}
         self.collect()
 
     def for_copies(self) -> tuple[set[str], list[str], str]:

@@ -77,7 +77,7 @@ def _receive(received: torch.Tensor, message: _Message) -> None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """What may be written through a flat view. A class of the program's (quantized weights) has a ``copy_``."""
-    own = getattr(type(tensor), "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+    own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or own)
 
 
