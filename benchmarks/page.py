@@ -106,7 +106,6 @@ cannot tell apart. {near} of {predictions} predictions are within 10 %, and all 
 The report names the quickest prediction if it saves 3 %, and else the present arguments. What it named was the
 quickest, or within 2 % of it, or within what two alike differ by, in {right} of {all}; in the others it was up to
 {behind} behind. Where the ranks' computing is the limit, and not the link, `wire=` gained less than was predicted.
-Since this run, the casts of `wire=` are timed on memory that is in no cache, where they take longer.
 """
 
 _PAPER = """

@@ -357,6 +357,7 @@ void bind_reducer(py::module_& module) {
           py::arg("parameters"), py::arg("names"), py::arg("expect_sparse"), py::arg("group"), py::arg("options"),
           py::arg("buckets"))
       .def("renew_hooks", &Reducer::renew_hooks)
+      .def("note_changed", &Reducer::note_changed, py::arg("parameters"), py::arg("why"))
       .def("remove_hooks", &Reducer::remove_hooks)
       .def("take_over", &Reducer::take_over, py::arg("before"))
       .def("check_finished", &Reducer::check_finished)

@@ -1,4 +1,5 @@
 // The rest of the reducer: how it is made, remade and asked.
+#include "cases/changed_module.h"
 #include "cases/context_gradients.h"
 #include "cases/earlier_sums.h"
 #include "cases/gradient_noise.h"
@@ -52,6 +53,22 @@ void Reducer::share(const std::shared_ptr<Reducer>& other, bool views) {
     cases_.emplace_back(shared_);
   }
   shared_->add({other, static_cast<const ReducerState*>(other.get())}, views);
+}
+
+void Reducer::note_changed(const std::vector<at::Tensor>& changed, std::string why) {
+  if (!changed_) {
+    if (changed.empty()) return;
+    const ReducerState& state = *this;
+    changed_ = new ChangedModule(state);
+    cases_.emplace_back(changed_);
+  }
+  changed_->note(changed, std::move(why), [weak = weak_from_this()](size_t index, const at::Tensor&) {
+    auto self = weak.lock();
+    if (!self) return;
+    auto lock = self->guard();
+    self->enter_backward(std::nullopt);
+    self->changed_->on_gradient(index);
+  });
 }
 
 GradientNoise& Reducer::noise() {

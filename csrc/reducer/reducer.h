@@ -104,6 +104,7 @@ namespace minddp {
 
 class OrderedAllreduce;
 struct Quantization;
+class ChangedModule;
 class GradientNoise;
 class ProgramCollectives;
 class SharedParameters;
@@ -194,9 +195,10 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void release_buckets();
   void adopt_gradients();  // with gradient_as_bucket_view: turns existing gradients into views of the buffers
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
-  void share(const std::shared_ptr<Reducer>& other, bool views);              // cases/shared_parameters.h
-  GradientNoise& noise();                                                     // cases/gradient_noise.h
-  ProgramCollectives* program_collectives() { return program_collectives_; }  // cases/program_collectives.h
+  void note_changed(const std::vector<at::Tensor>& changed, std::string why);  // cases/changed_module.h
+  void share(const std::shared_ptr<Reducer>& other, bool views);               // cases/shared_parameters.h
+  GradientNoise& noise();                                                      // cases/gradient_noise.h
+  ProgramCollectives* program_collectives() { return program_collectives_; }   // cases/program_collectives.h
   // Raises if an iteration has begun and is not over. Inside of a backward it raises in kLaunched alone: in other
   // phases this backward may still complete the iteration.
   void check_finished() const;
@@ -289,6 +291,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   std::vector<std::unique_ptr<Case>> cases_;
   SharedParameters* shared_ = nullptr;                 // owned by cases_; null before share()
   GradientNoise* noise_ = nullptr;                     // the same; null before noise()
+  ChangedModule* changed_ = nullptr;                   // the same; null before note_changed()
   ProgramCollectives* program_collectives_ = nullptr;  // the same; null where buckets are torch's anyway
   std::unique_ptr<CommHook> hook_;
   std::unique_ptr<GradHooks> hooks_;

@@ -1,10 +1,11 @@
 """Noticing that a wrapped module is not the one that was wrapped any more.
 
 The reducer knows the parameters that required gradients at construction. One that is added, replaced, unfrozen, cast
-or moved later would get local gradients, and the replicas would drift apart without a word. Looking at every
-parameter before each forward would cost what DDP is to save, so it is done only when there is a reason: torch tells
-of each registration in any module, lists of modules grow, and a cast or a move shows in whichever parameter is looked
-at.
+or moved later would get local gradients, and the replicas would drift apart without a word. A forward with such a
+parameter does no harm: the reducer refuses the backward that would bring its gradient (csrc/cases/changed_module.h).
+Looking at every parameter after each forward would cost what DDP is to save, so it is done only when there is a
+reason: torch tells of each registration in any module, lists of modules grow, and a cast or a move shows in whichever
+parameter is looked at.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import (
@@ -30,7 +31,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _look_again(*_: object) -> None:
-    """At all of each module, before its next forward."""
+    """At all of each module, after its next forward."""
     global _registrations
     _registrations += 1
 
@@ -63,6 +64,13 @@ def _has_wrapper(parameter: torch.nn.Parameter) -> bool:
     return any(id(parameter) in other.parameter_ids() for other in optimizer_guard.watched())
 
 
+class Change(NamedTuple):
+    """A parameter that is not as it was wrapped, and in what it differs."""
+
+    parameter: torch.nn.Parameter
+    text: str
+
+
 class ModuleChanges:
     """Compares ``module`` with what it was when this was made.
 
@@ -89,6 +97,7 @@ class ModuleChanges:
         self._length = sum(map(len, self._lists))
         self._frozen = [p for _, p in self._named() if id(p) not in self._facts]
         self._seen = _registrations
+        self._differs = False
 
     def _places(self) -> list[tuple[Callable[[str], object], str, torch.nn.Parameter]]:
         """Where each of the reducer's parameters stands, and its name there."""
@@ -99,41 +108,46 @@ class ModuleChanges:
             if p is not None and id(p) in self._facts
         ]
 
-    def check(self) -> bool:
+    def look(self) -> list[Change] | None:
         """Where nothing has changed: one look at each parameter that takes no part, and at each list of modules.
 
         Returns:
-            Whether anything was registered since: a parameter may stand elsewhere now, with another autograd node.
-
-        Raises:
-            RuntimeError: names what has changed, and the way out.
+            All that differs now. None: nothing, as far as that look tells. Empty: nothing, but something was
+            registered, or differed before: a parameter may have another autograd node.
         """
         look_up, name, one = next(self._turns)
-        if (one.dtype, one.device) == self._facts[id(one)] and not any(map(_requires_grad, self._frozen)):
+        alike = (one.dtype, one.device) == self._facts[id(one)] and not any(map(_requires_grad, self._frozen))
+        if alike and not self._differs:
             length = sum(map(len, self._lists))
             if self._seen == _registrations and self._length == length and look_up(name) is one:
-                return False
-        if changes := self._changes():
-            if _inside_functional_call():  # other tensors for one call
-                _look_again()
-                return False
-            raise RuntimeError(
-                "DistributedDataParallel: the module has changed since it was wrapped:\n  "
-                + "\n  ".join(changes)
-                + "\nThe gradients of these would not be averaged. Call ddp.refresh() on every rank after such "
-                "changes, and give new parameters to the optimizer."
-            )
-        self._seen, self._length = _registrations, sum(map(len, self._lists))
-        return True
+                return None
+        changes = self._changes()
+        if changes and _inside_functional_call():  # other tensors for one call
+            _look_again()
+            return None
+        self._differs = bool(changes)
+        if not changes:
+            self._seen, self._length = _registrations, sum(map(len, self._lists))
+        return changes
 
-    def _changes(self) -> list[str]:
+    def _changes(self) -> list[Change]:
         changes = []
         for name, p in self._named():
             known = self._facts.get(id(p))
             # fastai's WeightDropout puts others in their place; another wrapper's are averaged there.
             if known is None and p.requires_grad and p.is_leaf and not _has_wrapper(p):
                 frozen = any(p is other for other in self._frozen)
-                changes.append(f"'{name}' " + ("requires a gradient now" if frozen else "is new"))
+                changes.append(Change(p, f"'{name}' " + ("requires a gradient now" if frozen else "is new")))
             elif known is not None and (p.dtype, p.device) != known:
-                changes.append(f"'{name}' was {known[0]} on {known[1]}, is {p.dtype} on {p.device}")
+                changes.append(Change(p, f"'{name}' was {known[0]} on {known[1]}, is {p.dtype} on {p.device}"))
         return changes
+
+
+def refusal(changes: Iterable[Change]) -> str:
+    """What to say to a backward that would bring a gradient of one of these."""
+    return (
+        "DistributedDataParallel: the module has changed since it was wrapped:\n  "
+        + "\n  ".join(change.text for change in changes)
+        + "\nThe gradients of these would not be averaged. Call ddp.refresh() on every rank after such "
+        "changes, and give new parameters to the optimizer."
+    )

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from .._C import GraphMode
 from ..config import make_config
 from ..guards import lifetime, optimizer_guard
 from ..guards.stall_inspector import construction
@@ -43,6 +44,7 @@ from .given_way import give_way
 from .grad_norm import GradNorm
 from .groups import choose_group
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
+from .joined_outputs import join_outputs
 from .parameters import Parameters, localize_shards
 from .replicas import Replicas
 from .reports import Reports
@@ -290,7 +292,11 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         grad = torch.is_grad_enabled()
         synchronized = grad and engine.reducer.sync_enabled
         self.__dict__["require_forward_param_sync"] = synchronized
+        if grad and self._minddp_config.graph_mode == GraphMode.FIND_UNUSED:
+            output = join_outputs(output, clones=self._ddp_sink_clone)
         outputs = find_tensors(output)
+        if synchronized:
+            engine.note_changes()
         if grad:
             engine.reducer.end_forward(outputs, synchronized)
         if engine.mixed is not None:

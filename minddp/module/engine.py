@@ -21,7 +21,7 @@ from ..config import Config
 from ..guards import optimizer_guard
 from ..guards.finite_check import FiniteCheck
 from ..guards.local_gradients import LocalGradients
-from ..guards.module_changes import ModuleChanges
+from ..guards.module_changes import ModuleChanges, refusal
 from ..guards.stall_inspector import StallInspector
 from ..planner import BucketPlan
 from ..planner.autotune import AutoTuner
@@ -83,7 +83,6 @@ class Engine(StepCheck):
         self._stragglers = None if config.on_straggler is None else StragglerWatch(config.on_straggler)
         self._made = False
         self._token: str | None = None  # what all ranks call this wrapper
-        self._check_raised = False
         self.rebuild()
         if not config.lazy_bucket_allocation:
             self.reducer.adopt_gradients()
@@ -275,9 +274,6 @@ class Engine(StepCheck):
 
         ``joining``: ranks may have run out of data.
         """
-        # Mixed precision casts parameters itself. One rank alone cannot drift.
-        if self.mixed is None and (self.group.size() > 1 or self.has_foreign_group):
-            self._check_module()
         if self.inspector is not None:
             self.inspector.note_forward()
             self.inspector.take_back()
@@ -301,14 +297,19 @@ class Engine(StepCheck):
                 ordering.check(self.group)
                 ordering.record(self.group, f"DDP backward of {len(self.reducer.buckets())} buckets")
 
-    def _check_module(self) -> None:
-        had_raised, self._check_raised = self._check_raised, True
-        registered = self.report_failure(self.changes.check)
-        self._check_raised = False
-        # Two cases in which a parameter has a new autograd node, without our hook. The last check has raised, and the
-        # module is as before: cast, and back. Something was registered: a parametrization's original.
-        if had_raised or registered:
-            self.reducer.renew_hooks()
+    def note_changes(self) -> None:
+        """After each forward whose backward will be synchronized: what is not in the reducer must not get a gradient
+        in that."""
+        # Mixed precision casts parameters itself. One rank alone cannot drift.
+        if self.mixed is not None or not (self.group.size() > 1 or self.has_foreign_group):
+            return
+        changes = self.changes.look()
+        if changes is None:
+            return
+        # A parameter has a new autograd node, without our hook, where it was cast and cast back, or where something
+        # was registered: a parametrization's original.
+        self.reducer.renew_hooks()
+        self.reducer.note_changed([change.parameter for change in changes], refusal(changes))
 
     def rebuild_buckets(self) -> None:
         """Along the order of arrival, once. Collective."""

@@ -7,7 +7,12 @@ from torch.distributed import rpc
 
 from .. import _C
 
-_REFERENCES: type = rpc.RRef if rpc.is_available() else type(None)
+
+class _NoReference:
+    """Where torch was built without RPC."""
+
+
+REFERENCES: type = rpc.RRef if rpc.is_available() else _NoReference
 
 
 def find_tensors(output: object) -> list[torch.Tensor]:
@@ -17,4 +22,4 @@ def find_tensors(output: object) -> list[torch.Tensor]:
     once. No code of the program's runs: a container of a class of its own is read where lists, tuples and dicts keep
     their items, other mappings are not entered.
     """
-    return _C.find_tensors(output, _REFERENCES)
+    return _C.find_tensors(output, REFERENCES)

@@ -244,7 +244,7 @@ class TorchNames:
             self._minddp_engine.has_rebuilt_buckets = False
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Kept for compatibility: outputs are never cloned here, and may be changed in place all the same."""
+        """Whether outputs that are joined (``joined_outputs.py``) have memory of their own."""
         self._ddp_sink_clone = val
 
     # --- join ---

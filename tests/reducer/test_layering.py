@@ -32,7 +32,7 @@ LAYERS = [
 ]
 BINDINGS = {"bindings_comm_hook", "bindings_find_tensors", "bindings"}
 PURE = {"wait"}
-CASES = {"wait", "bucket", "state"}  # what a case may include of the path
+CASES = {"wait", "bucket", "grad_hooks", "state"}  # what a case may include of the path
 # What each folder beside the path may include of the others.
 FOLDERS = {
     "cases": {"support"},

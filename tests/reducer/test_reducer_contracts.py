@@ -785,16 +785,18 @@ def test_what_was_not_finite_is_told_once():
     run_ranks(_told_once, 2)
 
 
+def _fails():
+    raise OSError("the disk is full")
+
+
 def _mended(rank, world_size):
-    """Rank 1 fails in forward, mends that, and is slow then: nobody may take its failure for a present one."""
+    """Rank 1 reports a failure, mends that, and is slow then: nobody may take its failure for a present one."""
     ddp = DDP(nn.Linear(4, 2))
     for _ in range(2):  # the second gives it the name that it keeps
         ddp(_x(rank)).sum().backward()
     if rank == 1:
-        ddp.module.double()
-        with pytest.raises(RuntimeError, match="has changed since it was wrapped"):
-            ddp(_x(rank))
-        ddp.module.float()
+        with pytest.raises(OSError, match="disk"):
+            ddp._minddp_engine.report_failure(_fails)
     dist.barrier()
     ddp.zero_grad()
     loss = ddp(_x(rank)).sum()
@@ -1147,10 +1149,10 @@ def _left_by_functional_call(rank, world_size):
     assert module.one.weight is values["module.one.weight"]  # torch does not put it back
     for wrapper in (ddp, another):
         with pytest.raises(RuntimeError, match="module has changed"):
-            wrapper(_x(rank))
+            wrapper(_x(rank)).sum().backward()
 
 
-def test_tensors_that_functional_call_leaves_are_seen_by_the_next_forward_of_each_wrapper():
+def test_tensors_that_functional_call_leaves_are_seen_by_the_next_backward_of_each_wrapper():
     run_ranks(_left_by_functional_call, 2)
 
 

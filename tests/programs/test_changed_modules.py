@@ -1,0 +1,206 @@
+"""Modules that change after they were wrapped.
+
+Where no gradient of what has changed would stay local, the numbers are torch's. Where one would, the backward that
+brings it is refused, and nothing has been sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import minddp
+from minddp.testing import run_ranks
+from tests.programs.beside_torch import MODES, those_that_differ
+from tests.programs.test_own_classes import batch, trained
+
+
+class Frozen(nn.Module):
+    """One layer is frozen when it is wrapped. ``use`` has it in the way, for which the rest is found in any case."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 8)
+        self.frozen = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 2)
+        self.frozen.requires_grad_(False)
+        self.use: Callable[..., torch.Tensor] = lambda x: self.frozen(x)
+
+    def forward(self, x):
+        return self.b(self.use(self.a(x)).tanh())
+
+
+# --- no gradient would stay local
+
+
+def a_cast_for_a_last_evaluation(cls, rank, **args):
+    ddp = cls(Frozen(), **args)
+    seen = trained(ddp, rank)
+    ddp.module.double()
+    return [*seen, ddp(batch(rank).double()).detach()]
+
+
+def unfrozen_for_a_penalty_that_is_looked_at(cls, rank, **args):
+    """autograd.grad() puts nothing into ``.grad``; the graph that is frozen again leads to the layer still."""
+    ddp = cls(Frozen(), **args)
+    seen = trained(ddp, rank)
+    ddp.zero_grad()
+    ddp.module.frozen.requires_grad_(True)
+    loss = ddp(batch(rank)).square().sum()
+    seen += torch.autograd.grad(loss, list(ddp.module.frozen.parameters()), retain_graph=True)
+    ddp.module.frozen.requires_grad_(False)
+    loss.backward()
+    return [*seen, *(p.grad for p in ddp.module.parameters()), *trained(ddp, rank)]
+
+
+def unfrozen_where_its_features_are_detached(cls, rank, **args):
+    ddp = cls(Frozen(), **args)
+    seen = trained(ddp, rank)
+    ddp.module.use = lambda x: x + ddp.module.frozen(x).detach()
+    ddp.module.frozen.requires_grad_(True)
+    return [*seen, *trained(ddp, rank), *(p.grad for p in ddp.module.frozen.parameters())]
+
+
+def a_layer_for_later(cls, rank, **args):
+    ddp = cls(Frozen(), **args)
+    seen = trained(ddp, rank)
+    ddp.module.later = nn.Linear(8, 8)
+    seen += trained(ddp, rank)
+    del ddp.module.later
+    return [*seen, *trained(ddp, rank)]
+
+
+def unfrozen_and_its_own(cls, rank, **args):
+    """Each rank's own layer, on purpose: it trains under no_sync."""
+    ddp = cls(Frozen(), **args)
+    seen = trained(ddp, rank)
+    ddp.zero_grad()
+    ddp.module.frozen.requires_grad_(True)
+    with ddp.no_sync():
+        ddp(batch(rank)).square().sum().backward()
+    seen += [p.grad for p in ddp.module.frozen.parameters()]
+    ddp.module.frozen.requires_grad_(False)
+    ddp.zero_grad()
+    return [*seen, *trained(ddp, rank)]
+
+
+HEALTHY = [
+    a_cast_for_a_last_evaluation, unfrozen_for_a_penalty_that_is_looked_at, unfrozen_where_its_features_are_detached,
+    a_layer_for_later, unfrozen_and_its_own,
+]  # fmt: skip
+
+
+@pytest.mark.timeout(90)
+def test_what_stays_local_nowhere_goes_on():
+    assert not those_that_differ(HEALTHY, 2, 60, {mode: MODES[mode] for mode in ("default", "views", "find_unused")})
+
+
+# --- a gradient would stay local
+
+
+@dataclass
+class Hidden:
+    value: object
+
+    def __call__(self):
+        return self.value[0]
+
+
+def _plain(ddp, x):
+    ddp.module.frozen.requires_grad_(True)
+    return ddp(x)
+
+
+def _within_forward(ddp, x):
+    """Frozen again before anybody looks at it from outside, but for the gradient."""
+    ddp.module.frozen.requires_grad_(False)
+
+    def use(x):
+        ddp.module.frozen.requires_grad_(True)
+        return ddp.module.frozen(x)
+
+    ddp.module.use = use
+    return ddp(x)
+
+
+def _in_a_reentrant_checkpoint(ddp, x):
+    ddp.module.frozen.requires_grad_(True)
+    ddp.module.use = lambda x: checkpoint(ddp.module.frozen, x, use_reentrant=True)
+    return ddp(x)
+
+
+def _all_others_are_frozen(ddp, x):
+    ddp.module.requires_grad_(False)
+    ddp.module.frozen.requires_grad_(True)
+    return ddp(x)
+
+
+def _all_others_are_frozen_and_the_output_is_hidden(ddp, x):
+    out = _all_others_are_frozen(ddp, x)
+    hook = ddp.module.register_forward_hook(lambda module, inputs, output: lambda: output)
+    out = ddp(x)()
+    hook.remove()
+    return out
+
+
+CASES = [
+    _plain, _within_forward, _in_a_reentrant_checkpoint, _all_others_are_frozen,
+    _all_others_are_frozen_and_the_output_is_hidden,
+]  # fmt: skip
+
+
+def _refused(rank, world_size):
+    for forward in CASES:
+        ddp = minddp.DistributedDataParallel(Frozen())
+        trained(ddp, rank)
+        ddp.zero_grad()
+        out = forward(ddp, batch(rank))
+        with pytest.raises(RuntimeError, match=r"since it was wrapped:\n  'frozen.weight' requires a gradient now"):
+            out.square().sum().backward()
+        early = forward is not _in_a_reentrant_checkpoint and "hidden" not in forward.__name__
+        if early:
+            assert all(p.grad is None for p in ddp.parameters()), forward.__name__
+        ddp.abort_iteration()
+        ddp.zero_grad()
+        ddp.refresh()
+        forward(ddp, batch(rank)).square().sum().backward()
+        for ours in (p.grad for p in ddp.parameters() if p.requires_grad):
+            theirs = [torch.empty_like(ours) for _ in range(world_size)]
+            dist.all_gather(theirs, ours)
+            assert torch.equal(*theirs), forward.__name__
+
+
+@pytest.mark.timeout(60)
+def test_a_backward_that_would_leave_a_gradient_local_is_refused():
+    run_ranks(_refused, 2, timeout=50)
+
+
+def _mended(rank, world_size):
+    """One layer alone is cast for evaluations, and back. A forward looks at one parameter; of six, it is two."""
+    ddp = minddp.DistributedDataParallel(Frozen())
+    trained(ddp, rank)
+    layer = ddp.module.b
+    ddp.module.use = lambda x: x.to(layer.weight.dtype)
+    for _ in range(4):
+        layer.double()
+        for _ in range(4):  # all are looked at
+            ddp(batch(rank))
+        layer.float()
+        ddp.zero_grad()
+        ddp(batch(rank)).square().sum().backward()
+        for ours in (p.grad for p in ddp.parameters() if p.requires_grad):
+            theirs = [torch.empty_like(ours) for _ in range(world_size)]
+            dist.all_gather(theirs, ours)
+            assert torch.equal(*theirs)
+
+
+@pytest.mark.timeout(60)
+def test_what_was_mended_goes_on():
+    run_ranks(_mended, 2, timeout=50)

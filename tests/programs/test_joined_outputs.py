@@ -1,0 +1,129 @@
+"""Outputs that a loss leaves out, with unused parameters to find: what lies behind them is visited all the same.
+
+The same numbers as with torch's class.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import minddp
+from minddp.testing import run_ranks
+from tests.programs.beside_torch import MODES, those_that_differ
+from tests.programs.test_own_classes import batch
+
+Found = namedtuple("Found", "first second")
+
+
+class Centred(torch.autograd.Function):
+    """What SyncBatchNorm does: a collective in forward, another one in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x - _mean(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient - _mean(gradient)
+
+
+def _mean(x):
+    total = x.sum(0)
+    dist.all_reduce(total)
+    return total / (dist.get_world_size() * len(x))
+
+
+class Heads(nn.Module):
+    """Two outputs. ``pack``: what they come in."""
+
+    def __init__(self, pack=Found, normal=Centred.apply):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.a, self.one, self.two = (nn.Linear(4, 4) for _ in range(4))
+        self.pack, self.normal = pack, normal
+
+    def forward(self, x):
+        h = self.body(x).tanh()
+        return self.pack(self.one(self.normal(self.a(h))), self.two(h))
+
+
+def trained(ddp, rank, loss, steps=4):
+    optimizer = torch.optim.SGD(ddp.module.parameters(), 0.1, momentum=0.9)
+    seen = []
+    for i in range(steps):
+        optimizer.zero_grad()
+        loss(i, ddp(batch(rank, i))).backward()
+        seen += [p.grad if p.grad is None else p.grad.clone() for p in ddp.module.parameters()]
+        optimizer.step()
+    return seen + [p.detach() for p in ddp.module.parameters()]
+
+
+def a_head_with_collectives_left_out_on_one_rank(cls, rank, **args):
+    def loss(i, out):
+        return out.second.square().sum() + (out.first.square().sum() if (i + rank) % 2 else 0)
+
+    return trained(cls(Heads(), **args), rank, loss)
+
+
+def left_out_on_all_ranks(cls, rank, **args):
+    net = Heads(lambda *out: OrderedDict(a=[out[0]], b=out[1]))
+    return trained(cls(net, **args), rank, lambda i, out: out["b"].sum())
+
+
+def how_often_hooks_run(cls, rank, **args):
+    ddp = cls(Heads(), **args)
+    calls = torch.zeros(4)
+    for i, layer in enumerate((ddp.module.body, ddp.module.a, ddp.module.one, ddp.module.two)):
+        node = layer.weight.view_as(layer.weight).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_, i=i: calls.__setitem__(i, calls[i] + 1))
+        layer.keeps = node
+    return [*trained(ddp, rank, lambda i, out: out.second.square().sum()), calls]
+
+
+def an_output_changed_in_place_that_the_module_keeps(cls, rank, **args):
+    class Keeps(Heads):
+        last = 0.0
+
+        def forward(self, x):
+            out = super().forward(x)
+            out = Found(out.first + self.last, out.second)
+            self.last = out.first.detach()
+            return out
+
+    def loss(i, out):
+        out.first.add_(1.0)
+        return (out.first * out.second).sum()
+
+    return trained(cls(Keeps(), **args), rank, loss)
+
+
+PROGRAMS = [
+    a_head_with_collectives_left_out_on_one_rank, left_out_on_all_ranks, how_often_hooks_run,
+    an_output_changed_in_place_that_the_module_keeps,
+]  # fmt: skip
+FINDS = {"find_unused": MODES["find_unused"], "views": {**MODES["find_unused"], "gradient_as_bucket_view": True}}
+
+
+@pytest.mark.timeout(90)
+def test_the_numbers_are_torchs():
+    assert not those_that_differ(PROGRAMS, 2, 60, FINDS)
+
+
+def _transformed(rank, world_size):
+    """Functional transforms and forward-mode derivatives go through the wrapper."""
+    ddp = minddp.DistributedDataParallel(Heads(normal=nn.Identity()), find_unused_parameters=True)
+    x = batch(rank)
+    for net in (ddp, ddp.module):
+        net.tangent = torch.func.jvp(lambda x, net=net: net(x).second, (x,), (torch.ones_like(x),))[1]
+        net.gradient = torch.func.grad(lambda x, net=net: net(x).second.square().sum())(x)
+        net.each = torch.func.vmap(torch.func.grad(lambda x, net=net: net(x).second.square().sum()))(x)
+    return all(torch.allclose(getattr(ddp, n), getattr(ddp.module, n)) for n in ("tangent", "gradient", "each"))
+
+
+def test_functional_transforms():
+    assert run_ranks(_transformed, 2) == [True, True]
