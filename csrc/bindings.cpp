@@ -364,6 +364,10 @@ void bind_reducer(py::module_& module) {
       .def("arrive", &Reducer::arrive, py::arg("optimizer_ns"))
       .def("begin_forward", &Reducer::begin_forward)
       .def("end_forward", &Reducer::end_forward, py::arg("outputs"), py::arg("synchronized"))
+      .def(
+          "prepare_for_backward",
+          [](Reducer& reducer, const at::Tensor& output) { reducer.prepare_for_backward({output}); },
+          py::arg("output"))
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs") = Parameters())
       .def("set_buckets", &Reducer::set_buckets, py::arg("buckets"))
       .def("release_buckets", &Reducer::release_buckets)

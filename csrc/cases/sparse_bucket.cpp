@@ -1,5 +1,7 @@
 #include "sparse_bucket.h"
 
+#include "support/scale_in_place.h"
+
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
@@ -9,7 +11,8 @@ void SparseBucket::fill(size_t, size_t, const Packing& how) {
   Slot& slot = slots_->front();
   const at::Tensor& grad = slot.grad();
   if (grad.defined()) check(slot, grad, /*sparse=*/true);
-  buffer_ = grad.defined() ? grad.clone().mul_(how.scale) : zeros();
+  buffer_ = grad.defined() ? grad.clone() : zeros();
+  scale_in_place(buffer_, how.scale);
   slot.packed = true;
 }
 

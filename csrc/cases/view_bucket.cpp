@@ -1,5 +1,6 @@
 #include "view_bucket.h"
 
+#include "support/scale_in_place.h"
 #include "support/sole_holder.h"
 
 #include <ATen/ATen.h>
@@ -47,7 +48,7 @@ void ViewBucket::borrow(const Packing& how) {
   const at::Tensor& grad = slot.grad();
   buffer_ = at::empty({0}, grad.options()).set_(grad.storage(), grad.storage_offset(), {numel()}, {1});
   left_[0] = how.may_grow ? how.scale : 1.0;
-  if (!how.may_grow && how.scale != 1.0) buffer_.mul_(how.scale);
+  if (!how.may_grow && how.scale != 1.0) scale_in_place(buffer_, how.scale);
   borrowed_ = slot.packed = true;
 }
 
@@ -90,7 +91,7 @@ void ViewBucket::before_launch() {
   for (size_t i = 0; i < left_.size(); ++i) {
     const Slot& slot = (*slots_)[i];
     if (const double left = std::exchange(left_[i], 1.0); left != 1.0)
-      buffer_.narrow(0, slot.offset, slot.parameter.numel()).mul_(left);
+      scale_in_place(buffer_.narrow(0, slot.offset, slot.parameter.numel()), left);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "bucket.h"
 
 #include "support/errors.h"
+#include "support/scale_in_place.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -126,7 +127,8 @@ void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<
     const void* src = base + slot.offset * flat.element_size();
     if (!is_one_piece(slot, grad)) {
       const int64_t begin = flat.storage_offset() + slot.offset;
-      grad.copy_(flat.as_strided(slot.parameter.sizes(), slot.strides, begin)).mul_(scale);
+      grad.copy_(flat.as_strided(slot.parameter.sizes(), slot.strides, begin));
+      scale_in_place(grad, scale);
     } else if (src != grad.const_data_ptr() || scale != 1.0)
       segments_.push_back({src, grad.mutable_data_ptr(), slot.parameter.numel()});
   }

@@ -8,6 +8,7 @@ import copy
 import weakref
 from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -263,14 +264,79 @@ def local_sgd_with_a_penalty(cls, rank, **args):
     return [p.detach() for p in ddp.parameters()]
 
 
+class FromNumpy(torch.autograd.Function):
+    """A gradient that numpy has computed: the program keeps the array."""
+
+    kept: list[numpy.ndarray] = []
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        FromNumpy.kept.append(x.numpy().T @ gradient.numpy())
+        return None, torch.from_numpy(FromNumpy.kept[-1])
+
+
+def gradients_in_memory_of_numpys(cls, rank, **args):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 2))
+
+        def forward(self, x):
+            return FromNumpy.apply(x, self.weight)
+
+    FromNumpy.kept = []
+    ddp = cls(Layer(), **args)
+    seen = []
+    for i in range(4):
+        ddp.zero_grad()
+        ddp(batch(rank, i)).square().sum().backward()
+        seen += [torch.from_numpy(array.copy()) for array in FromNumpy.kept]
+    return seen
+
+
+def a_reducer_that_is_told_of_one_tensor(cls, rank, **args):
+    ddp = cls(Two(), **args)
+    with ddp.no_sync():
+        loss = ddp(batch(rank)).square().sum()
+    ddp.reducer.prepare_for_backward(loss)
+    loss.backward()
+    return [p.grad for p in ddp.parameters()]
+
+
+def thirds_in_half_precision(cls, rank, **args):
+    """A parameter alone in its bucket, and a sparse one."""
+    seen = []
+    for module in (nn.Linear(4, 2, bias=False), nn.Embedding(7, 4, sparse=True)):
+        torch.manual_seed(0)
+        module.reset_parameters()
+        ddp = cls(module.bfloat16(), **args)
+        for i in range(3):
+            ddp.zero_grad()
+            x = batch(rank, i).bfloat16() if isinstance(module, nn.Linear) else batch(rank, i).abs().long()
+            ddp(x).sum().backward()
+            seen.append(module.weight.grad.to_dense().double() * 1e3)
+    return seen
+
+
 PROGRAMS = [
     names_taken_before, wrappers_without_a_hash, a_hook_for_one_step, groups_of_another_shape,
     closures_that_are_copied, frozen_weights_that_are_quantized, buffers_with_units,
     frozen_with_another_dtype_of_gradients, an_ignored_layer_with_another_name, an_ignored_layer_that_fsdp_shards,
-    local_sgd_with_a_penalty,
+    local_sgd_with_a_penalty, gradients_in_memory_of_numpys, a_reducer_that_is_told_of_one_tensor,
 ]  # fmt: skip
 
 
 @pytest.mark.timeout(90)
 def test_the_numbers_are_torchs():
     assert not those_that_differ(PROGRAMS, 2, 60, {"default": {}, "views": MODES["views"]})
+
+
+@pytest.mark.timeout(60)
+def test_means_over_three_ranks_are_rounded_once():
+    assert not those_that_differ([thirds_in_half_precision], 3, 50, {"default": {}, "views": MODES["views"]})
