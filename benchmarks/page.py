@@ -105,7 +105,7 @@ how much two wrappers with the same default arguments differ when they are measu
 cannot tell apart. {near} of {predictions} predictions are within 10 %, and all of a row in {close} of {all} rows.
 The report names the quickest prediction if it saves 3 %, and else the present arguments. What it named was the
 quickest, or within 2 % of it, or within what two alike differ by, in {right} of {all}; in the others it was up to
-{behind} behind. Where the ranks' computing is the limit, and not the link, `wire=` gained less than was predicted.
+{behind} behind.
 """
 
 _PAPER = """
@@ -256,7 +256,7 @@ def predictions() -> str:
         predictions=len(off),
         close=sum(found.error <= advice.TOLERANCE for found in judged.values()),
         right=sum(found.right for found in judged.values()),
-        behind=f"{100 * max(found.behind for found in judged.values()):.1f} %",
+        behind=f"{100 * max((found.behind for found in judged.values() if not found.right), default=0):.1f} %",
         all=len(judged),
     )
     heads = ["model, link", "predicted / measured, ms", "off", "alike", "named, behind the quickest"]

@@ -32,7 +32,7 @@ class LoneBucket : public Bucket {
     // Two tensors hold the buffer's memory: itself and the slot's view.
     if (!exchange_memory(grad, buffer_, 2)) return false;
     slot.view = view_of(buffer_, slot);
-    if (scale != 1.0) scale_in_place(grad, scale);
+    scale_in_place(grad, scale);
     return true;
   }
 };

@@ -48,7 +48,7 @@ void ViewBucket::borrow(const Packing& how) {
   const at::Tensor& grad = slot.grad();
   buffer_ = at::empty({0}, grad.options()).set_(grad.storage(), grad.storage_offset(), {numel()}, {1});
   left_[0] = how.may_grow ? how.scale : 1.0;
-  if (!how.may_grow && how.scale != 1.0) scale_in_place(buffer_, how.scale);
+  if (!how.may_grow) scale_in_place(buffer_, how.scale);
   borrowed_ = slot.packed = true;
 }
 

@@ -1,7 +1,8 @@
 #include "grouped_copy.h"
 
+#include "scale_in_place.h"
+
 #include <ATen/ATen.h>
-#include <ATen/ScalarOps.h>
 
 namespace minddp {
 namespace {
@@ -62,7 +63,7 @@ void grouped_copy(const std::vector<CopySegment>& segments, at::Device device, a
   if (!sources.empty()) at::_foreach_copy_(destinations, sources);
   if (scale == 1.0 || !widens || written.empty()) return;
   std::vector<at::Tensor> runs = joined(written, device, dst);
-  runs.size() == 1 ? void(runs[0].mul_(at::native::wrapped_scalar_tensor(scale))) : at::_foreach_mul_(runs, scale);
+  runs.size() == 1 ? scale_in_place(runs[0], scale) : at::_foreach_mul_(runs, scale);
 }
 
 }  // namespace minddp

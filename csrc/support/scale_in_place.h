@@ -10,6 +10,7 @@
 namespace minddp {
 
 inline void scale_in_place(at::Tensor tensor, double scale) {
+  if (scale == 1.0) return;
   if (tensor.is_sparse()) tensor = tensor._values();
   at::mul_out(tensor, tensor, at::native::wrapped_scalar_tensor(scale));
 }

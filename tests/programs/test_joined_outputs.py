@@ -15,33 +15,21 @@ from torch import nn
 import minddp
 from minddp.testing import run_ranks
 from tests.programs.beside_torch import MODES, those_that_differ
+from tests.programs.other_collective import other_collective
 from tests.programs.test_own_classes import batch
 
 Found = namedtuple("Found", "first second")
 
 
-class Centred(torch.autograd.Function):
+def centred(x):
     """What SyncBatchNorm does: a collective in forward, another one in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x - _mean(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient - _mean(gradient)
-
-
-def _mean(x):
-    total = x.sum(0)
-    dist.all_reduce(total)
-    return total / (dist.get_world_size() * len(x))
+    return x - other_collective(x.mean(0)) / dist.get_world_size()
 
 
 class Heads(nn.Module):
     """Two outputs. ``pack``: what they come in."""
 
-    def __init__(self, pack=Found, normal=Centred.apply):
+    def __init__(self, pack=Found, normal=centred):
         super().__init__()
         torch.manual_seed(0)
         self.body, self.a, self.one, self.two = (nn.Linear(4, 4) for _ in range(4))
