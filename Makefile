@@ -13,7 +13,6 @@
 # make kills        ranks killed at random under torchrun's restarts; ARGS="--runs 200 --seed 0"
 # make soak         a long run through many wrappers: memory, threads, files; ARGS="--steps 20000 --ranks 2"
 # make sanitize     the C++ under ThreadSanitizer, AddressSanitizer, UBSan; ARGS="shm --operations 4000"
-# make mutants      plants faults in a copy, each of which a test must catch; ARGS="--only reducer- --folder /tmp/m"
 # make tutorials    runs every tutorial        make bench   runs the benchmarks
 # make results      makes every result that README and docs name anew: hours; ARGS="wire"
 # make docs         the site, in build/docs/html, and its tests: every page in a browser, every command of the docs
@@ -36,7 +35,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test test-rest test-all test-part status note test-libraries libraries engines package lint format conformance conformance-shm fuzz faults faults-part kills soak sanitize mutants tutorials docs site test-docs
+.PHONY: build demo test test-rest test-all test-part status note test-libraries libraries engines package lint format conformance conformance-shm fuzz faults faults-part kills soak sanitize tutorials docs site test-docs
 .PHONY: exercises results bench check-torch check-newest check-cuda gpu-check clean distclean
 
 ifdef PYTHON
@@ -193,9 +192,6 @@ soak: $(BUILT) $(call needs,test)
 # The C++ under sanitizers, built apart. ARGS="shm --operations 4000" for a part of it.
 sanitize: $(BUILT) $(call needs,test)
 	$(PY) -m tests.sanitizers $(ARGS)
-
-mutants: $(BUILT) $(call needs,test)
-	$(PY) -m tests.mutants $(ARGS)
 
 tutorials: $(BUILT) $(call needs,tutorials)
 	$(PY) tutorials/run_all.py $(ARGS)

@@ -39,7 +39,6 @@ NIGHT = {
     "kills": ["kills"],
     "soak, long": ["soak", "ARGS=--steps 20000"],
     "sanitize": ["sanitize"],
-    "mutants": ["mutants"],
 }
 # What every commit runs, by `.ci/run`.
 ALWAYS = ("test", "lint", "check-cuda", "conformance")  # and in the other lane:

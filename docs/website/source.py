@@ -6,15 +6,11 @@ The page holds no copy of the code: rows of ``literalinclude`` name the lines of
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from tests.mutants.catalog import Mutant, load, spot_of
-from tests.mutants.places import Sources, Spot
 
 from .layout import ROOT, Layout
 
@@ -202,7 +198,7 @@ def render(path: str, page: str, layout: Layout, source: Path) -> str:
         )
         beside = f"::::{{container}} note\n\n{note}\n::::\n" if note else ""
         body.append(f":::::{{container}} beside\n{beside}::::{{container}} code\n{code}\n::::\n:::::\n")
-    return "\n".join([*body, held_by(path, text)])
+    return "\n".join(body)
 
 
 def first_sentence(path: str) -> str:
@@ -215,32 +211,6 @@ def first_sentence(path: str) -> str:
         lines = [line.removeprefix("//").strip() for line in begin]
     paragraph = " ".join(itertools.takewhile(str.strip, lines))
     return _escape(re.split(r"(?<=[.?])\s", paragraph)[0])
-
-
-@functools.cache
-def _mutants() -> list[tuple[Mutant, Spot]]:
-    sources = Sources(ROOT)
-    return [(mutant, spot_of(mutant, sources)) for mutant in load()]
-
-
-def held_by(path: str, text: str) -> str:
-    """The faults that have been planted in the file, each with the tests that notice it."""
-    planted = [(spot.begin, mutant) for mutant, spot in _mutants() if spot.file == path]
-    lines = []
-    for begin, mutant in sorted(planted, key=lambda each: each[0]):
-        line = text.count("\n", 0, begin) + 1
-        tests = ", ".join(
-            f"`{name}` in `{file}`" for file, _, name in (test.partition("::") for test in mutant.tests)
-        )
-        lines.append(f"* line {line}. {_escape(mutant.fault)} Noticed at least by {tests}.\n")
-    if not lines:
-        return ""
-    file, _, name = planted[0][1].tests[0].partition("::")
-    head = (
-        "`make mutants` plants each of these faults here, and fails unless a test notices it. To run one of the "
-        f"tests: `python -m pytest {file} -k {name.partition('[')[0]}`.\n\n"
-    )
-    return f"## Tests that hold it\n\n{head}{''.join(lines)}"
 
 
 def _neighbours(order: list[str], path: str, page: str, layout: Layout) -> str:

@@ -1,4 +1,4 @@
-"""Promises of the reducer and of what stands around it, one a test: each catches a fault of tests/mutants.
+"""Promises of the reducer and of what stands around it, one a test.
 
 What ordinary training shows is tested elsewhere. Here are the corners: what an iteration leaves behind, what a
 replaced reducer still hears, who waits for whom.
