@@ -172,7 +172,7 @@ conformance-shm: $(BUILT) $(call needs,test)
 	$(PY) -m tests.conformance.transport $(ARGS)
 
 fuzz: $(BUILT) $(call needs,test)
-	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m tests.lab.fuzz $(ARGS)
 
 faults: $(BUILT) $(call needs,test)
 	@mkdir -p build

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conformance import documented as conformance
-from tests.differential import documented as differential
+from tests.lab.fuzz import documented as differential
 
 
 @pytest.mark.parametrize("generator", [differential, conformance], ids=["differences", "conformance"])

@@ -1,4 +1,4 @@
-"""``python -m tests.differential --programs 20000 --seed 1 --ranks 2,3``: the fuzzer's command line.
+"""``python -m tests.lab.fuzz --programs 20000 --seed 1 --ranks 2,3``: the fuzzer's command line.
 
 Prints progress, and for each class of difference a shrunk program with what both classes did. ``--program FILE``
 runs one program (JSON, as a report prints it). Ends with 1 if a difference is not explained by
@@ -22,7 +22,7 @@ from .strategies import nth_program
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.lab.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="index of the first program")

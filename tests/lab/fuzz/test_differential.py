@@ -54,7 +54,7 @@ PLANTED = {
 def test_a_planted_fault_is_found(name):
     enough = 1 if PLANTED[name] == "hangs" else 3  # for which each class waits some seconds
     hunt = Hunt(
-        2, range(40), candidate=f"tests.differential.planted:{name}", shrink_seconds=0, seconds=60, enough=enough
+        2, range(40), candidate=f"tests.lab.fuzz.planted:{name}", shrink_seconds=0, seconds=60, enough=enough
     ).run()
     kinds = {signature.partition(":")[0] for signature in hunt.findings}
     assert kinds & set(PLANTED[name].split("|")), hunt.counts()
@@ -66,7 +66,7 @@ def test_a_rank_that_never_returns_is_ended_and_the_next_program_runs():
     program["nets"], program["wrappers"] = [{"blocks": [{"kind": "linear"}]}], [{"net": 0}]
     program["optimizers"] = [{"kind": "sgd", "of": [0]}]
     program["steps"] = [["forward", {"out": "a"}], ["forward", {"out": "b"}]]
-    pair = Pair(2, "torch", "tests.differential.planted:WaitsForever", seconds=3)
+    pair = Pair(2, "torch", "tests.lab.fuzz.planted:WaitsForever", seconds=3)
     assert pair.difference(program).kind == "hangs"
     pair.candidate, pair.ranks.seconds = "torch", RUN_SECONDS
     assert pair.difference(program) is None

@@ -1,4 +1,4 @@
-"""``docs/differences.md``, written from ``differences.toml``: ``python -m tests.differential.documented``."""
+"""``docs/differences.md``, written from ``differences.toml``: ``python -m tests.lab.fuzz.documented``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import tomllib
 from pathlib import Path
 
 LIST = Path(__file__).with_name("differences.toml")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "differences.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "differences.md"
 
 _HEAD = """# Differences you can notice
 
 Programs drawn at random are trained with torch's class and with minddp's, and compared at each step (`make fuzz`).
-These differences are intended; any other fails the test. `python -m tests.differential.documented` writes the page
-from `tests/differential/differences.toml`.
+These differences are intended; any other fails the test. `python -m tests.lab.fuzz.documented` writes the page
+from `tests/lab/fuzz/differences.toml`.
 
 There are two more rules. Where torch silently goes on with gradients that are local to a rank, minddp averages them
 or raises on every rank that would use them. Where torch raises, minddp may work.
