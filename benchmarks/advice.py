@@ -29,7 +29,7 @@ from harness import Ranks
 from minddp import DistributedDataParallel
 from minddp.launching.advise import Choice, Loss, measure, predict
 from minddp.launching.tune import tune
-from minddp.report import Advice, Prediction
+from minddp.straggler import Advice, Prediction
 
 MODELS = ("mlp38", "gpt2-small", "resnet50")
 LINKS = ("1gbit", "10gbit", "loopback")

@@ -88,18 +88,18 @@ Timeline
    :members:
 .. autoclass:: minddp.timeline.BucketTimes
    :members:
-.. autoclass:: minddp.report.Report
+.. autoclass:: minddp.straggler.Report
    :members:
    :inherited-members:
-.. autoclass:: minddp.report.RankTimes
+.. autoclass:: minddp.straggler.RankTimes
    :members:
-.. autoclass:: minddp.report.Straggler
+.. autoclass:: minddp.straggler.Straggler
    :members:
-.. autoclass:: minddp.report.SlowLink
+.. autoclass:: minddp.straggler.SlowLink
    :members:
-.. autoclass:: minddp.report.Advice
+.. autoclass:: minddp.straggler.Advice
    :members:
-.. autoclass:: minddp.report.Prediction
+.. autoclass:: minddp.straggler.Prediction
    :members:
 
 Buckets

@@ -24,7 +24,7 @@ COMMANDS = {
     "run": ".launching.run",
     "tune": ".launching.tune",
     "timeline": ".timeline.report",
-    "report": ".report.command",
+    "report": ".straggler.command",
     "bench": ".launching.bench",
     "simulate": ".launching.simulate",
     "doctor": ".launching.doctor",

@@ -30,7 +30,7 @@ from ..ranks.waiting import wait_for
 from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states, verify_same_start
 from ..reduction.wire import WireFormat, WireState
-from ..report.diagnosis import Straggler
+from ..straggler.diagnosis import Straggler
 from ..wire import Wire
 from . import delayed_params
 from .buffers import BufferSync
@@ -126,8 +126,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             has reported an exception, or is gone, is not waited for, whatever this is. A wait that belongs to no
             wrapper takes the largest value of its group's wrappers, or of all wrappers if the group has none.
             ``MINDDP_DESYNC_TIMEOUT`` sets it where it is not given.
-        on_straggler: called on every rank with a :class:`minddp.report.Straggler` after each 20 synchronized steps in
-            which the same rank held the others up; rank 0 logs it. The ranks meet for it. CPU only.
+        on_straggler: called on every rank with a :class:`minddp.straggler.Straggler` after each 20 synchronized steps
+            in which the same rank held the others up; rank 0 logs it. The ranks meet for it. CPU only.
 
     Raises:
         RuntimeError: no parameter requires a gradient, uninitialized parameters, models that differ between ranks (on

@@ -29,8 +29,8 @@ from ..ranks import ordering
 from ..reduction.bucket_assignment import split_by_kind
 from ..reduction.reducer import Reducer, weakly
 from ..reduction.wire import WireFormat
-from ..report.advice import Gradients
-from ..report.watch import StragglerWatch
+from ..straggler.advice import Gradients
+from ..straggler.watch import StragglerWatch
 from ..timeline import recording
 from .comm_hooks import BUILTIN_HOOK_DTYPES, waits_in_callbacks
 from .logging_data import LoggingData

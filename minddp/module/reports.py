@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..report.exchange import collect
-from ..report.result import Report
+from ..straggler.exchange import collect
+from ..straggler.result import Report
 from ..timeline import StepTimes, step_times
 
 

@@ -65,7 +65,7 @@ WORDED_ELSEWHERE = [
     "minddp/guards/optimizer_guard.py: RuntimeError(_refused[key][1])",
     "minddp/module/given_way.py: AttributeError(self._name)",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
-    "minddp/report/command.py: TraceFileError(f'module {module}: {error}')",
+    "minddp/straggler/command.py: TraceFileError(f'module {module}: {error}')",
     "minddp/testing.py: RankError(_text(late), late, {})",
     "minddp/testing.py: RankError(_text(failures), failures, results)",
 ]

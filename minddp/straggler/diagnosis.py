@@ -32,7 +32,7 @@ class Straggler:
 
     Attributes:
         rank: of the wrapper's group.
-        phase: the phase in which its work exceeds the others' the most, see ``minddp.report.parts``.
+        phase: the phase in which its work exceeds the others' the most, see ``minddp.straggler.parts``.
         seconds: by how much its own work, by :func:`typical`, exceeds the median of the others'.
         fraction: the same as a part of a step.
         late_steps, steps: in how many of the steps it was behind.

@@ -16,7 +16,7 @@ class RankTimes:
 
     Attributes:
         rank: of the wrapper's group.
-        phases: its own work by phase, see ``minddp.report.parts``.
+        phases: its own work by phase, see ``minddp.straggler.parts``.
         own_seconds: all of its own work.
         meeting_seconds: in forward's own collectives before it runs (buffers, join, checks).
         blocked_seconds: backward waited for collectives.

@@ -1,4 +1,4 @@
-"""minddp/report without ranks: parts of a step, who is late, which link is slow, what is predicted, the words."""
+"""minddp/straggler without ranks: parts of a step, who is late, which link is slow, what is predicted, the words."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 from minddp.planner import LinearCost
 from minddp.planner.backward_profile import WIRE_BYTES, BackwardProfile, Burst
-from minddp.report import Advice, Prediction, Straggler
-from minddp.report.advice import Gradients, _on_wire, advise
-from minddp.report.casts import Casts
-from minddp.report.diagnosis import find_slow_link, find_straggler
-from minddp.report.intervals import common, length, union, without
-from minddp.report.parts import PHASES, last_launches, own_phases, parts_of
-from minddp.report.probe import rounds
-from minddp.report.result import Probed, RankSteps, make_report
-from minddp.report.text import describe
-from minddp.report.watch import StragglerWatch, find_in_window
+from minddp.straggler import Advice, Prediction, Straggler
+from minddp.straggler.advice import Gradients, _on_wire, advise
+from minddp.straggler.casts import Casts
+from minddp.straggler.diagnosis import find_slow_link, find_straggler
+from minddp.straggler.intervals import common, length, union, without
+from minddp.straggler.parts import PHASES, last_launches, own_phases, parts_of
+from minddp.straggler.probe import rounds
+from minddp.straggler.result import Probed, RankSteps, make_report
+from minddp.straggler.text import describe
+from minddp.straggler.watch import StragglerWatch, find_in_window
 
 MS = 1_000_000
 

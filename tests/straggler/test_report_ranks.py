@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import minddp
 from minddp.guards import optimizer_guard
-from minddp.report import Report, Straggler, command, exchange, probe
+from minddp.straggler import Report, Straggler, command, exchange, probe
 from minddp.testing import run_ranks
 from minddp.timeline import gathering, load
 
