@@ -44,7 +44,6 @@ COMMANDS = {
     "wire-gpt2-small-gloo-2ranks-loopback": f"wire.py --models gpt2-small {_QUICK}",
     "wire-mlp38-gloo-4ranks-1gbit": f"wire.py --models mlp38,gpt2-small --ranks 4 --link 1gbit {_SLOW}",
     "wire-learning": "wire.py --learning",
-    "grad-norm": "grad_norm.py",
     "straggler": "straggler.py",
     "straggler-links": "straggler.py --link 200mbit",
     "shm": "shm.py --model mlp67-light",

@@ -66,11 +66,6 @@ Two ranks, joined by a 1 Gbit/s link. Each sweep has seven uniform caps. The fir
 sweeps below it. The command also writes a report (`.html`) with all of it.
 """
 
-_NORMS = """
-## Clipping where nothing is clipped
-
-The call alone, and the step with it. minddp's call reads each gradient once; torch's scales it by 1 besides.
-"""
 _WIRES = """
 ## Fewer bytes
 
@@ -329,26 +324,9 @@ def gpu() -> str:
     return "".join(parts)
 
 
-def norms() -> str:
-    result = read("grad-norm")
-    names = {"many-small": "400 small parameters", "mlp67": "67 MB MLP"}
-    rows = [
-        [f"{names[model]}, {what}", *(_milliseconds(ways[way]) for way in ("plain", "torch", "minddp"))]
-        for model, by_what in result["seconds"].items()
-        for what, ways in by_what.items()
-    ]
-    heads = ["", "no clipping, ms", "`clip_grad_norm_` of torch", "`ddp.clip_grad_norm_`"]
-    return f"{_NORMS}\n{ran(result)}\n{table(heads, rows)}"
-
-
-def _milliseconds(seconds: dict[str, float]) -> str:
-    median, low, high = (f"{1e3 * seconds[key]:.2f}" for key in ("median", "low", "high"))
-    return f"{median} [{low}, {high}]"
-
-
 def page() -> str:
     """The page's text."""
-    parts = [steps, memory, bucket_sizes, wires, norms, simulation, predictions, lambda: _PAPER, shared_memory, gpu]
+    parts = [steps, memory, bucket_sizes, wires, simulation, predictions, lambda: _PAPER, shared_memory, gpu]
     return _HEAD + "".join(part() for part in parts)
 
 

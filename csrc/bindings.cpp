@@ -1,13 +1,11 @@
 // Python's view of the reducer: pybind11 only, no logic of its own.
 #include "bindings_comm_hook.h"
 #include "bindings_find_tensors.h"
-#include "cases/gradient_noise.h"
 #include "cases/program_collectives.h"
 #include "reducer/reducer.h"
 #include "support/block_quantization.h"
 #include "support/gil_release.h"
 #include "support/graph_task.h"
-#include "support/sum_of_squares.h"
 #include "support/watched_wait.h"
 #include "transport/ordered_allreduce.h"
 
@@ -256,14 +254,6 @@ void group_broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const 
   wait_for(group->broadcast(tensors, options), on_stall);
 }
 
-// Of all of them together; nothing where one of them cannot be squared here.
-std::optional<double> norm_squared(const std::vector<at::Tensor>& tensors) {
-  if (!std::ranges::all_of(tensors, can_square)) return std::nullopt;
-  double sum = 0;
-  for (const at::Tensor& tensor : tensors) sum += sum_of_squares(tensor);
-  return sum;
-}
-
 void bind_enums(py::module_& module) {
   py::enum_<Phase>(module, "Phase")
       .value("IDLE", Phase::kIdle)
@@ -423,10 +413,6 @@ void bind_reducer(py::module_& module) {
       .def("position", &position)
       .def("program_communicates",
           [](Reducer& r) { return r.program_collectives() && r.program_collectives()->found(); })
-      .def(
-          "ask_noise", [](Reducer& r) { r.noise().ask(); }, Release())
-      .def(
-          "noise_norms", [](Reducer& r) { return r.noise().norms(); }, Release())
       .def("last_step", &last_step)
       .def("recent_steps", &recent_steps, py::arg("at_most"));
 }
@@ -487,7 +473,6 @@ PYBIND11_MODULE(_C, module) {
       "find_tensors",
       [](py::handle output, py::type references) { return TensorsInOutput(output, references).take(); },
       py::arg("output"), py::arg("references"));
-  module.def("norm_squared", &norm_squared, Release(), py::arg("tensors"));
   module.def("scaled_copy", &scaled_copy_tensors, py::arg("src"), py::arg("dst"), py::arg("scale"),
       py::arg("reference") = false);
   bind_block_quantization(module);

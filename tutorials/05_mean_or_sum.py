@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import minddp
 from minddp.testing import run_ranks
@@ -268,8 +269,64 @@ def equivalence() -> None:
     print("   Half the rate, a quarter of the distance: scaling the rate is right to first order only.")
 
 
+# %% [markdown]
+# ## How large a batch still pays
+#
+# More rows make the gradient less noisy, and at some point that is no use. McCandlish et al., "An Empirical Model
+# of Large-Batch Training" (2018), put this point at the noise scale: the variance of one row's gradient, over the
+# squared norm of the gradient of all data. Far smaller batches waste no row, far larger ones waste most of theirs.
+#
+# Two norms are enough to estimate it (appendix A.1): that of a rank's own gradient, of n rows, and that of the ranks'
+# average, of M n rows. A communication hook sees each bucket before it is averaged. Both norms are noisy, so they are
+# averaged over some steps before they are divided.
+
+# %%
+
+
+def noise_scale(rank: int, world_size: int, rows: int, steps: int) -> tuple[float, float]:
+    """The noise scale, in rows, estimated beside training; and the exact one, from the gradient of each row."""
+    net, (x, target) = minddp.DistributedDataParallel(make_model()), make_batch()
+    norms = torch.zeros(2)  # squared, of the ranks' own gradients and of their average
+
+    def before_the_average(_, bucket):
+        norms[0] += bucket.buffer().square().sum()
+        return allreduce_hook(None, bucket)
+
+    net.register_comm_hook(None, before_the_average)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        drawn = torch.randint(ROWS, (rows,), generator=generator)
+        net.zero_grad()
+        F.mse_loss(net(x[drawn]), target[drawn]).backward()
+        norms[1] += gradient(net).square().sum()
+    dist.all_reduce(norms)
+    small, large = (norms / world_size / steps).tolist()
+    square = (world_size * large - small) / (world_size - 1)
+    variance = rows * (small - large) / (1 - 1 / world_size)
+    return variance / square, exact_noise_scale(x, target)
+
+
+def exact_noise_scale(x: Tensor, target: Tensor) -> float:
+    def of(row: slice) -> Tensor:
+        model = make_model()
+        F.mse_loss(model(x[row]), target[row]).backward()
+        return gradient(model)
+
+    mean = of(slice(None))
+    deviations = [(of(slice(row, row + 1)) - mean).square().sum() for row in range(ROWS)]
+    return (sum(deviations) / ROWS / mean.square().sum()).item()
+
+
+def how_large_a_batch() -> None:
+    print("\n6. How large a batch still pays")
+    estimated, exact = run_ranks(noise_scale, RANKS, 4, 200)[0]
+    print(f"   noise scale, estimated from {RANKS} ranks x 4 rows: {estimated:.1f} rows, exactly: {exact:.1f}")
+    assert abs(estimated / exact - 1) < 0.2
+
+
 if __name__ == "__main__":
     uneven_shares(mean_and_sum())
     where_to_divide()
     passes_over_memory()
     equivalence()
+    how_large_a_batch()

@@ -2,7 +2,6 @@
 #include "cases/changed_module.h"
 #include "cases/context_gradients.h"
 #include "cases/earlier_sums.h"
-#include "cases/gradient_noise.h"
 #include "cases/half_bucket.h"
 #include "cases/lazy_memory.h"
 #include "cases/lone_bucket.h"
@@ -69,16 +68,6 @@ void Reducer::note_changed(const std::vector<at::Tensor>& changed, std::string w
     self->enter_backward(std::nullopt);
     self->changed_->on_gradient(index);
   });
-}
-
-GradientNoise& Reducer::noise() {
-  auto lock = guard();
-  if (!noise_) {
-    ReducerState& state = *this;
-    noise_ = new GradientNoise(state);
-    cases_.emplace_back(noise_);
-  }
-  return *noise_;
 }
 
 // Hooks hold the reducer weakly. The reducer keeps the nodes (GradHooks), and nodes keep their hooks. A strong

@@ -105,7 +105,6 @@ namespace minddp {
 class OrderedAllreduce;
 struct Quantization;
 class ChangedModule;
-class GradientNoise;
 class ProgramCollectives;
 class SharedParameters;
 
@@ -197,7 +196,6 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   void set_comm_hook(std::unique_ptr<CommHook> hook) { hook_ = std::move(hook); }
   void note_changed(const std::vector<at::Tensor>& changed, std::string why);  // cases/changed_module.h
   void share(const std::shared_ptr<Reducer>& other, bool views);               // cases/shared_parameters.h
-  GradientNoise& noise();                                                      // cases/gradient_noise.h
   ProgramCollectives* program_collectives() { return program_collectives_; }   // cases/program_collectives.h
   // Raises if an iteration has begun and is not over. Inside of a backward it raises in kLaunched alone: in other
   // phases this backward may still complete the iteration.
@@ -290,7 +288,6 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   ReducerCallbacks callbacks_;
   std::vector<std::unique_ptr<Case>> cases_;
   SharedParameters* shared_ = nullptr;                 // owned by cases_; null before share()
-  GradientNoise* noise_ = nullptr;                     // the same; null before noise()
   ChangedModule* changed_ = nullptr;                   // the same; null before note_changed()
   ProgramCollectives* program_collectives_ = nullptr;  // the same; null where buckets are torch's anyway
   std::unique_ptr<CommHook> hook_;

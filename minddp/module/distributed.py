@@ -41,7 +41,6 @@ from .finalization import ManualFinalization
 from .find_tensors import find_tensors
 from .forward_steps import steps_of
 from .given_way import give_way
-from .grad_norm import GradNorm
 from .groups import choose_group
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .joined_outputs import join_outputs
@@ -64,8 +63,7 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 class DistributedDataParallel(  # type: ignore[override,misc]
-    BufferSync, Copies, GradNorm, HookRegistration, ManualFinalization, Replicas, Reports, SyncSwitch,
-    TorchNames, TorchBase,
+    BufferSync, Copies, HookRegistration, ManualFinalization, Replicas, Reports, SyncSwitch, TorchNames, TorchBase,
 ):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 

@@ -17,9 +17,8 @@ import torch
 # Public names of minddp's class that torch's has in no release.
 ADDED = (
     "abort_iteration", "add_weight", "bucket_plan", "check_finite", "check_replicas", "clear_weight",
-    "clip_grad_norm_", "grad_norm", "gradient_noise_scale", "has_comm_hook", "last_step", "load_wire_state",
-    "num_iterations", "parameter_names", "reducer_parameters", "reduction", "refresh", "release_buckets",
-    "repair_replicas", "report", "skipped_steps", "wire_state",
+    "has_comm_hook", "last_step", "load_wire_state", "num_iterations", "parameter_names", "reducer_parameters",
+    "reduction", "refresh", "release_buckets", "repair_replicas", "report", "skipped_steps", "wire_state",
 )  # fmt: skip
 
 
