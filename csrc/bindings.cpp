@@ -1,6 +1,5 @@
 // Python's view of the reducer: pybind11 only, no logic of its own.
 #include "bindings_comm_hook.h"
-#include "bindings_find_tensors.h"
 #include "cases/program_collectives.h"
 #include "reducer/reducer.h"
 #include "support/block_quantization.h"
@@ -469,10 +468,6 @@ PYBIND11_MODULE(_C, module) {
       py::arg("on_stall") = nullptr);
   module.def("group_broadcast", &group_broadcast, Release(), py::arg("group"), py::arg("tensor"), py::arg("src"),
       py::arg("on_stall") = nullptr);
-  module.def(
-      "find_tensors",
-      [](py::handle output, py::type references) { return TensorsInOutput(output, references).take(); },
-      py::arg("output"), py::arg("references"));
   module.def("scaled_copy", &scaled_copy_tensors, py::arg("src"), py::arg("dst"), py::arg("scale"),
       py::arg("reference") = false);
   bind_block_quantization(module);

@@ -1,11 +1,19 @@
-"""What forward returned: the tensors in it, as far as they can be seen."""
+"""Forward's output: the tensors in it, as far as they can be seen.
+
+What always holds
+    The program's code does not run. Types are asked by ``type()``, since ``isinstance`` may run a property. A
+    container is read by the methods of ``list``, ``tuple`` or ``dict``, whatever its class makes of access. A
+    dataclass is read where it keeps its fields: in its ``__dict__``, or in slots.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from types import GetSetDescriptorType, MemberDescriptorType
+from typing import Any
+
 import torch
 from torch.distributed import rpc
-
-from .. import _C
 
 
 class _NoReference:
@@ -14,12 +22,81 @@ class _NoReference:
 
 REFERENCES: type = rpc.RRef if rpc.is_available() else _NoReference
 
+Reader = Callable[[Any], Iterable[Any]]
+_UNSET = object()
+_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
 
 def find_tensors(output: object) -> list[torch.Tensor]:
     """The tensors that require a gradient: in lists, tuples, sets, dicts, dataclasses, RRefs of this process.
 
-    Where none does, one of the others, if there is any. What is in it several times, or contains itself, is entered
-    once. No code of the program's runs: a container of a class of its own is read where lists, tuples and dicts keep
-    their items, other mappings are not entered.
+    If none requires a gradient, one of the others is returned, if there is any. A container that is there several
+    times, or contains itself, is entered once. Mappings that are no dicts are not entered.
     """
-    return _C.find_tensors(output, REFERENCES)
+    readers, entered = dict(_READERS), set()
+    found: list[torch.Tensor] = []
+    other: torch.Tensor | None = None
+    values: list[Any] = [output]
+    with torch._C.DisableTorchFunction():  # a tensor's class may answer for `requires_grad`
+        for value in values:  # which grows meanwhile, and keeps alive what was made to be read
+            kind = type(value)
+            if kind not in readers:
+                readers[kind] = _reader(kind)
+            read = readers[kind]
+            if read is None:
+                continue
+            if read is _tensor:
+                if _requires_grad(value):
+                    found.append(value)
+                elif other is None:
+                    other = value
+            elif id(value) not in entered:
+                entered.add(id(value))
+                values.extend(read(value))
+    return found if found or other is None else [other]
+
+
+def _tensor(value: torch.Tensor) -> Iterable[Any]:
+    """This stands for tensors, which are not entered."""
+    return ()
+
+
+def _reference(value: Any) -> Iterable[Any]:
+    return (value.local_value(),) if value.is_owner() else ()
+
+
+_READERS: dict[type, Reader | None] = {
+    torch.Tensor: _tensor, list: list.__iter__, tuple: tuple.__iter__, dict: dict.values, set: set.__iter__,
+    frozenset: frozenset.__iter__, int: None, float: None, bool: None, str: None, type(None): None,
+}  # fmt: skip
+_READERS_OF_SUBCLASSES: dict[type, Reader] = {
+    torch.Tensor: _tensor, list: list.__iter__, tuple: tuple.__iter__, dict: dict.values, REFERENCES: _reference,
+}  # fmt: skip
+
+
+def _reader(kind: type) -> Reader | None:
+    """The function that reads objects of this type; None if nothing is in them."""
+    for base, read in _READERS_OF_SUBCLASSES.items():
+        if issubclass(kind, base):
+            return read
+    members: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        members |= vars(base)
+    fields = members.get("__dataclass_fields__")
+    if not isinstance(fields, dict):
+        return None
+
+    def read_fields(value: Any) -> Iterator[Any]:
+        place = members.get("__dict__")
+        attributes = place.__get__(value) if isinstance(place, GetSetDescriptorType) else {}
+        for name in fields:
+            field = dict.get(attributes, name, _UNSET)
+            if field is _UNSET and isinstance(members.get(name), MemberDescriptorType):
+                try:
+                    field = members[name].__get__(value)
+                except AttributeError:  # unset
+                    continue
+            if field is not _UNSET:
+                yield field
+
+    return read_fields

@@ -27,10 +27,9 @@ LAYERS = [
     "reducer",
     "between_iterations",
     "bindings_comm_hook",
-    "bindings_find_tensors",
     "bindings",
 ]
-BINDINGS = {"bindings_comm_hook", "bindings_find_tensors", "bindings"}
+BINDINGS = {"bindings_comm_hook", "bindings"}
 PURE = {"wait"}
 CASES = {"wait", "bucket", "grad_hooks", "state"}  # what a case may include of the path
 # What each folder beside the path may include of the others.
