@@ -1,26 +1,13 @@
 # make demo         trains a small convolutional net on two ranks (TORCH_DDP=1: with PyTorch's class)
 # make test         the tests: every promise once; ARGS="-k planner", ARGS="tests/module -n 0"
-# make test-all     all that the project has: three ranks, matrices whole, other torches, engines, soak... (a night)
-# make test-part    the part of test-all that the commit's hash chooses;  make status  when each was last green
-# make libraries    Accelerate, Lightning, PEFT, ignite and more, with torch's class and with ours: a table
-# make engines      one script under torchrun, Ray, SLURM's variables, mpirun...; ARGS="--only ray"
-# make package      sdist and wheel, built and installed in empty environments
-# make lint         ruff, mypy, clang-format; make format applies what can be applied
-# make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class
-# make conformance-shm  PyTorch's own tests of process groups, with shared memory in Gloo's place
-# make fuzz         random programs with torch's class and with ours; ARGS="--programs 20000 --seed 1 --ranks 2,2,3"
-# make faults       faults of one rank at each place of training, beside torch's class; writes docs/faults.md
-# make kills        ranks killed at random under torchrun's restarts; ARGS="--runs 200 --seed 0"
-# make soak         a long run through many wrappers: memory, threads, files; ARGS="--steps 20000 --ranks 2"
-# make sanitize     the C++ under ThreadSanitizer, AddressSanitizer, UBSan; ARGS="shm --operations 4000"
-# make tutorials    runs every tutorial        make bench   runs the benchmarks
-# make results      makes every result that README and docs name anew: hours; ARGS="wire"
+# make test-all     all tests: further cells and draws, three ranks where two hold the promise, starts as users do them
+# make lint         ruff, mypy, codespell, clang-format; make format applies what can be applied
+# make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class; TORCH=torch==2.15.0
 # make docs         the site, in build/docs/html, and its tests: every page in a browser, every command of the docs
-# make exercises    tests what you have written in exercises/; SOLUTIONS=1: the solutions
-# make check-torch  builds and tests with each release in TORCHES, aside; ARGS="--turn 1/3": a third of the tests
-# make check-newest  with the newest of them alone
-# make check-cuda   compiles the CUDA build against a CUDA torch; needs nvcc, but no GPU
-# make gpu-check    tests and measures on a machine with one GPU (without one: its CPU half); ARGS=A, B or C; ARGS=--plan
+# make lab          lists the rigs that are run by hand: fuzzer, faults, sanitizers, soak...; ARGS="soak --steps 3000"
+# make size         counts lines by folder and in all
+#
+# CONTRIBUTING.md names the other targets: build, format, libraries, tutorials, exercises, check-torch, check-cuda, gpu-check.
 #
 # Each makes what it needs: .venv with torch, the extension built in place. PYTHON=/path/to/python uses an
 # environment that exists instead (nothing is installed there). TORCH= is the torch that .venv gets; conformance
@@ -35,8 +22,8 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test test-rest test-all test-part status note test-libraries libraries engines package lint format conformance conformance-shm fuzz faults faults-part kills soak sanitize tutorials docs site test-docs
-.PHONY: exercises results bench check-torch check-newest check-cuda gpu-check clean distclean
+.PHONY: build demo test test-all lab size lint format conformance libraries tutorials docs exercises
+.PHONY: check-torch check-cuda gpu-check
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -107,47 +94,35 @@ demo: $(BUILT) $(call needs,tutorials)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	  $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
 
-# What is in `test` and what in `test-rest`: tests/conftest.py. Much of a test is waiting: four workers for two processors.
+# Much of a test is waiting: four workers for two processors.
 WORKERS ?= 4
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 20 \
-	--ignore tests/libraries --ignore tests/package --ignore tests/docs
+	--ignore tests/libraries --ignore tests/package --ignore tests/docs --ignore tests/lab
 
+# tests/conftest.py says which tests are marked.
 test: $(BUILT) $(call needs,test)
-	$(PYTEST) --tier test $(ARGS)
+	$(PYTEST) -m "not all" $(ARGS)
 
-test-rest: $(BUILT) $(call needs,test)
-	$(PYTEST) --tier rest $(ARGS)
+test-all: $(BUILT) $(call needs,test)
+	$(PYTEST) $(ARGS)
 
-test-all: test
-	$(PY) -m tests.parts run $(ARGS)
+# What a rig needs beside the tests' packages.
+EXTRA_libraries := libraries suites
+EXTRA_results := bench tutorials
+EXTRA_overhead := bench
 
-test-part: $(BUILT)
-	$(PY) -m tests.parts run --of HEAD
+lab: $(BUILT) $(call needs,test) $(foreach extra,$(EXTRA_$(firstword $(ARGS))),$(call needs,$(extra)))
+	@$(PY) -m tests.lab $(ARGS)
 
-status: | $(BASE)
-	@$(PY) -m tests.parts status
+size: | $(BASE)
+	@$(PY) .ci/size.py $(ARGS)
 
-note: | $(BASE)
-	@$(PY) -m tests.parts green "$(PART)" "$(SECONDS_TAKEN)"
-
-# Users' libraries, by unmodified scripts under torchrun, and by test programs that they ship. ARGS="--only peft"
-libraries: $(BUILT) $(call needs,test) $(call needs,libraries) $(call needs,suites)
-	$(PY) -m tests.libraries $(ARGS)
-
-# The part of it that every change must pass.
-test-libraries: $(BUILT) $(call needs,test) $(call needs,libraries)
+# Users' libraries, by unmodified scripts under torchrun.
+libraries: $(BUILT) $(call needs,test) $(call needs,libraries)
 	$(PY) -m pytest tests/libraries $(ARGS)
 
-# The lines of docs/launching.md. Ray gets an environment of its own, which adds to this one.
-engines: $(BUILT) $(call needs,test)
-	$(PY) -m tests.engines $(ARGS)
-
-# Makes its own environments; needs nothing built here.
-package: $(BUILT) $(call needs,test)
-	$(PY) -m pytest tests/package $(ARGS)
-
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
-FORMATTED := $(filter-out setup.py,$(SOURCES)) $(wildcard tests/streams/*.h tests/streams/*.cpp tests/sanitizers/*.cpp)
+FORMATTED := $(filter-out setup.py,$(SOURCES)) $(wildcard tests/streams/*.h tests/streams/*.cpp tests/lab/sanitize/*.cpp)
 
 lint: $(call needs,dev) $(call needs,test)
 	$(PY) -m ruff check .
@@ -167,53 +142,15 @@ conformance: $(BUILT) $(call needs,test)
 	$(PY) -m tests.conformance $(ARGS)
 endif
 
-# Process groups of shared memory in the place of Gloo's.
-conformance-shm: $(BUILT) $(call needs,test)
-	$(PY) -m tests.conformance.transport $(ARGS)
-
-fuzz: $(BUILT) $(call needs,test)
-	OMP_NUM_THREADS=1 $(PY) -m tests.lab.fuzz $(ARGS)
-
-faults: $(BUILT) $(call needs,test)
-	@mkdir -p build
-	OMP_NUM_THREADS=1 $(PY) -m tests.faults.matrix --json build/faults.json --page docs/faults.md --jobs 4 $(ARGS)
-
-# Some cells, drawn at random; no page.
-faults-part: $(BUILT) $(call needs,test)
-	OMP_NUM_THREADS=1 $(PY) -m tests.faults.matrix --sample 20 --jobs 2 $(ARGS)
-
-kills: $(BUILT) $(call needs,test)
-	$(PY) -m tests.faults.kills $(ARGS)
-
-# A long run: memory, threads and files must stay as they are. ARGS="--steps 20000 --ranks 2"
-soak: $(BUILT) $(call needs,test)
-	OMP_NUM_THREADS=1 $(PY) -m tests.faults.soak $(ARGS)
-
-# The C++ under sanitizers, built apart. ARGS="shm --operations 4000" for a part of it.
-sanitize: $(BUILT) $(call needs,test)
-	$(PY) -m tests.sanitizers $(ARGS)
-
 tutorials: $(BUILT) $(call needs,tutorials)
 	$(PY) tutorials/run_all.py $(ARGS)
 
-docs: site
-	$(MAKE) test-docs ARGS="$(ARGS)"
-
-site: $(BUILT) $(call needs,docs) $(call needs,tutorials)
+docs: $(BUILT) $(call needs,docs) $(call needs,tutorials) $(call needs,test)
 	$(PY) -m docs.website
-
-test-docs: $(BUILT) $(call needs,docs) $(call needs,tutorials) $(call needs,test)
 	$(PY) -m pytest -n 2 --dist load --maxschedchunk 1 --durations 10 tests/docs $(ARGS)
 
 exercises: $(BUILT) $(call needs,test)
 	SOLUTIONS=$(SOLUTIONS) $(PY) -m pytest exercises $(ARGS)
-
-# Every result that README and docs name, made anew: hours. ARGS="wire --list"
-results: $(BUILT) $(call needs,bench) $(call needs,tutorials)
-	$(PY) benchmarks/all_results.py $(ARGS)
-
-bench: $(BUILT) $(call needs,bench)
-	$(PY) benchmarks/overhead.py $(ARGS)
 
 # --- other releases of torch -----------------------------------------------------------------------------
 
@@ -223,8 +160,6 @@ TARGET ?= test
 TREE := $(wildcard minddp csrc tests benchmarks docs tutorials *.py *.toml *.md *.txt MANIFEST.in Makefile .clang-format .ci)
 
 check-torch: $(TORCHES:%=check-torch-%)
-
-check-newest: check-torch-$(lastword $(TORCHES))
 
 check-torch-%: .venv-%/.installed
 	@mkdir -p build/torch-$*
@@ -274,9 +209,3 @@ $(CUDA_BUILD)/.built: $(SOURCES) $(wildcard minddp/*.py minddp/*/*.py) | .venv-c
 
 gpu-check: $(BASE) $(call needs,test) $(call needs,bench)  # builds by itself, with a limit of its own
 	$(PY) benchmarks/gpu_check.py $(ARGS)
-
-clean:
-	rm -rf build dist *.egg-info minddp/_C*.so minddp/_build.json .pytest_cache .mypy_cache .ruff_cache
-
-distclean: clean
-	rm -rf .venv .venv-*

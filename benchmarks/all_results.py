@@ -1,6 +1,6 @@
 """Makes the results that README and docs name: all of them, on this machine, by one command.
 
-    make results                              # hours; --link needs root
+    make lab ARGS=results                     # hours; --link needs root
     python benchmarks/all_results.py --list   # the commands
     python benchmarks/all_results.py wire     # those that name it
 

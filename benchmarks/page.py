@@ -78,7 +78,7 @@ of a small GPT on held-out text.
 _WIRE_POINTS = (wire.TORCH, wire.DEFAULT, *(Point(f"minddp-{dtype}", "default") for dtype in ("bf16", "int8")))
 _LINKS = """
 The same over other links, for two models and up to 4 ranks on 2 cores: the step, and its ratio to torch's default. On
-one machine without a link (loopback) fewer bytes save nothing. `make results ARGS=wire` measures all of them.
+one machine without a link (loopback) fewer bytes save nothing. `make lab ARGS="results wire"` measures all of them.
 """
 
 _SIMULATOR = """

@@ -7,7 +7,8 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable
 
-from tests.conformance import cases, transport
+from tests.conformance import cases
+from tests.lab import transport
 
 PAGE = cases.HERE.parents[1] / "docs" / "conformance.md"
 
@@ -50,7 +51,7 @@ def _transport() -> str:
     return (
         "\n## Process groups of shared memory\n\n"
         'With `"shm"` in the place of Gloo all of torch\'s tests of process groups pass that pass with Gloo '
-        "(`make conformance-shm`), but for these:\n\n"
+        "(`make lab ARGS=conformance-shm`), but for these:\n\n"
         + "".join(f"- `{test}`: {why}\n" for test, why in exceptions.items())
     )
 

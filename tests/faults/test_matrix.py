@@ -1,4 +1,4 @@
-"""A dozen cells of the matrix, with every fault, place, backend and number of ranks; `make faults` runs all."""
+"""A dozen cells of the matrix, with every fault, place, backend and number of ranks; `tests/lab/faults` runs all."""
 
 import os
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.matrix.__main__ import CI_CELLS, verdict
-from tests.faults.matrix.program import FAULTS, PLACES
+from tests.lab.faults.__main__ import CI_CELLS, verdict
+from tests.lab.faults.program import FAULTS, PLACES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +32,7 @@ def _can_cut():
 def test_everybody_is_told():
     skip = [] if _can_cut() else ["--without", "cut"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.matrix", "--ci", "--jobs", "6", "--group-timeout", "8", *skip],
+        [sys.executable, "-m", "tests.lab.faults", "--ci", "--jobs", "6", "--group-timeout", "8", *skip],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

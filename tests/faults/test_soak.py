@@ -3,7 +3,7 @@
 import pytest
 
 from minddp.testing import run_ranks, shutdown
-from tests.faults import soak
+from tests.lab import soak
 
 
 @pytest.mark.timeout(180)

@@ -1,1 +1,1 @@
-"""Heavy rigs, which people run by hand. Each is a folder with a command line of its own."""
+"""Rigs that are run by hand: ``make lab`` lists them, and ``make lab ARGS=RIG`` runs one."""

@@ -1,4 +1,4 @@
-"""torch.distributed's variables from SLURM's and Open MPI's; whole runs by them are in tests/engines."""
+"""torch.distributed's variables from SLURM's and Open MPI's; whole runs by them are in tests/lab/engines."""
 
 from __future__ import annotations
 

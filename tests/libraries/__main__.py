@@ -1,6 +1,4 @@
-"""``make libraries``: what libraries around DDP do with torch's class and with minddp's, as a table.
-
-    python -m tests.libraries [--only SUBSTRING]
+"""What libraries around DDP do with torch's class and with minddp's, as a table.
 
 A script of ours (``scripts/``) must end with torch's losses and weights; a test program that a library ships must
 pass where it passes with torch's class. Exit status 1 when one does not.
@@ -61,7 +59,7 @@ SUITES = [
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("make libraries", description=__doc__)
+    parser = argparse.ArgumentParser("libraries", description=__doc__)
     parser.add_argument("--only", default="", help="suites whose name contains this")
     only = parser.parse_args().only.lower()
     failures: list[str] = []

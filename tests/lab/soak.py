@@ -1,6 +1,4 @@
-"""``make soak``: thousands of steps, through wrappers made and made again; memory, threads and files must not grow.
-
-    python -m tests.faults.soak --steps 20000 --ranks 2
+"""Thousands of steps, through wrappers made and made again; memory, threads and files must not grow.
 
 Every wrapper trains some steps with its own options and goes. Between them come what a long run may hold: refreshed
 parameters, buckets re-planned while measuring, communication hooks, accumulation under no_sync, an exception in a
@@ -187,7 +185,7 @@ def soak(rank: int, world_size: int, steps: int, of_a_wrapper: int, every: int) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=str(__doc__).partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="soak", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backends", nargs="+", default=["gloo", "shm"])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.conformance.zygote import children_of
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class EngineError(AssertionError):

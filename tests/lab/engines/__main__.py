@@ -1,6 +1,4 @@
-"""``make engines``: one script under every engine, and whether it ends with the weights of torch's class.
-
-    python -m tests.engines [--only SUBSTRING]
+"""One script under every engine, and whether it ends with the weights of torch's class.
 
 Exit status 1 when one does not; what the machine lacks is said, and is no failure.
 """
@@ -13,13 +11,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.engines.engines import ENGINES, Engine, reference
-from tests.engines.judging import verdict
-from tests.engines.processes import EngineError
+from tests.lab.engines.engines import ENGINES, Engine, reference
+from tests.lab.engines.judging import verdict
+from tests.lab.engines.processes import EngineError
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("make engines", description=__doc__)
+    parser = argparse.ArgumentParser("engines", description=__doc__)
     parser.add_argument("--only", default="", help="engines whose name contains this")
     only = parser.parse_args().only.lower()
     chosen = [engine for engine in ENGINES if only in engine.name.lower()]

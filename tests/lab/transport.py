@@ -1,4 +1,4 @@
-"""PyTorch's own process-group tests, with the shared-memory transport in Gloo's place: ``make conformance-shm``.
+"""PyTorch's own process-group tests, with the shared-memory transport in Gloo's place.
 
 Of the wheel's ``distributed_test``, every test that passes with Gloo and constructs no DistributedDataParallel, in
 the smallest world in which it does. Ends with 0 when all of them pass, or are listed in
@@ -24,7 +24,7 @@ EXCEPTIONS = Path(__file__).with_name("transport_exceptions.toml")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance.transport", description=__doc__)
+    parser = argparse.ArgumentParser(prog="conformance-shm", description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests at a time")
     parser.add_argument("-k", default="", metavar="PATTERN", help="only tests that match this expression")
     options = parser.parse_args(arguments)

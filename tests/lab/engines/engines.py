@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from minddp.testing import free_port
-from tests.engines.page import blocks
-from tests.engines.processes import ROOT, EngineError, Processes
+from tests.lab.engines.page import blocks
+from tests.lab.engines.processes import ROOT, EngineError, Processes
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from links import LinkError, ShapedNetwork

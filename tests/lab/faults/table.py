@@ -18,8 +18,8 @@ SHOWN = {"told": "reported", "not told": "not reported"}  # in the page
 
 _PAGE = """# Faults: how the other ranks learn about one
 
-`make faults` writes this page, cell by cell. Real processes train a small model. In its fourth step one of them meets
-a fault at the named place. The results are:
+`make lab ARGS="faults --page docs/faults.md"` writes this page, cell by cell. Real processes train a small model. In
+its fourth step one of them meets a fault at the named place. The results are:
 
 - "reported": each other rank raises within 10 seconds of the fault (a cut link: {cut:.0f}), with an error that names
   the faulty rank. Its weights until then are those of a run without a fault, and its process ends. (A swallowed

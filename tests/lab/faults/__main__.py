@@ -1,8 +1,11 @@
-"""``make faults``: every cell, torch's class beside minddp's; a table to docs/faults.md.
+"""Every fault of a rank at every place of training, torch's class beside minddp's; ``--page`` writes the table.
 
-    python -m tests.faults.matrix --jobs 4                         # all, four cells at a time: most of it is waiting
-    python -m tests.faults.matrix --only killed,forward,gloo,2     # cells with all of these words
-    python -m tests.faults.matrix --ci                             # those that run with the tests; exits 1 on a loss
+    make lab ARGS="faults --json build/faults.json --page docs/faults.md"   # all cells: an hour or two
+    make lab ARGS="faults --only killed,forward,gloo,2"                     # the cells with all of these words
+    make lab ARGS="faults --sample 20"                                      # cells drawn at random
+    make lab ARGS="faults --ci"                                             # the cells of tests/faults/test_matrix.py
+
+The exit status is 1 if a cell is lost.
 
 Each rank is a process forked from this one, which has imported torch and has no threads yet; what it raises reaches
 the top, as in any program. Where links are cut each rank has a network namespace of its own.
@@ -310,7 +313,7 @@ def main() -> int:
     parser.add_argument("--ci", action="store_true", help="the cells that run with the tests")
     parser.add_argument("--json", type=Path, help="results, added to those of the file")
     parser.add_argument("--page", type=Path, help="write the table of --json here")
-    parser.add_argument("--jobs", type=int, default=1, help="so many cells at a time")
+    parser.add_argument("--jobs", type=int, default=4, help="so many cells at a time: most of it is waiting")
     parser.add_argument("--group-timeout", type=int, default=15, help="seconds; all other times are counted in it")
     options = parser.parse_args()
     cells = [cell(*facts) for facts in CI_CELLS] if options.ci else list(all_cells())

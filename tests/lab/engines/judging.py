@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.engines import MINDDP, TORCH, Engine
+from tests.lab.engines.engines import MINDDP, TORCH, Engine
 
 # Of two ranks a sum is a sum; of four it depends on where in its bucket an element lies, and the classes' buckets
 # differ. So it does when the rest is summed over fewer ranks, after a machine was lost.

@@ -1,4 +1,4 @@
-"""One engine here; all of them by ``make engines``, which runs the same functions."""
+"""One engine here; ``make lab ARGS=engines`` runs all of them by the same functions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.engines import ENGINES, by_slurm, reference
-from tests.engines.judging import verdict
-from tests.engines.page import blocks, headings
+from tests.lab.engines.engines import ENGINES, by_slurm, reference
+from tests.lab.engines.judging import verdict
+from tests.lab.engines.page import blocks, headings
 
 pytestmark = pytest.mark.timeout(300)
 

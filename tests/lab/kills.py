@@ -1,7 +1,5 @@
-"""``make kills``: ranks killed at random instants of training under torchrun's restarts; every run must end with the
-weights of the unbroken one.
-
-    python -m tests.faults.kills --runs 200 --seed 0
+"""Kills ranks at random instants of training under torchrun's restarts; every run must end with the weights of the
+unbroken one.
 
 The program saves a checkpoint every few steps (to a new file, then renamed: a rank killed while it writes leaves the
 old one), and begins where the last one ended. One run is killed once or twice, while it trains, saves or ends.
@@ -68,7 +66,7 @@ def run(folder: Path, kills: int, draw: random.Random) -> tuple[int, int]:
     """Runs the program with ``kills`` of its ranks killed; how many were, and torchrun's exit status."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3",
-        "--monitor-interval", "0.1", "-m", "tests.faults.kills", "--train", str(folder),
+        "--monitor-interval", "0.1", "-m", "tests.lab.kills", "--train", str(folder),
     ]  # fmt: skip
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT),

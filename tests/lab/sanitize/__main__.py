@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parents[2]
 BUILD = ROOT / "build" / "sanitize"
 PARTS = ("planted", "shm", "extension")
 
@@ -253,7 +253,7 @@ def extension(tests: Sequence[str]) -> Iterator[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.sanitizers", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="sanitize", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--operations", type=int, default=100_000, help="of the transport, over 2 to 5 ranks")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,1 +1,0 @@
-"""The C++ under sanitizers: ``make sanitize``."""
