@@ -97,7 +97,7 @@ demo: $(BUILT) $(call needs,tutorials)
 # Much of a test is waiting: four workers for two processors.
 WORKERS ?= 4
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 20 \
-	--ignore tests/libraries --ignore tests/package --ignore tests/docs --ignore tests/lab
+	--ignore tests/libraries --ignore tests/package --ignore tests/docs
 
 # tests/conftest.py says which tests are marked.
 test: $(BUILT) $(call needs,test)

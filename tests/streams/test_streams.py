@@ -194,7 +194,7 @@ def test_a_group_in_python_that_takes_the_device_alone() -> None:
     assert run_ranks(_constructs_over_late_group, 1, backend=None) == [[]]
 
 
-# Of each way of its own one; the others in test-rest.
+# Of each way of its own one; the others in test-all.
 LATE = ["default", "views, alone", "unused, views", "static", "mixed precision", "weighted", "late hook"]
 LATE += ["check_finite", "futures that order nothing, unused", "delayed gradients", "given up, views, zeros"]
 LATE_TOO = [name for name in programs.LATE_PROGRAMS if name not in LATE]

@@ -39,7 +39,7 @@ Report = dict[str, Any]
 
 def prepare(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "engines" / "train.py", folder)
+    shutil.copy(Path(__file__).with_name("train.py"), folder)
     return folder
 
 

@@ -10,9 +10,9 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "differences.md"
 
 _HEAD = """# Differences you can notice
 
-Programs drawn at random are trained with torch's class and with minddp's, and compared at each step (`make fuzz`).
-These differences are intended; any other fails the test. `python -m tests.lab.fuzz.documented` writes the page
-from `tests/lab/fuzz/differences.toml`.
+Programs drawn at random are trained with torch's class and with minddp's, and compared at each step (`make lab
+ARGS=fuzz`). These differences are intended; any other fails the test. `python -m tests.lab.fuzz.documented` writes
+the page from `tests/lab/fuzz/differences.toml`.
 
 There are two more rules. Where torch silently goes on with gradients that are local to a rank, minddp averages them
 or raises on every rank that would use them. Where torch raises, minddp may work.
