@@ -311,7 +311,7 @@ class SyncBatchNorm(_BatchNorm):
             first training step the ranks' channels or dtypes do not match.
     """
 
-    communicates_in_forward = True  # for join(); see empty_batch.py
+    communicates_in_forward = True  # so join() refuses uneven inputs
 
     def __init__(
         self,

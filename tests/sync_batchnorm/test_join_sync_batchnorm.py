@@ -1,22 +1,22 @@
-"""join() with SyncBatchNorm in the model: a rank out of data takes part with an empty batch."""
+"""join() with SyncBatchNorm in the model: even inputs train, uneven ones end on all ranks at once."""
 
-from collections import UserDict
-from dataclasses import dataclass
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from minddp import DistributedDataParallel
 from minddp.sync_batchnorm import convert_sync_batchnorm
-from minddp.testing import RankError, run_ranks
+from minddp.testing import run_ranks
 
 ROWS = 3
 
 
 class Net(nn.Module):
-    """One norm is called twice; an argument may come by keyword, and outputs are nested."""
+    """One norm is called twice."""
 
     def __init__(self):
         super().__init__()
@@ -26,10 +26,10 @@ class Net(nn.Module):
         self.last = nn.BatchNorm1d(4)
         self.head = nn.Linear(4, 3)
 
-    def forward(self, x, *, scale):
+    def forward(self, x):
         x = torch.relu(self.norm(self.conv(x)))
         x = self.norm(self.mix(x)).mean((2, 3))
-        return {"logits": [self.head(self.last(x * scale))]}
+        return self.head(self.last(x))
 
 
 def data(steps, world_size):
@@ -38,173 +38,127 @@ def data(steps, world_size):
     return x, torch.randint(3, (steps, world_size, ROWS), generator=generator)
 
 
-def loss_of(net, x, target, reduction="mean"):
-    return F.cross_entropy(net(x, scale=torch.tensor(2.0))["logits"][0], target, reduction=reduction)
-
-
 def make():
     torch.manual_seed(0)
     net = Net()
     return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
-def one_process(counts, accumulate):
-    """Every step, the whole batch of the ranks that still have data."""
+def one_process(steps, world_size, accumulate):
+    """Every step, the whole batch of all ranks."""
     net, optimizer = make()
-    x, target = data(max(counts), len(counts))
-    for step in range(max(counts)):
-        active = [rank for rank, count in enumerate(counts) if step < count]
-        loss_of(net, x[step, active].flatten(0, 1), target[step, active].flatten()).backward()
+    x, target = data(steps, world_size)
+    for step in range(steps):
+        F.cross_entropy(net(x[step].flatten(0, 1)), target[step].flatten()).backward()
         if (step + 1) % accumulate == 0:
             optimizer.step()
             optimizer.zero_grad()
     return net.state_dict()
 
 
-def joined(rank, world_size, counts, accumulate, options):
+def joined(rank, world_size, counts, accumulate=1, cls=DistributedDataParallel, norms=True, throw=False, **options):
+    """Trains on ``counts[rank]`` batches: the wrapper, and what ended it."""
     net, optimizer = make()
-    ddp = DistributedDataParallel(convert_sync_batchnorm(net), bucket_cap_mb_list=[1e-4] * 2, **options)
+    ddp = cls(convert_sync_batchnorm(net) if norms else net, bucket_cap_mb_list=[1e-4] * 2, **options)
     optimizer.param_groups[0]["params"] = list(ddp.parameters())
     weighted = options.get("reduction") == "weighted"
     x, target = data(max(counts), world_size)
-    hooks = len(net._forward_pre_hooks)
-    with ddp.join(divide_by_initial_world_size=False):
-        for step in range(counts[rank]):
-            if weighted:
-                ddp.add_weight(ROWS)
-            ddp.require_backward_grad_sync = (step + 1) % accumulate == 0
-            loss_of(ddp, x[step, rank], target[step, rank], "sum" if weighted else "mean").backward()
-            if ddp.require_backward_grad_sync:
-                optimizer.step()
-                optimizer.zero_grad()
-        ddp.require_backward_grad_sync = True
-    assert len(net._forward_pre_hooks) == hooks
-    assert all(parameter.grad is None for parameter in ddp.parameters())
-    return net.state_dict()
+    try:
+        with ddp.join(throw_on_early_termination=throw):
+            for step in range(counts[rank]):
+                if weighted:
+                    ddp.add_weight(ROWS)
+                ddp.require_backward_grad_sync = (step + 1) % accumulate == 0
+                output = ddp(x[step, rank])
+                F.cross_entropy(output, target[step, rank], reduction="sum" if weighted else "mean").backward()
+                if ddp.require_backward_grad_sync:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    except RuntimeError as error:
+        return ddp, str(error)
+    return ddp, ""
+
+
+def _even(rank, world_size, accumulate, options):
+    ddp, error = joined(rank, world_size, [4] * world_size, accumulate, **options)
+    assert not error
+    return ddp.module.state_dict()
 
 
 @pytest.mark.parametrize(
-    "counts, accumulate, options",
+    "accumulate, options",
     [
-        ((4, 2), 1, {}),
-        ((4, 0), 1, {"gradient_as_bucket_view": True}),
-        ((1, 3, 4), 1, {}),
-        ((4, 2), 2, {}),
-        ((3, 1), 1, {"reduction": "weighted"}),
-        ((3, 1), 1, {"find_unused_parameters": True}),
+        (1, {}),
+        (1, {"gradient_as_bucket_view": True}),
+        (2, {}),
+        (1, {"reduction": "weighted"}),
+        (1, {"find_unused_parameters": True}),
     ],
 )
-def test_equals_the_whole_batch_of_those_with_data(counts, accumulate, options):
-    truth = one_process(counts, accumulate)
-    for state in run_ranks(joined, len(counts), counts, accumulate, options):
+def test_even_inputs_equal_the_whole_batch(accumulate, options):
+    truth = one_process(4, 2, accumulate)
+    for state in run_ranks(_even, 2, accumulate, options):
         for name, value in truth.items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-class NeedsRows(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x):
-        if len(x) == 0:
-            raise IndexError("no rows")
-        return self.norm(x)
-
-
-def refuses_empty_batches(rank, world_size):
-    ddp = DistributedDataParallel(convert_sync_batchnorm(NeedsRows()))
-    with ddp.join():
-        for _ in range(1 + rank):
-            ddp(torch.randn(2, 2)).sum().backward()
-
-
-def test_a_model_that_cannot_take_an_empty_batch_is_named():
-    with pytest.raises(RankError) as caught:
-        run_ranks(refuses_empty_batches, 2, timeout=20, grace=2)
-    assert "runs the model on an empty batch" in caught.value.failures[0]
-    assert "no rows" in caught.value.failures[0]
-
-
-class Unpicklable:
-    def __reduce__(self):
-        raise TypeError("not this one")
-
-
-class Flagged(NeedsRows):
-    def forward(self, x, flag):
-        return self.norm(x)
-
-
-class RunsWhereItIsRead:
-    def __reduce__(self):
-        return print, ("executed",)
-
-
-def has_never_seen_a_batch(rank, world_size, other_input):
-    ddp = DistributedDataParallel(convert_sync_batchnorm(Flagged()))
-    with ddp.join():
-        for _ in range(rank):
-            ddp(torch.randn(2, 2), other_input()).sum().backward()
+def _uneven(rank, world_size, counts, options):
+    """The error, and how often the first norm was called before. After it the ranks go on together."""
+    ddp, error = joined(rank, world_size, counts, **options)
+    calls = int(ddp.module.norm.num_batches_tracked)
+    ddp.require_backward_grad_sync = True
+    fresh = DistributedDataParallel(copy.deepcopy(ddp.module))
+    x, _ = data(1, world_size)
+    for wrapper in (ddp, fresh):
+        wrapper.zero_grad()
+        wrapper(x[0, rank]).square().sum().backward()
+    torch.testing.assert_close(ddp.module.head.weight.grad, fresh.module.head.weight.grad)
+    return error, calls
 
 
 @pytest.mark.parametrize(
-    "other_input, why",
+    "counts, out_of_data, options",
     [
-        (Unpicklable, "cannot be passed on (TypeError: not this one)"),
-        (RunsWhereItIsRead, "cannot be passed on (they are more than tensors and plain containers)"),
+        ((4, 2), "rank 1 is", {}),
+        ((4, 2), "rank 1 is", {"accumulate": 2}),
+        ((4, 0), "rank 1 is", {"gradient_as_bucket_view": True}),
+        ((2, 3), "rank 0 is", {"static_graph": True}),
+        ((1, 3), "rank 0 is", {"find_unused_parameters": True}),
+        ((1, 3, 1), "ranks 0, 2 are", {}),
     ],
 )
-def test_inputs_that_cannot_be_described_are_named(other_input, why, capfd):
-    with pytest.raises(RankError) as caught:
-        run_ranks(has_never_seen_a_batch, 2, other_input, timeout=20, grace=2)
-    assert why in caught.value.failures[0]
-    assert "executed" not in capfd.readouterr().out
+def test_uneven_inputs_raise_on_all_ranks_at_the_first_forward_without_a_rank(counts, out_of_data, options):
+    for error, calls in run_ranks(_uneven, len(counts), counts, options, timeout=60):
+        assert f"join(): {out_of_data} out of data" in error and "SyncBatchNorm 'norm' and 1 more such" in error
+        assert calls == 2 * min(counts)
 
 
-@dataclass(frozen=True)
-class Rows:
-    x: torch.Tensor
+def _thrown(rank, world_size, cls, norms):
+    return joined(rank, world_size, (3, 1), cls=cls, norms=norms, throw=True)[1]
 
 
-class TakesRows(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.norm, self.kind = nn.Linear(2, 2), nn.BatchNorm1d(2), kind
-
-    def forward(self, rows):
-        x = {"tensor": lambda: rows, "dataclass": lambda: rows.x, "mapping": lambda: rows["x"]}[self.kind]()
-        return self.norm(self.linear(x))
+def test_throw_on_early_termination_is_torchs():
+    expected = run_ranks(_thrown, 2, TorchDDP, False)  # torch's SyncBatchNorm needs GPUs
+    assert all(expected) and run_ranks(_thrown, 2, DistributedDataParallel, True) == expected
 
 
-def _trained_unevenly(rank, world_size, kind):
-    make = {"tensor": lambda x: x, "dataclass": Rows, "mapping": lambda x: UserDict(x=x)}[kind]
-    ddp = DistributedDataParallel(convert_sync_batchnorm(TakesRows(kind)))
+def _norms_that_are_frozen(rank, world_size, cls, kind):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    net[1].eval()
+    net = kind(net)
+    ddp = cls(net)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     with ddp.join():
-        for i in range(1 + rank):
+        for i in range(2 + 2 * rank):
             optimizer.zero_grad()
-            x = torch.randn(4, 2, generator=torch.Generator().manual_seed(10 * i + rank))
-            ddp(make(x)).pow(3).sum().backward()
+            ddp(torch.full((3, 4), i + rank + 1.0)).square().mean().backward()
             optimizer.step()
-    return [p.detach() for p in ddp.module.parameters()]
+    return [p.detach() for p in ddp.parameters()]
 
 
-def test_no_row_of_a_joined_rank_counts_however_it_is_wrapped():
-    expected = run_ranks(_trained_unevenly, 2, "tensor")
-    for kind in ("dataclass", "mapping"):
-        torch.testing.assert_close(run_ranks(_trained_unevenly, 2, kind), expected)
-
-
-def _rank_one_alone_has_data(rank, world_size):
-    ddp = DistributedDataParallel(convert_sync_batchnorm(Flagged()))
-    with ddp.join():
-        for _ in range(rank):
-            mask = torch.ones(2, dtype=torch.bool)
-            ddp(torch.randn(2, 2), {"name": "a", "mask": (mask, [None, 1.5])}).sum().backward()
-    return True
-
-
-def test_plain_containers_of_tensors_are_passed_on():
-    assert run_ranks(_rank_one_alone_has_data, 2) == [True, True]
+def test_norms_in_eval_mode_wait_for_nobody():
+    torchs = run_ranks(_norms_that_are_frozen, 2, TorchDDP, nn.Sequential)  # its SyncBatchNorm needs GPUs
+    for kind in (nn.SyncBatchNorm.convert_sync_batchnorm, convert_sync_batchnorm):
+        ours = run_ranks(_norms_that_are_frozen, 2, DistributedDataParallel, kind)
+        torch.testing.assert_close(ours, torchs)
