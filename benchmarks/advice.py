@@ -1,4 +1,4 @@
-"""How far can a prediction be trusted? What ``ddp.report()`` predicts, beside what is then measured.
+"""How far can a prediction be trusted? What ``minddp.report(ddp)`` predicts, beside what is then measured.
 
     python benchmarks/advice.py                                   # three models, three links; needs root
     python benchmarks/advice.py --models mlp38 --links loopback
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import harness
 from harness import Ranks
 
+import minddp
 from minddp import DistributedDataParallel
 from minddp.launching.advise import Choice, Loss, measure, predict
 from minddp.launching.tune import tune
@@ -72,7 +73,7 @@ def _medians(
     for _ in range(turns):
         measure(choices, wrappers, loss, _ROUNDS)
         measured.append([choice.measured_seconds for choice in choices])
-        advice = wrappers[0].report(_STEPS).advice
+        advice = minddp.report(wrappers[0], _STEPS).advice
         assert advice is not None
         again = {prediction.name: prediction.seconds for prediction in (*advice.caps, *advice.others)}
         predicted.append([again.get(choice.text.replace("'", '"'), advice.present.seconds) for choice in choices])

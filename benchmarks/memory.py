@@ -7,7 +7,7 @@ memory (pages that really exist, from /proc/self/smaps_rollup on Linux; the CUDA
     peak     the most at any moment of one more step: activations, gradients and buckets (resident memory)
     steady   after the last step, gradients alive as the optimizer finds them
     zeroed   after zero_grad(set_to_none=True) on top of that: what stays between steps
-    released as zeroed, after ddp.release_buckets() (minddp only)
+    released as zeroed, after minddp.release_buckets(ddp) (minddp only)
 
 each less what the same process held before wrapping (the model after a local step, without gradients;
 the variant has wrapped a small model and the engine has reduced as many bytes before, so that imported
@@ -62,8 +62,10 @@ def measure(rank: int, world_size: int, model: str, variant: str, engine: str) -
     step()
     found["peak"] = most() - before_resident
     step.zero_grad()
-    if hasattr(step.wrapped, "release_buckets"):
-        step.wrapped.release_buckets()
+    if variant.startswith("minddp"):
+        import minddp
+
+        minddp.release_buckets(step.wrapped)
         found["released"] = held() - before
     return {moment: nbytes / work.nbytes() for moment, nbytes in found.items()}
 

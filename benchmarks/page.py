@@ -56,7 +56,7 @@ _MEMORY = """
 Bytes of gradients and buckets for each byte of parameters, on two ranks. By default minddp needs {ours} with
 gradients and {ours_zeroed} without them. That is as much as torch's class needs, because `.grad` stays this rank's
 own gradient until backward ends. With `gradient_as_bucket_view=True` minddp needs {views} and {views_zeroed}, and
-torch's class needs {torchs} and {torchs_zeroed}. `ddp.release_buckets()` frees what is left.
+torch's class needs {torchs} and {torchs_zeroed}. `minddp.release_buckets(ddp)` frees what is left.
 """
 
 _BUCKETS = """
@@ -93,7 +93,7 @@ seven choices, within {worst} %, median {median} %. It also predicts other netwo
 _PREDICTIONS = """
 ## Predictions
 
-`ddp.report()` predicts a step with other arguments ([who is slow](report.md#what-would-help)). Here is each
+`minddp.report(ddp)` predicts a step with other arguments ([who is slow](report.md#what-would-help)). Here is each
 prediction beside what was measured. All choices took turns; after each turn the report of the default's steps in it
 was asked. Both are medians of the turns. "Off" is the largest error of a prediction among the choices. "Alike" is
 how much two wrappers with the same default arguments differ when they are measured in this way: what the machine

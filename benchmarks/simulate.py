@@ -72,7 +72,7 @@ def measure(rank: int, world_size: int, model: str, caps_mb: list[float], rounds
                 run_step(work, ddp)
                 if step > 0:  # the first one allocates buffers
                     seen[name].append(StepTimes.from_last_step(ddp.reducer.last_step()))
-    nbytes = [p.nbytes for p in ddp.reducer_parameters]
+    nbytes = [p.nbytes for p in ddp._minddp_wrapped.reduced]
     alone = measure_allreduce(max_nbytes=sum(nbytes))
     return nbytes, alone, choices, {name: [asdict(t) for t in times] for name, times in seen.items()}
 
@@ -87,8 +87,8 @@ def bucket_choices(ddp: Any, caps_mb: list[float]) -> dict[str, list[list[int]]]
     """The default buckets, and uniform caps along the order that the reducer agreed on; no choice twice."""
     default = ddp.reducer.buckets()
     order = [index for bucket in default for index in bucket]
-    nbytes = [ddp.reducer_parameters[index].nbytes for index in order]
-    kinds = [ddp.reducer_parameters[index].dtype for index in order]
+    nbytes = [ddp._minddp_wrapped.reduced[index].nbytes for index in order]
+    kinds = [ddp._minddp_wrapped.reduced[index].dtype for index in order]
     choices = {"default": default}
     for cap in caps_mb:
         buckets = [[order[p] for p in bucket] for bucket in capped_buckets(nbytes, int(cap * MIB), kinds=kinds)]

@@ -4,7 +4,7 @@
     python benchmarks/straggler.py --link 200mbit        # one rank's link has half the rate, each rank in turn
 
 Three ranks train a network whose forward and backward sleep, so that two processors are enough. In each run one rank
-sleeps longer, by 10 % of the step, in its input, forward, backward or communication hook. ``ddp.report()`` is right
+sleeps longer, by 10 % of the step, in its input, forward, backward or communication hook. ``minddp.report`` is right
 if it names that rank and that phase. Without a delay it is right if it names nobody. With ``--link`` a run is right
 if ``report()`` names the rank whose link is slow, and no other cause.
 """
@@ -82,7 +82,7 @@ def _train(rank: int, world_size: int, case: Case, delay: float, hooked: bool) -
         optimizer.zero_grad()
         ddp(torch.ones(2, 128)).sum().backward()
         optimizer.step()
-    return dict(ddp.report().to_dict())
+    return dict(minddp.report(ddp).to_dict())
 
 
 def _outcome(report: dict[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,9 @@ def visit(
     sent = (variants.sent_bytes() - before) // (steps + 1) // length
     found = {"seconds": seconds, "sent_bytes": sent, "bucket_bytes": step.bucket_bytes(), "plan": plan}
     if point.variant.startswith("minddp"):
-        found["pack_seconds"] = sum(bucket.pack_seconds for bucket in step.wrapped.last_step().buckets)
+        import minddp
+
+        found["pack_seconds"] = sum(bucket.pack_seconds for bucket in minddp.last_step(step.wrapped).buckets)
     del step, call
     gc.collect()  # the wrapper is part of reference cycles; its hooks go with it
     return found

@@ -2,12 +2,18 @@
 
 ``DistributedDataParallel`` replaces torch's; ``functional`` has collectives with right gradients;
 ``SyncBatchNorm`` works on CPU too; ``trace`` draws where a step's time goes; ``planner`` computes the best
-buckets. csrc/README.md says where to begin reading.
+buckets. ``report``, ``add_weight`` and others take a wrapper: docs/wrapper.md lists them. csrc/README.md says where
+to begin reading.
 
 What importing it does to a process: the backends ``"shm"`` and ``"auto"`` are registered, and functions for the
 process's end (a rank's last words to the others, and wrappers that go before their groups). Torch's hooks for a whole
 process, on optimizers and on registrations in modules, come with the first wrapper.
 """
+
+from __future__ import annotations
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
 from ._location import package_path
 
@@ -20,6 +26,7 @@ _load()
 
 # The extension must be checked first.
 from . import functional, planner, shm  # noqa: E402
+from ._functions import FUNCTIONS as _FUNCTIONS  # noqa: E402
 from .guards.stall_inspector import LostPeer  # noqa: E402
 from .launching.install import install, uninstall  # noqa: E402
 from .module.distributed import DistributedDataParallel  # noqa: E402
@@ -27,6 +34,29 @@ from .planner import BucketPlan  # noqa: E402
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 from .timeline import trace  # noqa: E402
 from .wire import Wire  # noqa: E402
+
+if TYPE_CHECKING:
+    from .guards.finite_check import skipped_steps
+    from .module.between_steps import abort_iteration, bucket_plan, refresh, release_buckets
+    from .module.replicas import check_replicas, repair_replicas
+    from .reduction.weights import add_weight, clear_weight
+    from .reduction.wire import load_wire_state, wire_state
+    from .straggler.exchange import report
+    from .timeline.step_times import last_step
+else:
+
+    def __getattr__(name: str) -> Any:
+        """The functions that take a wrapper, imported when they are asked for."""
+        if name not in _FUNCTIONS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        function = getattr(_import_module(f".{_FUNCTIONS[name]}", __name__), name)
+        globals()[name] = function
+        return function
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __version__ = "0.2.0"
 
@@ -37,11 +67,24 @@ __all__ = [
     "SyncBatchNorm",
     "Wire",
     "__config__",
+    "abort_iteration",
+    "add_weight",
+    "bucket_plan",
+    "check_replicas",
+    "clear_weight",
     "convert_sync_batchnorm",
     "functional",
     "install",
+    "last_step",
+    "load_wire_state",
     "planner",
+    "refresh",
+    "release_buckets",
+    "repair_replicas",
+    "report",
     "shm",
+    "skipped_steps",
     "trace",
     "uninstall",
+    "wire_state",
 ]

@@ -395,7 +395,7 @@ def timeline(rank: int, world_size: int) -> dict:
     raw = net.reducer.last_step()
     times = step_times(raw)
     return {
-        "names": net.parameter_names,
+        "names": [name for name, _ in net.module.named_parameters()],
         "arrived": [(moment - raw["backward_begin_ns"]) * 1e-6 for moment in raw["ready_ns"]],
         "backward": times.backward_seconds * 1e3,
         "buckets": [

@@ -61,7 +61,7 @@ def ddp_gradients(rank: int, world_size: int) -> dict[str, Tensor]:
         net = minddp.DistributedDataParallel(make_model(), reduction=reduction)
         mine, wanted = x.split(shares)[rank], target.split(shares)[rank]
         if reduction == "weighted":
-            net.add_weight(len(mine))
+            minddp.add_weight(net, len(mine))
         F.mse_loss(net(mine), wanted, reduction=loss_reduction).backward()
         return gradient(net)
 
@@ -72,9 +72,9 @@ def ddp_gradients(rank: int, world_size: int) -> dict[str, Tensor]:
         first = slice(0, len(mine) // 3)  # no rows at all on ranks 0 and 1
         second = slice(len(mine) // 3, None)
         with net.no_sync():
-            net.add_weight(len(mine[first]))
+            minddp.add_weight(net, len(mine[first]))
             F.mse_loss(net(mine[first]), wanted[first], reduction="sum").backward()
-        net.add_weight(len(mine[second]))
+        minddp.add_weight(net, len(mine[second]))
         F.mse_loss(net(mine[second]), wanted[second], reduction="sum").backward()
         return gradient(net)
 

@@ -62,6 +62,26 @@ The module
    :exclude-members: forward
    :show-inheritance:
 
+Functions that take the wrapper
+-------------------------------
+
+.. autofunction:: minddp.abort_iteration
+.. autofunction:: minddp.add_weight
+.. autofunction:: minddp.bucket_plan
+.. autofunction:: minddp.check_replicas
+.. autofunction:: minddp.clear_weight
+.. autofunction:: minddp.last_step
+.. autofunction:: minddp.load_wire_state
+.. autofunction:: minddp.refresh
+.. autofunction:: minddp.release_buckets
+.. autofunction:: minddp.repair_replicas
+.. autofunction:: minddp.report
+.. autofunction:: minddp.skipped_steps
+.. autofunction:: minddp.wire_state
+
+Losses, and installing the class
+--------------------------------
+
 .. autoexception:: minddp.LostPeer
 .. autofunction:: minddp.install
 .. autofunction:: minddp.uninstall

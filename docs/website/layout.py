@@ -19,6 +19,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "comparison": "docs/comparison.md",
         "gaps": "docs/gaps.md",
         "arguments": "docs/arguments.md",
+        "wrapper": "docs/wrapper.md",
         "launching": "docs/launching.md",
         "configuration": "",
         "troubleshooting": "docs/troubleshooting.md",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._functions import wrapper_of
 from ..ranks import waiting
 from ..ranks.messages import gather_objects, indented, ranks_text
 
@@ -132,3 +133,9 @@ def _message(mode: str, everyone: Sequence[Sequence[str]], hint: str) -> str:
         + " Look at these ranks' batches and losses; torch.autograd.set_detect_anomaly(True) finds the operation. "
         'Under a GradScaler, which expects infinities and skips their steps, use check_finite="skip" or none.'
     )
+
+
+def skipped_steps(ddp: torch.nn.Module) -> int:
+    """With ``check_finite="skip"``: iterations whose gradients no optimizer used; the same on all ranks."""
+    engine = wrapper_of(ddp, "skipped_steps")._minddp_engine
+    return 0 if engine is None or engine.finite is None else int(engine.finite.skipped)

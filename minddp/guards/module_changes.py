@@ -148,6 +148,6 @@ def refusal(changes: Iterable[Change]) -> str:
     return (
         "DistributedDataParallel: the module has changed since it was wrapped:\n  "
         + "\n  ".join(change.text for change in changes)
-        + "\nThe gradients of these would not be averaged. Call ddp.refresh() on every rank after such "
+        + "\nThe gradients of these would not be averaged. Call minddp.refresh(ddp) on every rank after such "
         "changes, and give new parameters to the optimizer."
     )

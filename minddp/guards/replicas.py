@@ -55,7 +55,7 @@ def check_replicas(
         + indented(lines)
         + "\nSomething has changed them on some ranks only: a checkpoint loaded on one rank, an edit of .data, "
         "optimizers with different settings or states, parameters outside of the wrapper's care. Construct with "
-        "check_replicas_every=1 to find when. ddp.repair_replicas(rank) gives all ranks that rank's."
+        "check_replicas_every=1 to find when. minddp.repair_replicas(ddp, rank) gives all ranks that rank's."
     )
 
 

@@ -1,6 +1,6 @@
 """``minddp tune --advise``: what would make a step shorter, predicted, then tried.
 
-Runs a few steps with the default arguments, asks :meth:`DistributedDataParallel.report` what other buckets and fewer
+Runs a few steps with the default arguments, asks :func:`minddp.report` what other buckets and fewer
 bytes would bring, tries the two best of that beside the default, in turns, and says what to pass.
 """
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..module.distributed import DistributedDataParallel
+from ..straggler.exchange import report
 
 __all__ = ["Choice", "advice_table", "advise"]
 
@@ -88,7 +89,7 @@ def predict(default: DistributedDataParallel, steps: int) -> list[Choice]:
     Raises:
         ValueError: nothing could be predicted.
     """
-    predicted = default.report(steps).advice
+    predicted = report(default, steps).advice
     if predicted is None:
         raise ValueError("nothing can be predicted: too few collectives, or on a device, whose times nobody knows")
     choices = [Choice({}, predicted.present.seconds)]

@@ -39,10 +39,6 @@ class HookRegistration:
         """Whether an optimizer steps in a bucket's hook."""
         return self._minddp_engine is not None and self._minddp_engine.reducer.optimizer_in_backward
 
-    @shown
-    def has_comm_hook(self) -> bool:
-        return self._minddp_engine is not None and self._minddp_engine.hook is not None
-
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """``hook(state, bucket) -> torch.futures.Future[torch.Tensor]`` reduces buckets from the next backward on.
 

@@ -22,6 +22,7 @@ from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from .._C import GraphMode
+from .._functions import FUNCTIONS
 from ..config import make_config
 from ..guards import lifetime, optimizer_guard
 from ..guards.stall_inspector import construction
@@ -29,7 +30,7 @@ from ..ranks.messages import work_on
 from ..ranks.waiting import wait_for
 from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states, verify_same_start
-from ..reduction.wire import WireFormat, WireState
+from ..reduction.wire import WireFormat
 from ..straggler.diagnosis import Straggler
 from ..wire import Wire
 from . import delayed_params
@@ -40,14 +41,11 @@ from .engine import Engine
 from .finalization import ManualFinalization
 from .find_tensors import find_tensors
 from .forward_steps import steps_of
-from .given_way import give_way
 from .groups import choose_group
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .joined_outputs import join_outputs
 from .parameters import Parameters, localize_shards
-from .replicas import Replicas
-from .reports import Reports
-from .shown import shown
+from .replicas import check_now_and_then
 from .sync_switch import SyncSwitch
 from .torch_base import TorchBase
 from .torch_names import TorchNames
@@ -63,7 +61,7 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 class DistributedDataParallel(  # type: ignore[override,misc]
-    BufferSync, Copies, HookRegistration, ManualFinalization, Replicas, Reports, SyncSwitch, TorchNames, TorchBase,
+    BufferSync, Copies, HookRegistration, ManualFinalization, SyncSwitch, TorchNames, TorchBase,
 ):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
@@ -103,7 +101,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         lazy_bucket_allocation: a bucket has memory from its first gradient to the end of backward only; where a
             gradient is reduced in its own memory (see ``gradient_as_bucket_view``), none at all.
         reduction: ``"mean"`` over ranks, ``"sum"``, or ``"weighted"``: the sum of gradients over the sum
-            of what every rank passed to :meth:`add_weight`, exactly the large batch's gradient for
+            of what every rank passed to :func:`minddp.add_weight`, exactly the large batch's gradient for
             losses summed over samples, however uneven the shares.
         reduce_dtype: dtype in which low-precision gradients travel and are added (``torch.float32``).
         predivide_factor: divide by this before the sum, by the rest after it (range of float16).
@@ -117,7 +115,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             rank when a rank's own gradient, before the average, held NaN or infinity; names parameters and ranks.
             ``"warn"``: the same as a warning. ``"skip"``: that step changes nothing, on all ranks alike, and clears
             the gradients; goes with a ``GradScaler``. Reads each bucket once more, and the host waits for the answer.
-        check_replicas_every: compare the ranks' parameters (:meth:`check_replicas`) before each n-th forward.
+        check_replicas_every: compare the ranks' parameters (:func:`minddp.check_replicas`) before each n-th forward.
         desync_timeout: seconds after which a wait for another rank ends with an error, whatever that rank does: it
             may be stopped or cut off, wait in another collective, compute, evaluate or write a checkpoint. ``None``:
             such a rank is waited for as long as the group's timeout says, and the log tells where it is. A rank that
@@ -232,9 +230,13 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         names = wrapped.debug_mapping(wrapped.reduced)
         self._ddp_init_helper(wrapped.reduced, wrapped.expect_sparse(), names, self._minddp_config.static_graph)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        give_way(cls, DistributedDataParallel)
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name not in FUNCTIONS:
+                raise
+            raise AttributeError(f"{error}. It is a function of the package: minddp.{name}(ddp)") from None
 
     # ----------------------------------------------------------------------------------------
     # Forward
@@ -264,7 +266,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             if self._minddp_synchronizes():
                 engine.begin_iteration(self._join_config.enable)
                 if self._minddp_config.check_replicas_every is not None and not self._join_config.enable:
-                    self._minddp_check_replicas_now_and_then()
+                    check_now_and_then(self)
         self._minddp_note_not_joined()
         if grad and not engine.reducer.is_settled:
             engine.rebuild_buckets()
@@ -327,109 +329,6 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             inputs, kwargs = _cast_forward_inputs(mixed.param_dtype, *inputs, **kwargs)
             mixed.lower()
         return inputs, kwargs
-
-    # ----------------------------------------------------------------------------------------
-    # Synchronization: when, and of what
-    # ----------------------------------------------------------------------------------------
-
-    def add_weight(self, weight: float) -> None:
-        """Adds this micro-batch's weight (samples, tokens) to the divisor of ``reduction="weighted"``.
-
-        Call it before the micro-batch's backward, under ``no_sync`` too; weights add up until the next
-        synchronized backward, which divides by their sum over all ranks.
-
-        Raises:
-            RuntimeError: ``reduction`` is not ``"weighted"``.
-            ValueError: ``weight`` is negative or not finite.
-        """
-        weights = self._minddp_weights("add_weight")
-        weight = float(weight)
-        if not 0 <= weight < float("inf"):
-            raise ValueError(f"weight must be finite and not negative, got {weight}")
-        weights.add(weight)
-
-    def clear_weight(self) -> None:
-        """Takes back what :meth:`add_weight` was given since the last synchronized backward, on this rank.
-
-        Raises:
-            RuntimeError: ``reduction`` is not ``"weighted"``.
-        """
-        self._minddp_weights("clear_weight").clear()
-
-    def _minddp_weights(self, method: str) -> Any:
-        reduction, engine = self._minddp_config.reduction, self._minddp_engine
-        if reduction != "weighted" or engine is None:
-            raise RuntimeError(f'{method} needs reduction="weighted", this module has {reduction!r}')
-        return engine.reducer.weights
-
-    def abort_iteration(self) -> None:
-        """Gives up an iteration that an exception has ended, so that the next forward begins a new one.
-
-        For an exception that every rank has met at the same place and caught: call it on all of them, then zero the
-        gradients (they are local, or half averaged). Where only some ranks failed, the others' collectives are still
-        under way and would meet the wrong ones: restart from a checkpoint instead.
-        """
-        if self._minddp_engine is not None:
-            self._minddp_engine.abort_iteration()
-
-    def release_buckets(self) -> None:
-        """Frees the buckets' memory between phases of training; the next backward allocates it again."""
-        self.reducer.release_buckets()
-
-    def refresh(self) -> None:
-        """Takes over what has changed in the module since it was wrapped. Collective, between iterations.
-
-        Parameters may have been added, replaced, removed, frozen, unfrozen, cast or moved, on all ranks alike. All
-        ranks' parameters and buffers become rank 0's. Buckets are cut anew, as after construction: a pinned plan no
-        longer holds, ``"auto"`` measures again. A communication hook stays; one that keeps state for each bucket has
-        to forget it. New parameters have to be given to the optimizer.
-
-        Raises:
-            RuntimeError: the last backward was not finished, the ranks' modules differ (on every rank), or nothing
-                requires a gradient any more.
-            ValueError: ``gradient_as_bucket_view`` does not go with a parameter's new dtype.
-            NotImplementedError: with ``mixed_precision``, delayed parameters or an optimizer in backward.
-        """
-        engine = self._minddp_engine
-        delayed, steps = self._minddp_delayed is not None, self._minddp_steps_in_backward
-        if engine is None or engine.mixed is not None or delayed or steps:
-            raise NotImplementedError(
-                "refresh() does not go with mixed_precision=, delay_all_reduce_named_params= or an optimizer in "
-                "backward, which hold on to parameters: construct the wrapper anew."
-            )
-        engine.check_finished()
-        localize_shards(self.module, self.process_group)
-        self._minddp_wrapped.collect()
-        self._minddp_config.check_views([p.dtype for p in self._minddp_wrapped.reduced])
-        self.device_ids, self.output_device = self._minddp_wrapped.check_devices(self.device_ids, self.output_device)
-        self._minddp_synchronize_model()
-        self._minddp_config = engine.replaced(bucket_plan=None)
-        engine.rebuild(self._minddp_config)
-
-    def wire_state(self) -> WireState:
-        """This rank's error feedback of ``wire="int8"``, by parameter name: shape, strides, and blocks of codes.
-
-        A block is 256 int8 codes and their float32 scale, in the order of the gradient's memory: 260 uint8.
-        ``state_dict()`` has none of it, as with torch's class. Save it on every rank, between iterations, to go on
-        with the same bits. A copied or unpickled wrapper begins without.
-        """
-        engine = self._minddp_engine
-        return {} if engine is None else engine.wire.state(engine.names_of_parameters())
-
-    def load_wire_state(self, state: WireState) -> None:
-        """Goes on from what :meth:`wire_state` gave on this rank. Between iterations; without it, from zero.
-
-        Raises:
-            KeyError, ValueError: it is another model's, or in another memory format; names the parameter.
-        """
-        if (engine := self._minddp_engine) is not None:
-            engine.wire.load_state(state, engine.names_of_parameters())
-
-    @shown
-    def bucket_plan(self) -> Any:
-        """The buckets in force as a :class:`minddp.planner.BucketPlan`: save it, pin it with ``bucket_plan=``."""
-        assert self._minddp_engine is not None
-        return self._minddp_engine.bucket_plan
 
     # ----------------------------------------------------------------------------------------
     # Uneven inputs

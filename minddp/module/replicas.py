@@ -7,62 +7,53 @@ from typing import Any
 
 import torch
 
-from ..guards.replicas import check_replicas
+from .._functions import wrapper_of
+from ..guards import replicas
 from ..reduction.members import all_parameters
 from ..reduction.start import sync_module_states
-from .shown import shown
+
+__all__ = ["check_now_and_then", "check_replicas", "repair_replicas"]
 
 
-class Replicas:
-    """The part of :class:`DistributedDataParallel` that looks after the ranks' models being one."""
+def check_replicas(ddp: torch.nn.Module, buffers: bool = False) -> None:
+    """Raises on every rank unless all ranks hold the same parameters, bit for bit. Collective.
 
-    module: torch.nn.Module
-    process_group: Any
-    device: torch.device
-    _minddp_wrapped: Any
-    broadcast_bucket_size: int
-    _minddp_config: Any
-    _minddp_iterations_unchecked: int = 0
+    It reads the model once, on the host: for now and then (``check_replicas_every=``), or after each step while
+    looking for a cause.
 
-    def check_replicas(self, buffers: bool = False) -> None:
-        """Raises on every rank unless all ranks hold the same parameters, bit for bit. Collective.
+    Args:
+        ddp: the wrapper.
+        buffers: compare buffers too. Between the broadcasts before forward they usually differ.
 
-        Reads the model once, on the host: for now and then (``check_replicas_every=``), or after each step while
-        looking for a cause.
+    Raises:
+        RuntimeError: names the tensors that differ, and which ranks hold the same.
+    """
+    wrapper = wrapper_of(ddp, "check_replicas")
+    module, left_alone = wrapper.module, wrapper._minddp_wrapped.left_alone
+    tensors = itertools.chain(all_parameters(module), module.named_buffers() if buffers else ())
+    named = [(name, tensor) for name, tensor in tensors if name not in left_alone]
+    replicas.check_replicas(named, wrapper.process_group, wrapper._minddp_wrapped.device)
 
-        Args:
-            buffers: compare buffers too. Between the broadcasts before forward they usually differ.
 
-        Raises:
-            RuntimeError: names the tensors that differ, and which ranks hold the same.
-        """
-        tensors = itertools.chain(all_parameters(self.module), self.module.named_buffers() if buffers else ())
-        named = [(name, tensor) for name, tensor in tensors if name not in self._minddp_wrapped.left_alone]
-        check_replicas(named, self.process_group, self.device)
+def repair_replicas(ddp: torch.nn.Module, rank: int) -> None:
+    """Gives all ranks ``rank``'s parameters and buffers. Collective, between iterations.
 
-    def repair_replicas(self, rank: int) -> None:
-        """Gives all ranks ``rank``'s parameters and buffers. Collective, between iterations.
+    The optimizers' states stay each rank's own: load one rank's on all of them, or make them anew.
 
-        The optimizers' states stay each rank's own: load one rank's on all of them, or make them anew.
+    Raises:
+        ValueError: the group has no such rank.
+    """
+    wrapper = wrapper_of(ddp, "repair_replicas")
+    group, size = wrapper.process_group, wrapper.process_group.size()
+    if not isinstance(rank, int) or not 0 <= rank < size:
+        raise ValueError(f"minddp.repair_replicas: rank must be one of the group's, 0 to {size - 1}, got {rank!r}")
+    ignored = wrapper._minddp_wrapped.left_alone
+    sync_module_states(wrapper.module, group, wrapper.broadcast_bucket_size, rank, ignored, buffers=True)
 
-        Raises:
-            ValueError: the group has no such rank.
-        """
-        size = self.process_group.size()
-        if not isinstance(rank, int) or not 0 <= rank < size:
-            raise ValueError(f"repair_replicas: rank must be one of the group's, 0 to {size - 1}, got {rank!r}")
-        ignored = self._minddp_wrapped.left_alone
-        sync_module_states(self.module, self.process_group, self.broadcast_bucket_size, rank, ignored, buffers=True)
 
-    @shown
-    def skipped_steps(self) -> int:
-        """With ``check_finite="skip"``: iterations whose gradients no optimizer used; the same on all ranks."""
-        engine: Any = self.__dict__.get("_minddp_engine")
-        return 0 if engine is None or engine.finite is None else int(engine.finite.skipped)
-
-    def _minddp_check_replicas_now_and_then(self) -> None:
-        """Before each synchronized forward."""
-        self._minddp_iterations_unchecked += 1
-        if self._minddp_iterations_unchecked >= self._minddp_config.check_replicas_every:
-            self._minddp_iterations_unchecked = 0
-            Replicas.check_replicas(self)
+def check_now_and_then(wrapper: Any) -> None:
+    """Before each synchronized forward: compares every ``check_replicas_every``-th time."""
+    wrapper._minddp_iterations_unchecked += 1
+    if wrapper._minddp_iterations_unchecked >= wrapper._minddp_config.check_replicas_every:
+        wrapper._minddp_iterations_unchecked = 0
+        check_replicas(wrapper)

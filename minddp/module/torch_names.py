@@ -65,6 +65,7 @@ class TorchNames:
         self._lazy_init_ran = False
         self._use_python_reducer = False
         self._ddp_sink_clone = True
+        self._minddp_iterations_unchecked = 0
 
     @shown
     def reducer(self) -> Any:
@@ -74,11 +75,6 @@ class TorchNames:
     @shown
     def logger(self) -> Any:
         return None if self._minddp_engine is None else self._minddp_engine.logger
-
-    @shown
-    def num_iterations(self) -> int:
-        """Synchronized backwards so far. Forks of torch's older classes count it up in a forward of their own."""
-        return 0 if self._minddp_engine is None else self._minddp_engine.reducer.iteration()
 
     @shown
     def device(self) -> torch.device:
@@ -95,14 +91,6 @@ class TorchNames:
     @shown
     def parameters_to_ignore(self) -> set[str]:
         return self._minddp_wrapped.ignored
-
-    @shown
-    def parameter_names(self) -> list[str]:
-        return self._minddp_wrapped.names
-
-    @shown
-    def reducer_parameters(self) -> list[torch.nn.Parameter]:
-        return self._minddp_wrapped.reduced
 
     @shown
     def _module_parameters(self) -> list[torch.nn.Parameter]:
@@ -127,14 +115,6 @@ class TorchNames:
     @shown
     def lazy_bucket_allocation(self) -> bool:
         return self._minddp_config.lazy_bucket_allocation
-
-    @shown
-    def reduction(self) -> str:
-        return self._minddp_config.reduction
-
-    @shown
-    def check_finite(self) -> str | None:
-        return self._minddp_config.check_finite
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:

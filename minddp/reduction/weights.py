@@ -1,4 +1,4 @@
-"""The divisor of ``reduction="weighted"``: this rank's weight, then the sum over ranks."""
+"""The divisor of ``reduction="weighted"``: what a program gives, this rank's weight, then the sum over ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._functions import wrapper_of
 from ..ranks import waiting
 
 
@@ -62,12 +63,48 @@ class Weights:
         if math.isnan(total):
             who = "this rank did not call it" if mine is None else "another rank did not call it"
             raise RuntimeError(
-                f'reduction="weighted" needs ddp.add_weight(n) before each synchronized backward, and {who}. Nothing '
-                f"was averaged: zero the gradients, and go on. [rank {rank}]"
+                f'reduction="weighted" needs minddp.add_weight(ddp, n) before each synchronized backward, and {who}. '
+                f"Nothing was averaged: zero the gradients, and go on. [rank {rank}]"
             )
         if total <= 0:
             raise RuntimeError(
-                f'reduction="weighted": the ranks\' weights add up to {total}; the sum of all ddp.add_weight(n) must '
-                f"be positive. Nothing was averaged: zero the gradients, and go on. [rank {rank}]"
+                f'reduction="weighted": the ranks\' weights add up to {total}; the sum of all that '
+                "minddp.add_weight(ddp, n) was given must be positive. Nothing was averaged: zero the gradients, and "
+                f"go on. [rank {rank}]"
             )
         return self.scale / total
+
+
+def add_weight(ddp: torch.nn.Module, weight: float) -> None:
+    """Adds this micro-batch's weight (samples, tokens) to the divisor of ``reduction="weighted"``.
+
+    Call it before the micro-batch's backward, under ``no_sync`` too; weights add up until the next
+    synchronized backward, which divides by their sum over all ranks.
+
+    Raises:
+        RuntimeError: ``reduction`` is not ``"weighted"``.
+        ValueError: ``weight`` is negative or not finite.
+    """
+    weights = _weights_of(ddp, "add_weight")
+    weight = float(weight)
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"minddp.add_weight: weight must be finite and not negative, got {weight}")
+    weights.add(weight)
+
+
+def clear_weight(ddp: torch.nn.Module) -> None:
+    """Takes back what :func:`add_weight` was given since the last synchronized backward, on this rank.
+
+    Raises:
+        RuntimeError: ``reduction`` is not ``"weighted"``.
+    """
+    _weights_of(ddp, "clear_weight").clear()
+
+
+def _weights_of(ddp: torch.nn.Module, function: str) -> Weights:
+    wrapper = wrapper_of(ddp, function)
+    reduction, engine = wrapper._minddp_config.reduction, wrapper._minddp_engine
+    if reduction != "weighted" or engine is None:
+        raise RuntimeError(f'minddp.{function} needs reduction="weighted", and this wrapper has {reduction!r}')
+    weights: Weights = engine.reducer.weights
+    return weights

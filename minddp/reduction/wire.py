@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from .._functions import wrapper_of
 from ..wire import DTYPES, Wire
 
 BLOCK, BLOCK_BYTES = 256, 260
@@ -167,7 +168,7 @@ def _matching(entry: Any, residual: Residual, name: str) -> torch.Tensor:
         fits = blocks.dtype == torch.uint8 and blocks.shape == residual.blocks.shape
         layout = Layout(tuple(map(int, shape)), tuple(map(int, strides)))
     except (TypeError, ValueError, AttributeError, RuntimeError):
-        raise ValueError(f"wire state: what it has for parameter {name!r} is none of ddp.wire_state()'s") from None
+        raise ValueError(f"wire state: what it has for parameter {name!r} is not from minddp.wire_state") from None
     if layout != residual.layout or not fits:
         raise ValueError(
             f"wire state: parameter {name!r} has {layout} there and {residual.layout} here, and "
@@ -251,3 +252,25 @@ def _companion(group: Any, name: str, purpose: str) -> Any:
     if name == "shm":
         return _C.shm_backend(store, group.rank(), group.size(), timeout)
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+
+
+def wire_state(ddp: torch.nn.Module) -> WireState:
+    """This rank's error feedback of ``wire="int8"``, by parameter name: shape, strides, and blocks of codes.
+
+    A block is 256 int8 codes and their float32 scale, in the order of the gradient's memory: 260 uint8.
+    ``state_dict()`` has none of it, as with torch's class. Save it on every rank, between iterations, to go on
+    with the same bits. A copied or unpickled wrapper begins without.
+    """
+    engine = wrapper_of(ddp, "wire_state")._minddp_engine
+    return {} if engine is None else engine.wire.state(engine.names_of_parameters())
+
+
+def load_wire_state(ddp: torch.nn.Module, state: WireState) -> None:
+    """Goes on from what :func:`wire_state` gave on this rank. Between iterations; without it, from zero.
+
+    Raises:
+        KeyError, ValueError: it is another model's, or in another memory format; names the parameter.
+    """
+    engine = wrapper_of(ddp, "load_wire_state")._minddp_engine
+    if engine is not None:
+        engine.wire.load_state(state, engine.names_of_parameters())

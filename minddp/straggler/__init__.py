@@ -1,4 +1,4 @@
-"""Who is slow, and what would help: the answer of ``ddp.report()``, ``on_straggler=`` and ``minddp report``.
+"""Who is slow, and what would help: the answer of ``minddp.report(ddp)``, ``on_straggler=`` and ``minddp report``.
 
 Here: a step cut into parts (``parts``, ``intervals``), who is to blame (``diagnosis``), what the planner predicts
 (``advice``), the report and its text (``findings``, ``result``, ``text``, ``picture``): all of it pure, without ranks

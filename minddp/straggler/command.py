@@ -1,4 +1,4 @@
-"""Who is slow, and what would help, from a trace: the same report as ``ddp.report()``, without a probe of links.
+"""Who is slow, and what would help, from a trace: the same report as ``minddp.report``, without a probe of links.
 
     minddp report trace.json                      # the last 20 steps
     minddp report trace.json --steps 100 --json report.json --picture report.svg

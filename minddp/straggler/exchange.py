@@ -11,17 +11,44 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from .._functions import engine_of
 from ..ranks.messages import gather_objects, ranks_text
 from ..timeline.gathering import Ranks, clock_identity
 from .advice import Gradients
 from .probe import probe
 from .result import RankSteps, Report, make_report
 
-__all__ = ["MAX_STEPS", "StampedReducer", "collect"]
+__all__ = ["MAX_STEPS", "StampedReducer", "collect", "report"]
 
 MAX_STEPS = 32  # that a reducer keeps
 _TIMEOUT = timedelta(seconds=30)
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of reports, by group
+
+
+def report(ddp: torch.nn.Module, steps: int = 20, *, probe: bool = True) -> Report:
+    """Which rank holds the others up, and in what; what of communication backward hides; what would help.
+
+    Collective: call it on all ranks at the same point between two steps, with the same arguments. ``print()`` of
+    what it returns is a table with sentences. Ranks are numbered as in the wrapper's process group.
+
+    Args:
+        ddp: the wrapper.
+        steps: of the last so many synchronized steps, 1 to 32. Fewer than 8 name nobody. New buckets (after the
+            first step, while ``"auto"`` measures) begin anew.
+        probe: measure the links by short messages, with three ranks or more, and lone allreduces, which the
+            predictions need; takes a second or so. CPU only.
+
+    Returns:
+        The same report on every rank, in seconds.
+
+    Raises:
+        TypeError, ValueError: an argument makes no sense, or differs between ranks; on every rank.
+        RuntimeError: no step that has another before it has ended on all ranks; every parameter is delayed.
+    """
+    engine = engine_of(ddp, "report")
+    with engine.collective():
+        arguments = {"steps": steps, "probe": probe}
+        return collect(engine.reducer, engine.group, arguments, engine.gradients(), engine.parameters.device)
 
 
 class StampedReducer(Protocol):

@@ -1,4 +1,4 @@
-"""Where a step's time goes: ``ddp.last_step()``, and timelines of all ranks as Chrome/Perfetto JSON.
+"""Where a step's time goes: ``minddp.last_step(ddp)``, and timelines of all ranks as Chrome/Perfetto JSON.
 
 Overview
     The reducer stamps every synchronized backward (always; a clock read per gradient and seven per

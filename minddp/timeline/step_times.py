@@ -1,10 +1,14 @@
-"""One step's stamps, as the reducer makes them, turned into seconds: ``ddp.last_step()``."""
+"""One step's stamps, as the reducer makes them, turned into seconds: ``minddp.last_step(ddp)``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+from .._functions import engine_of
 
 __all__ = [
     "BucketTimes", "Stamps", "StepTimes", "ended", "flight", "launched_buckets", "on_device", "step_begin",
@@ -102,6 +106,17 @@ def step_times(step: Stamps) -> StepTimes:
         step_seconds=(step["finalize_end_ns"] - begin) * _NS,
         buckets=tuple(_bucket_times(bucket, origin, exposed.get(bucket["index"], 0)) for bucket in launched),
     )
+
+
+def last_step(ddp: torch.nn.Module) -> StepTimes:
+    """Where the last synchronized backward's time went, in seconds, bucket by bucket.
+
+    Cheap enough to call in every step; the raw stamps are ``ddp.reducer.last_step()``.
+
+    Raises:
+        RuntimeError: no synchronized backward has ended yet, or every parameter's reduction is delayed.
+    """
+    return step_times(engine_of(ddp, "last_step").reducer.last_step())
 
 
 def on_device(step: Stamps) -> bool:

@@ -158,7 +158,7 @@ def _steps(rank: int, world_size: int, device: str, delays: bool) -> dict[str, l
                 ddp(given).backward()
                 seen += averages(ddp).values()
             if wire_name == "int8":
-                seen += [blocks for *_, blocks in ddp.wire_state().values()]
+                seen += [blocks for *_, blocks in minddp.wire_state(ddp).values()]
             found[f"{wire_name}, {mode}"] = [tensor.cpu() for tensor in seen]
     return found
 

@@ -63,7 +63,6 @@ def test_troubleshooting_quotes_what_is_raised():
 WORDED_ELSEWHERE = [
     "minddp/functional/calls.py: CollectiveError(call.error)",
     "minddp/guards/optimizer_guard.py: RuntimeError(_refused[key][1])",
-    "minddp/module/given_way.py: AttributeError(self._name)",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
     "minddp/straggler/command.py: TraceFileError(f'module {module}: {error}')",
     "minddp/testing.py: RankError(_text(late), late, {})",

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 import pytest
 
 from docs.website.layout import sections
+from minddp._functions import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "docs" / "html"
@@ -85,10 +86,12 @@ def test_every_page_has_the_sidebar_of_today(site: Path) -> None:
         assert listed <= linked | {path.resolve()}, path
 
 
-def test_the_api_has_the_methods_of_the_wrappers_parts(site: Path) -> None:
+def test_the_api_has_the_wrappers_methods_and_what_takes_a_wrapper(site: Path) -> None:
     text = (site / "api.html").read_text()
-    for name in ("check_replicas", "repair_replicas", "register_comm_hook", "finalize_backward", "no_sync"):
+    for name in ("register_comm_hook", "finalize_backward", "no_sync"):
         assert f'id="minddp.DistributedDataParallel.{name}"' in text
+    for name in FUNCTIONS:
+        assert f'id="minddp.{name}"' in text
     assert 'id="minddp.LostPeer"' in text
 
 

@@ -54,7 +54,7 @@ def _mended(rank, world_size):
         ddp(torch.ones(1, 4)).sum().backward()
     handle.remove()
     weight.remove()
-    ddp.abort_iteration()
+    minddp.abort_iteration(ddp)
     ddp.zero_grad()
     if rank == 1:
         time.sleep(3)

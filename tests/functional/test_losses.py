@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
+import minddp
 from minddp import DistributedDataParallel
 from minddp.testing import run_ranks
 from tutorials import losses
@@ -128,7 +129,7 @@ def _uneven(rank, size, name):
     ddp = DistributedDataParallel(_module(TwoTowers), find_unused_parameters=True, reduction="weighted")
     in_one_process(*reference(a, b)).backward()
     mine = ours(*ddp(a.split(shares)[rank], b.split(shares)[rank]))
-    ddp.add_weight(shares[rank])
+    minddp.add_weight(ddp, shares[rank])
     (shares[rank] * mine).backward()
     _compare_gradients(ddp, reference)
 

@@ -77,8 +77,8 @@ def _change(rank, world_size, kind, kwargs, refresh):
     net.zero_grad()
     (_freeze if kind == "freeze" else CHANGES[kind][0])(net)
     if refresh:
-        ddp.refresh()
-        ddp.check_replicas(buffers=True)
+        minddp.refresh(ddp)
+        minddp.check_replicas(ddp, buffers=True)
     for iteration in range(3):
         _step(net, ddp, rank, iteration)
     return len(ddp.reducer.names)
@@ -90,7 +90,7 @@ def test_a_change_is_noticed_in_the_next_backward(kind):
         run_ranks(_change, 2, kind, {}, False)
     assert sorted(raised.value.failures) == [0, 1]
     for text in raised.value.failures.values():
-        assert "the module has changed since it was wrapped" in text and "ddp.refresh() on every rank" in text
+        assert "the module has changed since it was wrapped" in text and "minddp.refresh(ddp) on every rank" in text
     raised.match(CHANGES[kind][1])
 
 
@@ -123,7 +123,7 @@ def _elsewhere(rank, world_size):
         nn.Linear(3, 3)
         _step(net, ddp, rank, iteration)
     _add(net)
-    ddp.refresh()
+    minddp.refresh(ddp)
     before = len(seen)
     _step(net, ddp, rank, 5)
     return len(seen) > before
@@ -138,7 +138,7 @@ def _one_rank_changes(rank, world_size):
     ddp = minddp.DistributedDataParallel(net)
     if rank == 1:
         _add(net)
-    ddp.refresh()
+    minddp.refresh(ddp)
 
 
 def test_refresh_of_modules_that_differ_raises_on_every_rank():
@@ -151,7 +151,7 @@ def _nothing_left(rank, world_size):
     net = _net()
     ddp = minddp.DistributedDataParallel(net)
     net.requires_grad_(False)
-    ddp.refresh()
+    minddp.refresh(ddp)
 
 
 def test_refresh_with_nothing_left_to_train():
@@ -178,7 +178,7 @@ def test_a_cast_shows_within_as_many_forwards_as_there_are_parameters():
 def _drift(rank, world_size, what):
     net = _net()
     ddp = minddp.DistributedDataParallel(net)
-    ddp.check_replicas(buffers=True)
+    minddp.check_replicas(ddp, buffers=True)
     with torch.no_grad():
         if what == "weight" and rank == 1:
             net[0].weight[2, 3] += 1e-6
@@ -194,7 +194,7 @@ def _drift(rank, world_size, what):
             net[0].weight.data = net[0].weight.data.reshape(2, 8)
         if what == "extra" and rank == 0:
             net.append(nn.Linear(1, 1))
-    ddp.check_replicas(buffers=what == "buffer")
+    minddp.check_replicas(ddp, buffers=what == "buffer")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def _many(rank, world_size):
     with torch.no_grad():
         for p in net.parameters():
             p += rank
-    ddp.check_replicas()
+    minddp.check_replicas(ddp)
 
 
 def test_a_long_list_is_cut():
@@ -250,9 +250,9 @@ def _drifts(rank, world_size, every, noticed_at):
             ddp(torch.randn(3, 2)).sum().backward()
         if drifted:
             with pytest.raises(ValueError, match="0 to 1, got 2"):
-                ddp.repair_replicas(2)
-            ddp.repair_replicas(1)
-            ddp.check_replicas(buffers=True)
+                minddp.repair_replicas(ddp, 2)
+            minddp.repair_replicas(ddp, 1)
+            minddp.check_replicas(ddp, buffers=True)
             continue
         optimizer.step()
     return net[0].weight.detach()
@@ -366,7 +366,7 @@ def test_models_of_one_shape_in_another_order():
 
 
 def _refresh(ddp):
-    ddp.refresh()
+    minddp.refresh(ddp)
 
 
 def _builtin_hook(ddp):

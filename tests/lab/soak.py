@@ -121,7 +121,7 @@ class Wrapper:
 
     def _backward(self, x: torch.Tensor, side: bool) -> None:
         if self.weighted:
-            self.ddp.add_weight(len(x))
+            minddp.add_weight(self.ddp, len(x))
         self.ddp(x, side).square().mean().backward()
 
     def interrupt(self) -> None:
@@ -134,7 +134,7 @@ class Wrapper:
         try:
             self.step(1)
         except ValueError:
-            self.ddp.abort_iteration()
+            minddp.abort_iteration(self.ddp)
         else:
             raise AssertionError("the hook did not raise")
         finally:
@@ -150,13 +150,13 @@ class Wrapper:
     def rest(self, number: int) -> None:
         """What happens now and then."""
         events: list[Callable[[], Any]] = [
-            self.interrupt, self.uneven, self.ddp.refresh, lambda: self.ddp.repair_replicas(0)
+            self.interrupt, self.uneven, lambda: minddp.refresh(self.ddp), lambda: minddp.repair_replicas(self.ddp, 0)
         ]  # fmt: skip
         events[number % len(events)]()
         if self.group is None and number % 5 == 0:
             twin = copy.deepcopy(self.ddp)
             if self.weighted:
-                twin.add_weight(8)
+                minddp.add_weight(twin, 8)
             twin(torch.ones(8, 16)).sum().backward()
 
     def end(self) -> None:

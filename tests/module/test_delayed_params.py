@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import minddp
 from minddp import DistributedDataParallel as DDP
 from minddp.testing import run_ranks
 
@@ -241,13 +242,13 @@ def test_nothing_is_reduced_after_the_wrappers_end():
 
 def _replicas(rank, world_size):
     ddp = _wrapped()
-    ddp.check_replicas()
+    minddp.check_replicas(ddp)
     with torch.no_grad():
         ddp.module.head.bias += rank
     with pytest.raises(RuntimeError, match=r"head\.bias"):
-        ddp.check_replicas()
-    ddp.repair_replicas(0)
-    ddp.check_replicas()
+        minddp.check_replicas(ddp)
+    minddp.repair_replicas(ddp, 0)
+    minddp.check_replicas(ddp)
 
 
 def test_replicas_are_compared_with_what_is_delayed():

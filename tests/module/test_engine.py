@@ -70,7 +70,7 @@ def _reducers_hooked_on(parameter):
 
 
 def _refresh(ddp):
-    ddp.refresh()
+    minddp.refresh(ddp)
     return ddp
 
 
@@ -159,7 +159,7 @@ def _leaks(rank, world_size):
                 ddp.register_comm_hook(ddp, lambda state, bucket: default_hooks.allreduce_hook(None, bucket))
             for i in range(2):
                 if option.get("reduction") == "weighted":
-                    ddp.add_weight(1.0)
+                    minddp.add_weight(ddp, 1.0)
                 _step(ddp, rank, i)
             found = weakref.ref(ddp), weakref.ref(ddp.reducer), weakref.ref(ddp.module)
             del ddp
@@ -174,7 +174,7 @@ def test_nothing_outlives_its_wrapper():
 
 def _failed_constructor(rank, world_size):
     net = _net()
-    other = DDP(nn.Linear(3, 3)).bucket_plan
+    other = minddp.bucket_plan(DDP(nn.Linear(3, 3)))
     with pytest.raises(ValueError, match="plan"):
         DDP(net, bucket_plan=other)
     gc.collect()
@@ -209,23 +209,23 @@ def _weights_accumulate(rank, world_size):
     ddp = DDP(nn.Linear(1, 1, bias=False), reduction="weighted")
     for _ in range(3):
         ddp.zero_grad()
-        ddp.add_weight(rank + 1)
+        minddp.add_weight(ddp, rank + 1)
         (ddp(torch.ones(1, 1)).sum() * (rank + 1)).backward()
         torch.testing.assert_close(ddp.module.weight.grad.item(), 1.0)
     ddp.zero_grad()
     # A rank forgets: all raise, nothing is stuck, and the next step is right.
     if rank == 0:
-        ddp.add_weight(1)
+        minddp.add_weight(ddp, 1)
     with pytest.raises(RuntimeError, match="add_weight.*did not call it"):
         ddp(torch.ones(1, 1)).sum().backward()
     ddp.zero_grad()
-    ddp.add_weight(0)
+    minddp.add_weight(ddp, 0)
     with pytest.raises(RuntimeError, match="must be positive"):
         ddp(torch.ones(1, 1)).sum().backward()
     ddp.zero_grad()
-    ddp.add_weight(7)
-    ddp.clear_weight()
-    ddp.add_weight(1)
+    minddp.add_weight(ddp, 7)
+    minddp.clear_weight(ddp)
+    minddp.add_weight(ddp, 1)
     ddp(torch.ones(1, 1)).sum().backward()
     assert ddp.module.weight.grad.item() == 1.0
     return True
@@ -242,7 +242,7 @@ def _on_one_rank(rank, world_size):
         ddp = DDP(nn.Linear(1, 1, bias=False), reduction=reduction)
         for i in range(2):
             if reduction == "weighted":
-                ddp.add_weight(2)
+                minddp.add_weight(ddp, 2)
             refuses = i and expected is None
             with pytest.raises(RuntimeError, match="holds the result") if refuses else contextlib.nullcontext():
                 ddp(torch.ones(1, 1)).sum().backward()
@@ -286,7 +286,7 @@ def _plans(rank, world_size, folder):
     ddp = DDP(_net(), bucket_cap_mb=numpy.float64(1e-5), bucket_cap_mb_list=None)
     _step(ddp, rank)
     _step(ddp, rank)
-    plan = ddp.bucket_plan
+    plan = minddp.bucket_plan(ddp)
     path = f"{folder}/plan-{rank}.json"
     plan.save(path)
     pinned = DDP(_net(), bucket_plan=path)
@@ -352,7 +352,7 @@ def _errors_have_exits(rank, world_size):
                 optimizer.step()
             with pytest.raises(RuntimeError, match="ended with an exception"):
                 ddp(_batch(rank))
-            ddp.abort_iteration()
+            minddp.abort_iteration(ddp)
         for i in range(3):
             _same(_step(ddp, rank, i), _truth(net, world_size, i))
             optimizer.step()
@@ -374,7 +374,7 @@ def _unused_then_abort(rank, world_size):
             optimizer.step()
         with pytest.raises(RuntimeError, match="b.weight"):
             ddp(x, "a")
-        ddp.abort_iteration()
+        minddp.abort_iteration(ddp)
         ddp.zero_grad()
         (ddp(x, "a") + ddp(x, "b")).sum().backward()
         optimizer.step()
@@ -665,10 +665,10 @@ def _refreshed(rank, world_size):
     ddp = DDP(_net().double(), gradient_as_bucket_view=True, reduce_dtype=torch.float64)
     ddp.module.float()
     with pytest.raises(ValueError, match="contradict"):
-        ddp.refresh()
+        minddp.refresh(ddp)
     ddp = DDP(_net(), find_unused_parameters=True)
     key = ddp._minddp_engine.inspector.key
-    ddp.refresh()
+    minddp.refresh(ddp)
     assert ddp._minddp_engine.inspector.key == key  # or what one rank tells, the others look for under another name
     _same(_step(ddp, rank), _truth(ddp.module, world_size))
     return key

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+import minddp
 from minddp.testing import RankError, run_ranks
 
 
@@ -198,7 +199,7 @@ def _buckets_can_be_released(rank, world_size):
     ddp = _ddp()
     _warm(ddp, rank)
     assert ddp.reducer.allocated_bytes() > 0
-    ddp.release_buckets()
+    minddp.release_buckets(ddp)
     assert ddp.reducer.allocated_bytes() == 0
     ddp(_data(rank)).pow(2).sum().backward()
     _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r)]))
@@ -232,7 +233,7 @@ def _weighted(rank, world_size):
             shares = {r: [_data(r, 10 * step + i, n=1 + r + i) for i in range(1 + r)] for r in range(world_size)}
             for i, x in enumerate(shares[rank]):
                 ddp.require_backward_grad_sync = i + 1 == len(shares[rank])
-                ddp.add_weight(len(x))
+                minddp.add_weight(ddp, len(x))
                 ddp(x).pow(2).sum().backward()
             whole = torch.cat([x for share in shares.values() for x in share])
             _check(ddp, [g / len(whole) for g in _local_grads(ddp.module, [whole])])
@@ -241,17 +242,17 @@ def _weighted(rank, world_size):
 def _weight_errors(rank, world_size):
     ddp = _ddp(reduction="weighted")
     if rank == 0:
-        ddp.add_weight(3)
+        minddp.add_weight(ddp, 3)
     with pytest.raises(RuntimeError, match="add_weight.*this rank" if rank else "add_weight.*another rank"):
         ddp(_data(rank)).pow(2).sum().backward()
     zero = _ddp(reduction="weighted")
-    zero.add_weight(0)
+    minddp.add_weight(zero, 0)
     with pytest.raises(RuntimeError, match="add up to 0"):
         zero(_data(rank)).pow(2).sum().backward()
     with pytest.raises(ValueError, match="weight must be finite"):
-        zero.add_weight(-1)
+        minddp.add_weight(zero, -1)
     with pytest.raises(RuntimeError, match='needs reduction="weighted"'):
-        _ddp().add_weight(1)
+        minddp.add_weight(_ddp(), 1)
 
 
 def _an_unused_parameter_is_reported_before_step(rank, world_size):
@@ -444,13 +445,13 @@ def _join(rank, world_size):
             with ddp.join(divide_by_initial_world_size=by_initial):
                 for step in range(steps):
                     ddp.zero_grad()
-                    if ddp.reduction == "weighted":
-                        ddp.add_weight(5)
+                    if ddp._minddp_config.reduction == "weighted":
+                        minddp.add_weight(ddp, 5)
                     ddp(_data(rank, step)).pow(2).sum().backward()
                     active = [r for r in range(world_size) if 2 + 2 * r > step]
                     divisor = (
                         len(active) * 5
-                        if ddp.reduction == "weighted"
+                        if ddp._minddp_config.reduction == "weighted"
                         else (world_size if by_initial else len(active))
                     )
                     expected = [_local_grads(ddp.module, [_data(r, step)]) for r in active]

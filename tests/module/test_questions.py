@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DistributedSampler, TensorDataset
 
+import minddp
 from minddp import DistributedDataParallel
 from minddp.testing import run_ranks
 
@@ -158,7 +159,7 @@ def reductions(rank: int, world_size: int) -> None:
     def ours(reduction: str, mean: bool, mine: torch.Tensor) -> list[torch.Tensor]:
         ddp = DistributedDataParallel(copy.deepcopy(alone), reduction=reduction)
         if reduction == "weighted":
-            ddp.add_weight(len(mine))
+            minddp.add_weight(ddp, len(mine))
         losses = ddp(mine).pow(2).sum(1)
         (losses.mean() if mean else losses.sum()).backward()
         return gradients(ddp)

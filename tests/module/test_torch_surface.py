@@ -6,7 +6,9 @@ Runs on whichever torch is installed, so that a new release says what it has bro
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import minddp
-from minddp.module.given_way import ADDED
+from minddp._functions import FUNCTIONS
 from minddp.module.torch_base import TorchBase
 from minddp.testing import run_ranks
 
@@ -48,6 +50,17 @@ ATTRIBUTES_LEFT_OUT = {
     "_delay_grad_views": _INSIDE,
     "_require_manual_backward_finalization": _INSIDE,
     "_accum_grad_hooks": _PYTHON_REDUCER,
+}
+_OF_2_13, _OF_2_15 = "torch's since 2.13", "torch's since 2.15"
+# Names that an installed torch may be too old for, or that an instance of torch's class has later.
+OF_ANOTHER_TORCH = {
+    "batched_grad_copy": _OF_2_13,
+    "forward_sync_buffers": _OF_2_13,
+    "finalize_backward": _OF_2_15,
+    "lazy_bucket_allocation": _OF_2_15,
+    "require_manual_backward_finalization": _OF_2_15,
+    "should_finalize_after_backward": _OF_2_15,
+    "_divide_by_initial_world_size": "torch's class has it once there was a join()",
 }
 _OF_THE_MODULE = "the module's method, or its constructor's argument, makes the reducer anew"
 REDUCER_LEFT_OUT = {
@@ -163,11 +176,65 @@ def test_every_attribute_is_here_or_left_out(instances: Any) -> None:
     assert not _public(missing)
 
 
-def test_every_name_that_torchs_class_has_not_gives_way(instances: Any) -> None:
+def _added(here: set[str], there: set[str]) -> set[str]:
+    return {name for name in here - there if not name.startswith("_minddp_")} - set(OF_ANOTHER_TORCH)
+
+
+def test_nothing_is_added_but_private_names(instances: Any) -> None:
+    """What torch's instance has as an attribute, such as ``reducer``, the class may have here."""
     theirs, ours = instances
-    of_newer_torch = {"finalize_backward", "lazy_bucket_allocation"}
-    of_newer_torch |= {"require_manual_backward_finalization", "should_finalize_after_backward"}
-    assert _public(ours["all"] - theirs["all"]) - of_newer_torch == set(ADDED)
+    assert not _added(ours["all"], theirs["all"])
+    assert not _added(set(dir(OURS)), theirs["all"])
+
+
+def _functions(rank: int, world_size: int) -> Any:
+    """What is said where a function of the package is looked for in a wrapper; and without a wrapper."""
+
+    class Module(torch.nn.Linear):
+        report = "the module's"
+
+    ddp = OURS(Module(3, 3))
+    said = {}
+    for name in FUNCTIONS:
+        assert not hasattr(ddp, name)
+        with pytest.raises(AttributeError) as unknown:
+            getattr(ddp, name)
+        said[name] = str(unknown.value)
+    with pytest.raises(AttributeError) as unknown:
+        _ = ddp.reports
+    assert "minddp." not in str(unknown.value) and ddp.module.report == "the module's"
+    given = [TorchDDP(torch.nn.Linear(3, 3)), ddp.module, torch.nn.Sequential(ddp), None]
+    refused: list[str] = []
+    for name, each in zip(list(FUNCTIONS) * len(given), [each for each in given for _ in FUNCTIONS]):
+        arguments: dict[str, Any] = {"add_weight": {"weight": 1}, "load_wire_state": {"state": {}}}.get(name, {})
+        arguments = {"rank": 0} if name == "repair_replicas" else arguments
+        with pytest.raises(TypeError) as wrong:
+            getattr(minddp, name)(each, **arguments)
+        refused.append(str(wrong.value))
+    compiled = torch.compile(ddp, backend="eager")
+    assert minddp.bucket_plan(compiled) == minddp.bucket_plan(ddp)
+    return said, refused
+
+
+def test_what_minddp_adds_are_functions_of_the_package() -> None:
+    [(said, refused)] = run_ranks(_functions, 1)
+    for name, text in said.items():
+        assert text.endswith(f"It is a function of the package: minddp.{name}(ddp)")
+    outs = ["minddp.install()", "Pass the wrapper around it", "is its submodule '0': pass that", "got NoneType"]
+    for i, text in enumerate(refused):
+        name, out = list(FUNCTIONS)[i % len(FUNCTIONS)], outs[i // len(FUNCTIONS)]
+        assert text.startswith(f"minddp.{name}: ddp must be a minddp.DistributedDataParallel, got") and out in text
+
+
+def test_the_page_and_the_package_list_the_functions() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "wrapper.md").read_text()
+    assert set(re.findall(r"^\| `minddp\.(\w+)\(ddp", page, re.MULTILINE)) == set(FUNCTIONS)
+    assert set(FUNCTIONS) <= set(minddp.__all__) and set(minddp.__all__) <= set(dir(minddp))
+    for name in FUNCTIONS:
+        function = getattr(minddp, name)
+        assert function.__name__ == name and next(iter(inspect.signature(function).parameters)) == "ddp"
+    with pytest.raises(AttributeError, match="module 'minddp' has no attribute 'reports'"):
+        _ = minddp.reports
 
 
 def test_every_name_of_the_reducer_is_here_or_left_out(instances: Any) -> None:
@@ -188,7 +255,6 @@ def _forks(rank: int, world_size: int) -> Any:
     class Fork(OURS):  # type: ignore[misc,valid-type]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.logger.set_runtime_stats_and_log()
-            self.num_iterations += 1
             self.reducer.prepare_for_forward()
             output = self.module(x)
             self.reducer.prepare_for_backward([])
@@ -202,12 +268,11 @@ def _forks(rank: int, world_size: int) -> Any:
     for _ in range(3):
         ddp(torch.ones(1, 3)).sum().backward()
     maps, flat = ddp.logger._get_ddp_logging_data(), ddp._get_ddp_logging_data()
-    return ddp.num_iterations, maps.strs_map, maps.ints_map, flat
+    return maps.strs_map, maps.ints_map, flat
 
 
 def test_a_forks_forward_runs_and_is_logged() -> None:
-    [(iterations, texts, numbers, flat)] = run_ranks(_forks, 1)
-    assert iterations == 3
+    [(texts, numbers, flat)] = run_ranks(_forks, 1)
     assert texts["comm_hook"] == "mine" and texts["module_name"] == "Mine" and texts["device_ids"] == "0"
     assert numbers["join_uneven_inputs"] == 1 and numbers["iteration"] == 2 and numbers["avg_backward_comm_time"] >= 0
     assert {**texts, **numbers} == flat

@@ -143,7 +143,7 @@ def weighted(wrap: Any, rank: int) -> list[Tensor]:
     truth = own_gradient(net.weight, net(whole).square().mean())
     ddp = wrap(net, **({"reduction": "weighted"} if ours else {}))
     if ours:
-        ddp.add_weight(len(mine))
+        minddp.add_weight(ddp, len(mine))
         ddp(mine).square().sum().backward()
     else:
         ddp(mine).square().mean().backward()

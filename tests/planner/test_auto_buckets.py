@@ -55,7 +55,7 @@ def tune_and_pin(rank, world_size, folder):
     ddp = minddp.DistributedDataParallel(Mixed(), bucket_cap_mb="auto")
     ddp._minddp_engine.tuner.settings = SETTINGS
     tuned = train(ddp, rank, STEPS)
-    plan = ddp.bucket_plan
+    plan = minddp.bucket_plan(ddp)
     path = os.path.join(folder, f"plan{rank}.json")
     plan.save(path)
     pinned = minddp.DistributedDataParallel(Mixed(), bucket_plan=BucketPlan.load(path))
@@ -74,7 +74,7 @@ def tune_and_pin(rank, world_size, folder):
         "same": all(torch.equal(fixed, other) for other in (tuned, again, with_views)),
         "parameters": tuned,
         "buckets": [ddp.reducer.buckets(), pinned_from_start, pinned.reducer.buckets()],
-        "dtypes": [{str(ddp.reducer_parameters[i].dtype) for i in bucket} for bucket in ddp.reducer.buckets()],
+        "dtypes": [{str(ddp._minddp_wrapped.reduced[i].dtype) for i in bucket} for bucket in ddp.reducer.buckets()],
         "notes": plan.notes,
         "refusal": refusal,
     }

@@ -175,9 +175,9 @@ def _refused(rank, world_size):
         early = forward is not _in_a_reentrant_checkpoint and "hidden" not in forward.__name__
         if early:
             assert all(p.grad is None for p in ddp.parameters()), forward.__name__
-        ddp.abort_iteration()
+        minddp.abort_iteration(ddp)
         ddp.zero_grad()
-        ddp.refresh()
+        minddp.refresh(ddp)
         forward(ddp, batch(rank)).square().sum().backward()
         assert _averaged(ddp, world_size), forward.__name__
 

@@ -213,8 +213,8 @@ def a_comm_hook_raises(wrap, rank):
         out = model(batch(rank)).sum()
         seen = [raised(dist_autograd.backward, context, [out])]
     model.zero_grad()
-    if hasattr(model, "abort_iteration"):
-        model.abort_iteration()
+    if isinstance(model, minddp.DistributedDataParallel):
+        minddp.abort_iteration(model)
     return [*seen, *(p.grad for p in model.parameters())]
 
 
@@ -395,14 +395,14 @@ def _left_and_right(rank, world_size, port):
         with pytest.raises(RuntimeError, match="run all of its backwards in one context"):
             right.backward()
     assert ddp.module[0].weight.grad is None
-    ddp.abort_iteration()
+    minddp.abort_iteration(ddp)
     left, right = ddp(batch(rank))
     left.backward(retain_graph=True)
     mine = ddp.module[0].weight.grad.clone()
     with dist_autograd.context() as context, pytest.raises(RuntimeError, match="run all of its backwards in one"):
         dist_autograd.backward(context, [right])
     assert not differ([mine], [ddp.module[0].weight.grad])
-    ddp.abort_iteration()
+    minddp.abort_iteration(ddp)
     ddp.zero_grad()
     sum(ddp(batch(rank))).backward()
     assert not differ(expected, [p.grad for p in ddp.parameters()])
@@ -471,7 +471,7 @@ def _left_before_the_end(rank, world_size, port):
     dist.barrier()  # the context's end on one rank may come from another's
     with pytest.raises(RuntimeError, match="Call it inside of the context's `with` block"):
         ddp.finalize_backward()
-    ddp.abort_iteration()
+    minddp.abort_iteration(ddp)
     ddp(batch(rank)).sum().backward()
     ddp.finalize_backward()
     rpc.shutdown()
@@ -505,11 +505,11 @@ def _refused(rank, world_size, port):
     model = mlp()
     nested = minddp.DistributedDataParallel(Nested(model))
     attempt(nested)
-    nested.abort_iteration()
+    minddp.abort_iteration(nested)
     assert all(p.grad is None for p in summed.parameters())
     with dist_autograd.context() as context:
         expected = mean_of_own(model, nested(batch(rank), False).sum())
-        nested.abort_iteration()
+        minddp.abort_iteration(nested)
         dist_autograd.backward(context, [nested(batch(rank), False).sum()])
         assert not differ(expected, of_context(context, model)[::2])
     rpc.shutdown()

@@ -367,7 +367,7 @@ def _two_micro_batches(rank, world_size, reduction, views):
     for step in ([(0, 0, 0), (1, 1, 1)], [(0, 1, 1), (0, 1, 1)], [(1, 1, 1), (1, 1, 1)]):
         for i, micro in enumerate(step):
             if reduction == "weighted":
-                ddp.add_weight(1)
+                minddp.add_weight(ddp, 1)
             with contextlib.nullcontext() if i else ddp.no_sync():
                 ddp(torch.ones(1, 2), micro[rank]).sum().backward()
         seen.append([0.0 if p.grad is None else float(p.grad[0, 0]) for p in ddp.parameters()])

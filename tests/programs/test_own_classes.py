@@ -155,7 +155,7 @@ def scripted_whole(cls, rank, **args):
     return trained(cls(torch.jit.script(Two()), **args), rank)
 
 
-# --- names of the program's own, which are a wrapper's here
+# --- names of the program's own
 
 
 def names_of_its_own(cls, rank, **args):
@@ -419,7 +419,7 @@ def a_table_with_parameters_of_its_own(cls, rank, **args):
 
 
 class _Named(Two):
-    """Has names that are minddp's, too."""
+    """Has names that are functions of minddp's package, too."""
 
     last_step, reduction, add_weight = 7, "none", None
 
@@ -453,11 +453,19 @@ def unknown_names_are_the_modules(cls, rank, **args):
     return [*seen, torch.tensor(list(said.encode()))]
 
 
+def all_modules_are_asked(cls, rank, **args):
+    """For a name that is a function of minddp's package: the wrapper has none."""
+    ddp = cls(_Named(), **args)
+    seen = trained(ddp, rank)
+    return [*seen, torch.tensor([len([m for m in ddp.modules() if hasattr(m, name)]) for name in ASKED])]
+
+
+ASKED = ["report", "last_step", "add_weight", "reduction", "parameter_names", "refresh"]
 STEPS = [writes_steps_anew, a_bucket_for_each_gradient, another_module_in_its_place, overrides_run, overrides_all]
 STEPS += [patches_the_instance, patches_the_class, calls_the_steps, a_schedule_of_its_own, defaults_of_the_class]
 PARAMETERS = [twice_told, hidden_child, told_by_a_child, scripted, scripted_whole, weight_dropout]
 PARAMETERS += [all_told_and_none_registered, a_table_with_parameters_of_its_own]
-OBJECTS = [names_of_its_own, unknown_names_are_the_modules, closures, retried]
+OBJECTS = [names_of_its_own, unknown_names_are_the_modules, all_modules_are_asked, closures, retried]
 HELD = {name: MODES[name] for name in ("default", "find_unused")}
 HELD["find_unused, views"] = {**MODES["find_unused"], **MODES["views"]}
 
@@ -483,8 +491,8 @@ def _starts(rank, world_size):
     with torch.no_grad():
         net.b.weight.add_(rank)
     ddp = minddp.DistributedDataParallel(net)
-    ddp.check_replicas()
-    return ddp.parameter_names, net.b.weight.tolist()
+    minddp.check_replicas(ddp)
+    return ddp._minddp_wrapped.names, net.b.weight.tolist()
 
 
 def test_a_hidden_child_starts_as_rank_0s():
@@ -519,7 +527,7 @@ def _warnings(rank, world_size):
         warnings.simplefilter("always")
         ddp = minddp.DistributedDataParallel(HidesModules())
         minddp.DistributedDataParallel(Hides())
-    return ddp.parameter_names, [str(each.message) for each in seen], {each.filename for each in seen}
+    return ddp._minddp_wrapped.names, [str(each.message) for each in seen], {each.filename for each in seen}
 
 
 def test_what_trains_and_is_told_by_nobody_is_named():

@@ -815,7 +815,7 @@ def _assigned_by_hand(rank, world_size):
         for i in range(3):
             weight.grad = torch.full_like(weight, rank + 1.0) if i else None
             if reduction == "weighted":
-                model.add_weight(0.5)
+                minddp.add_weight(model, 0.5)
             model(torch.ones(1, 1)).sum().backward()
             total = world_size + (sum(range(1, world_size + 1)) if i else 0)
             expected = total / (0.5 * world_size if reduction == "weighted" else 1)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_map
 
+import minddp
 from tests.programs.beside_torch import MODES, those_that_differ
 from tests.programs.test_own_classes import Two, batch, trained
 
@@ -231,7 +232,7 @@ def an_ignored_layer_with_another_name(cls, rank, **args):
     ddp = cls(net, **args)
     net.inner = checkpoint_wrapper(net.inner, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
     with contextlib.suppress(AttributeError):  # torch's class has none
-        ddp.refresh()
+        minddp.refresh(ddp)
     return [*trained(ddp, rank), *(p.grad for p in net.inner.parameters())]
 
 

@@ -1,6 +1,7 @@
 """Manual finalization of a backward, beside torch's class where the installed torch has it (2.15)."""
 
 import copy
+import functools
 import inspect
 import logging
 import pickle
@@ -464,7 +465,7 @@ def _once_more(rank, world_size, how):
             ddp.finalize_backward()
         with pytest.raises(RuntimeError, match=r"ended with an exception.*abort_iteration"):
             ddp(_x(rank))
-        ddp.abort_iteration()
+        minddp.abort_iteration(ddp)
     ddp.zero_grad()
     ddp(_x(rank)).square().sum().backward()
     ddp.finalize_backward()
@@ -512,10 +513,10 @@ def _late(rank, world_size):
         Ahead.call = ddp.finalize_backward
         ddp(x, False).sum().backward()
     Ahead.call = None
-    ddp.abort_iteration()
+    minddp.abort_iteration(ddp)
     # Without `first` there is nothing to wait for: the second contribution comes after finalization.
     ddp.module.first.requires_grad_(False)
-    ddp.refresh()
+    minddp.refresh(ddp)
     for _ in range(2):
         ddp.zero_grad()
         ddp(x, False).sum().backward()
@@ -580,7 +581,7 @@ def _remade(rank, world_size):
         other(_x(rank)).sum().backward()
         other.finalize_backward()
     for remake in (
-        ddp.refresh,
+        functools.partial(minddp.refresh, ddp),
         ddp._set_static_graph,
         lambda: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
     ):
@@ -592,7 +593,7 @@ def _remade(rank, world_size):
             loss.backward()
             assert ddp.reducer.phase() == _C.Phase.LAUNCHED
             ddp.finalize_backward()
-        if remake == ddp.refresh:
+        if isinstance(remake, functools.partial):
             ddp.__dict__["_config"] = ddp._minddp_engine.config
             ddp._minddp_engine.rebuild()  # so that no iteration is behind it
     return True
@@ -663,16 +664,16 @@ def _weighted(rank, world_size):
     ddp = OURS(_net(), reduction="weighted")
     ddp.require_manual_backward_finalization = True
     reference = OURS(_net(), reduction="weighted")
-    ddp.add_weight(1 + rank)
+    minddp.add_weight(ddp, 1 + rank)
     for i in range(3):
         ddp.zero_grad()
         reference.zero_grad()
         ddp(_x(rank)).square().sum().backward()
-        ddp.add_weight(2 * rank + i)
-        ddp.clear_weight()
-        ddp.add_weight(2 * rank + i + 1)
+        minddp.add_weight(ddp, 2 * rank + i)
+        minddp.clear_weight(ddp)
+        minddp.add_weight(ddp, 2 * rank + i + 1)
         ddp.finalize_backward()
-        reference.add_weight(1 + rank if i == 0 else 2 * rank + i)
+        minddp.add_weight(reference, 1 + rank if i == 0 else 2 * rank + i)
         reference(_x(rank)).square().sum().backward()
         _assert_same(_grads(ddp), _grads(reference))
     return True
@@ -780,7 +781,7 @@ def _after_a_failed_hook(rank, world_size):
     for _ in range(2):
         with pytest.raises(Exception, match="not this one|ValueError"):
             ddp.finalize_backward()
-    ddp.abort_iteration()
+    minddp.abort_iteration(ddp)
     return True
 
 

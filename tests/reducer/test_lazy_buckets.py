@@ -244,7 +244,7 @@ def _given_up(rank, world_size):
             with pytest.raises(ZeroDivisionError):
                 ddp(_x(rank, i)).sum().backward()
             assert ddp.reducer.allocated_bytes() > 0
-            ddp.abort_iteration()
+            minddp.abort_iteration(ddp)
             fails.remove()
             assert ddp.reducer.allocated_bytes() == 0
             dist.barrier()
@@ -288,7 +288,7 @@ def _remade(rank, world_size):
     ddp = OURS(_net(), **LAZY)
     other = pickle.loads(pickle.dumps(ddp))
     other._set_static_graph()
-    ddp.refresh()
+    minddp.refresh(ddp)
     for wrapper in (ddp, other):
         assert wrapper.lazy_bucket_allocation
         for i in range(2):

@@ -587,7 +587,7 @@ def _summed_again(rank, world_size):
             with pytest.raises(RuntimeError, match=message):
                 with context():
                     backward()
-            ddp.abort_iteration()
+            minddp.abort_iteration(ddp)
         ddp.zero_grad()
         backward()
 
@@ -716,7 +716,7 @@ def test_complex_parameters(backend):
 def _abort_futures(rank, world_size):
     ddp = DDP(Two())
     ddp.reducer.wait_after_backward(torch.futures.Future())  # which nobody completes
-    ddp.abort_iteration()
+    minddp.abort_iteration(ddp)
     ddp(_x(rank)).backward()
 
 
@@ -729,7 +729,7 @@ def _abort_to_idle(rank, world_size):
     for step in range(3):
         ddp(_x(rank, step), ("left",)).backward()
         assert ddp.reducer.phase() == minddp._C.Phase.INCOMPLETE
-        ddp.abort_iteration()
+        minddp.abort_iteration(ddp)
         assert ddp.reducer.phase() == minddp._C.Phase.IDLE
         ddp.zero_grad()
         expected = _mean(ddp.module, world_size, lambda r: ddp.module(_x(r, step)))
@@ -744,9 +744,9 @@ def test_abort_leads_back_to_idle():
 
 def _abort_weights(rank, world_size):
     ddp = DDP(Two(), reduction="weighted")
-    ddp.add_weight(100)
-    ddp.abort_iteration()
-    ddp.add_weight(1)
+    minddp.add_weight(ddp, 100)
+    minddp.abort_iteration(ddp)
+    minddp.add_weight(ddp, 1)
     expected = _mean(ddp.module, world_size, lambda r: ddp.module(_x(r)))
     ddp(_x(rank)).backward()
     _check(ddp.module, expected)
@@ -760,7 +760,7 @@ def _abort_findings(rank, world_size):
     ddp = DDP(Two(), check_finite=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     (ddp(_x(rank)) * math.nan).backward()
-    ddp.abort_iteration()
+    minddp.abort_iteration(ddp)
     optimizer.zero_grad()
     ddp(_x(rank)).backward()
     optimizer.step()
@@ -941,7 +941,7 @@ def _replaced(rank, world_size):
     ddp(_x(rank)).backward()
     old = ddp.reducer
     held = ddp.module(_x(rank))  # a graph keeps autograd's nodes, and what is hooked on them
-    ddp.refresh()
+    minddp.refresh(ddp)
     assert ddp.reducer is not old
     ddp.zero_grad()
     before = [old.arrived_in(i) for i in range(len(old.names))]
@@ -975,7 +975,7 @@ def _pinned(rank, world_size):
     cut = DDP(Two(), **ALONE)
     for _ in range(2):
         cut(_x(rank)).backward()
-    ddp = DDP(Two(), bucket_plan=cut.bucket_plan)
+    ddp = DDP(Two(), bucket_plan=minddp.bucket_plan(cut))
     assert len(ddp.reducer.buckets()) == 4
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     for _ in range(2):
@@ -1014,7 +1014,7 @@ def _nothing_left(rank, world_size):
             for step in range(2):
                 ddp.zero_grad()
                 if "reduction" in kwargs:
-                    ddp.add_weight(1.0)
+                    minddp.add_weight(ddp, 1.0)
                 ddp(_x(rank, step)).backward()
             gone = [weakref.ref(ddp), weakref.ref(ddp.reducer)]
             del ddp
@@ -1043,7 +1043,7 @@ def _own_parameters(rank, world_size):
     torch.optim.SGD(other.parameters(), 0.1).step()
     with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
         torch.optim.SGD(ddp.module.left.parameters(), 0.1).step()
-    ddp.abort_iteration()
+    minddp.abort_iteration(ddp)
 
 
 def test_an_optimizer_is_asked_for_its_own_parameters():
@@ -1184,7 +1184,7 @@ def _late_collective(rank, world_size):
         ddp(_x(rank)).backward()
     handle.remove()
     assert late
-    ddp.abort_iteration()
+    minddp.abort_iteration(ddp)
     failing = False
     ddp.zero_grad(set_to_none=False)
     for buffer in late:

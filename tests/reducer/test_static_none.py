@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import minddp
 from minddp import DistributedDataParallel as DDP
 from minddp.testing import run_ranks
 
@@ -60,7 +61,7 @@ def _comes_later(rank, world_size):
     ddp, _ = made(rank)
     with pytest.raises(RuntimeError, match="training graph has changed.*'book' got a gradient"):
         ddp(x_of(rank, 2), brings=True).backward()
-    ddp.abort_iteration()
+    minddp.abort_iteration(ddp)
 
 
 def test_a_gradient_that_comes_later_raises():
@@ -83,7 +84,7 @@ def _kept_local(rank, world_size, past):
     optimizer.zero_grad()
     ddp(x_of(rank, 4)).backward()
     optimizer.step()
-    ddp.check_replicas()
+    minddp.check_replicas(ddp)
 
 
 @pytest.mark.parametrize("past", [False, True], ids=["no_sync", "past_the_wrapper"])
@@ -140,7 +141,7 @@ def _removed(rank, world_size, steps):
         ddp(x_of(rank, step), rank == 0).backward()
         optimizer.step()
         there.append(net.branch.weight.grad is not None)
-    ddp.check_replicas()
+    minddp.check_replicas(ddp)
     return there
 
 

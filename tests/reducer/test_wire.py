@@ -148,7 +148,7 @@ def _special(rank: int, world_size: int, wire: str) -> list[Any]:
     ddp = minddp.DistributedDataParallel(Given(shapes), wire=wire)
     ddp({"weight": given}).backward()
     grad = averages(ddp)["weight"]
-    residual = value_of(*ddp.wire_state().values()) if wire == "int8" else torch.zeros(1)
+    residual = value_of(*minddp.wire_state(ddp).values()) if wire == "int8" else torch.zeros(1)
     return [grad[1, :3].tolist(), (grad.flatten()[259:] - 0.5).abs().max().item(), bool(residual.isfinite().all())]
 
 
@@ -228,7 +228,7 @@ def _discards(rank: int, world_size: int, how: str) -> list[float]:
             ddp(given).backward()
         if handle:
             handle.remove()
-            ddp.abort_iteration()
+            minddp.abort_iteration(ddp)
         elif iteration != bad or "check" in how:
             optimizer.step()
         seen.append(float(model.weight.abs().max()))
@@ -257,7 +257,7 @@ def _keeps_dtype(rank: int, world_size: int) -> list[Any]:
     cast = minddp.DistributedDataParallel(Given(), ordered=True, mixed_precision=mixed)
     net = Given()
     plain = minddp.DistributedDataParallel(Given(), bucket_plan=None)
-    plan = plain.bucket_plan
+    plan = minddp.bucket_plan(plain)
     torch.set_default_dtype(torch.float64)
     try:
         pinned = minddp.DistributedDataParallel(net, wire="int8", bucket_plan=plan)
@@ -267,10 +267,10 @@ def _keeps_dtype(rank: int, world_size: int) -> list[Any]:
     sizes = [p.numel() for p in net.parameters()]
     assert low.reducer.wire_nbytes == [4 * n for n in sizes]
     assert cast.reducer.wire_nbytes == [2 * n for n in sizes]
-    state = pinned.wire_state()
+    state = minddp.wire_state(pinned)
     net.requires_grad_(False).wide.requires_grad_()
-    pinned.refresh()
-    pinned.load_wire_state(state)
+    minddp.refresh(pinned)
+    minddp.load_wire_state(pinned, state)
     return [value_of(state[name]).numel() == -(-math.prod(SHAPES[name]) // 256) * 256 for name in state]
 
 
@@ -306,7 +306,7 @@ def _grows(rank: int, world_size: int) -> list[bool]:
         for r in range(world_size):  # rank r has summed the r-th part of the blocks
             part = slice(r * 8 // world_size, (r + 1) * 8 // world_size)
             lost[r][part] = quantized(lost[r][part] + off[part])
-        kept = value_of(ddp.wire_state()["weight"])
+        kept = value_of(minddp.wire_state(ddp)["weight"])
         same += [torch.equal(averages(ddp)["weight"], quantized(total)), torch.equal(kept, lost[rank])]
     return same
 
@@ -326,19 +326,19 @@ def _goes_on(rank: int, world_size: int) -> bool:
     ddp = minddp.DistributedDataParallel(Given(), wire="int8")
     for iteration in range(3):
         step(ddp, iteration)
-    state = ddp.wire_state()
+    state = minddp.wire_state(ddp)
     assert sorted(state) == ["small", "square", "wide"]
     other = minddp.DistributedDataParallel(Given(), wire="int8")
     step(other, 0)
-    other.load_wire_state(state)
+    minddp.load_wire_state(other, state)
     with pytest.raises(KeyError, match="'small'"):
-        other.load_wire_state({name: state[name] for name in ("wide", "square")})
+        minddp.load_wire_state(other, {name: state[name] for name in ("wide", "square")})
     for wrong in (state["wide"], ((2, 2), *state["small"][1:])):
         with pytest.raises(ValueError, match=r"'small' has Layout\(.* there and Layout\(shape=\(3, 2\)"):
-            other.load_wire_state(state | {"small": wrong})
+            minddp.load_wire_state(other, state | {"small": wrong})
     for wrong in (torch.zeros(3, 2), None, state["small"][2]):
         with pytest.raises(ValueError, match="parameter 'small'"):
-            other.load_wire_state(state | {"small": wrong})  # type: ignore[dict-item]
+            minddp.load_wire_state(other, state | {"small": wrong})  # type: ignore[dict-item]
     want, found = step(ddp, 3), step(other, 3)
     return all(torch.equal(want[name], found[name]) for name in want)
 
@@ -357,10 +357,10 @@ def _another_format(rank: int, world_size: int) -> list[bool]:
     for _ in range(2):
         ddp.zero_grad()
         ddp(given).backward()
-        _, strides, _ = ddp.wire_state()["w"]
+        _, strides, _ = minddp.wire_state(ddp)["w"]
         found.append(strides == ddp.module.w.grad.stride())
     ddp.reducer.set_buckets([[0]])
-    _, strides, blocks = ddp.wire_state()["w"]
+    _, strides, blocks = minddp.wire_state(ddp)["w"]
     return [*found[1:], strides == ddp.module.w.grad.stride(), bool(blocks.any())]
 
 
@@ -392,11 +392,12 @@ def _stale(rank: int, world_size: int) -> list[bool]:
     x, spare = torch.randn(6, 12), ddp.module.c.weight
     ddp(x, 1).square().sum().backward()
     spare.grad = torch.randn(spare.shape, generator=torch.Generator().manual_seed(rank))
-    kept, before = ddp.wire_state()["c.weight"][2], spare.grad.clone()
+    kept, before = minddp.wire_state(ddp)["c.weight"][2], spare.grad.clone()
     for _ in range(2):
         ddp.module.a.zero_grad()
         ddp(x, 0).square().sum().backward()
-    return [torch.equal(kept, ddp.wire_state()["c.weight"][2]), torch.equal(before, spare.grad), bool(kept.any())]
+    after = minddp.wire_state(ddp)["c.weight"][2]
+    return [torch.equal(kept, after), torch.equal(before, spare.grad), bool(kept.any())]
 
 
 def test_what_no_rank_uses_keeps_its_feedback() -> None:
@@ -419,7 +420,7 @@ def _twice(ddp: Any, x: Tensor, rank: int, iteration: int) -> None:
 
 
 def _weighted(ddp: Any, x: Tensor, rank: int, iteration: int) -> None:
-    ddp.add_weight(1.0 + rank)
+    minddp.add_weight(ddp, 1.0 + rank)
     _plain(ddp, x, rank, iteration)
 
 
@@ -435,7 +436,7 @@ def _given_up(ddp: Any, x: Tensor, rank: int, iteration: int) -> None:
         with pytest.raises(ZeroDivisionError):
             _plain(ddp, x, rank, iteration)
         handle.remove()
-        ddp.abort_iteration()
+        minddp.abort_iteration(ddp)
         ddp.zero_grad()
     _plain(ddp, x, rank, iteration)
 

@@ -1,4 +1,4 @@
-"""``ddp.report()`` and ``on_straggler=`` on real ranks."""
+"""``minddp.report(ddp)`` and ``on_straggler=`` on real ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _name_the_late(rank: int, world_size: int) -> list[tuple[str, dict[str, Any]
     for number, phase in enumerate(PHASES):
         late = rank == number % world_size
         ddp = _train(16, {phase: DELAY} if late else {})
-        report = ddp.report(12, probe=phase == "input")
+        report = minddp.report(ddp, 12, probe=phase == "input")
         found.append((phase, report.to_dict(), str(report)))
     return found
 
@@ -101,7 +101,7 @@ def _micro_batches(rank: int, world_size: int) -> dict[str, Any]:
             ddp(torch.ones(2, 32)).sum().backward()
             time.sleep(DELAY * rank)
         ddp(torch.ones(2, 32)).sum().backward()
-    return ddp.report(10, probe=False).to_dict()
+    return minddp.report(ddp, 10, probe=False).to_dict()
 
 
 def test_micro_batches_are_told_from_input():
@@ -136,7 +136,7 @@ def _misuse(rank: int, world_size: int) -> list[str]:
     errors = []
     for arguments in ({}, {"steps": 20 - rank}, {"steps": 0}, {"steps": 2.5}, {"probe": "yes"}):
         with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
-            ddp.report(**arguments)
+            minddp.report(ddp, **arguments)
         errors.append(str(caught.value))
     return errors
 
@@ -165,7 +165,7 @@ def _other_clocks(rank: int, world_size: int) -> tuple[str, dict[str, Any]]:
     exchange.clock_identity = lambda: f"machine {rank}"
     gathering.time = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + skew, monotonic=time.monotonic)
     try:
-        report = ddp.report(probe=False)
+        report = minddp.report(ddp, probe=False)
     finally:
         exchange.clock_identity, gathering.time = saved
     return str(report), report.to_dict()
@@ -232,7 +232,7 @@ def _with_a_receive_under_way(rank: int, world_size: int) -> list[float]:
     received = torch.empty(4)
     work = dist.irecv(received, src=0) if rank == 1 else None
     random_state = torch.get_rng_state()
-    ddp.report()
+    minddp.report(ddp)
     assert torch.equal(torch.get_rng_state(), random_state)
     if rank == 0:
         dist.send(torch.arange(4.0), dst=1)

@@ -237,7 +237,7 @@ def give_up(model: minddp.DistributedDataParallel, x: Tensor, side_x: Tensor) ->
     with contextlib.suppress(ValueError):
         model(x, side_x).square().mean().backward()
     handle.remove()
-    model.abort_iteration()
+    minddp.abort_iteration(model)
 
 
 def synchronize(device: str) -> None:
@@ -277,7 +277,7 @@ def train(
                 if program.zero is not None:
                     model.zero_grad(set_to_none=program.zero)
                 if program.options.get("reduction") == "weighted":
-                    model.add_weight(i + 1.0)
+                    minddp.add_weight(model, i + 1.0)
                 with model.no_sync() if i in program.no_sync_in else contextlib.nullcontext():
                     model(x, side_x).square().mean().backward()
                 if program.finalizes:
@@ -291,7 +291,7 @@ def train(
                             if p.grad is not None:
                                 p.sub_(p.grad, alpha=0.1)
                 if program.release:
-                    model.release_buckets()
+                    minddp.release_buckets(model)
         seen += [p.detach().clone() for p in module.parameters()]
     synchronize(device)
     return [None if t is None else t.cpu() for t in seen]

@@ -229,7 +229,7 @@ def _host_work(rank: int, world_size: int, name: str) -> list[dict[str, int]]:
         for x, side_x in programs.batches(extension.NAME):
             model.zero_grad()
             if program.options.get("reduction") == "weighted":
-                model.add_weight(2.0)
+                minddp.add_weight(model, 2.0)
             torch.accelerator.synchronize()
             device.take_counts()
             model(x, side_x).square().mean().backward()
@@ -340,7 +340,7 @@ def _times(rank: int, world_size: int) -> tuple[list[Any], dict[str, int], set[s
         tuner.settings = TunerSettings(warmup_iterations=2, measured_iterations=1, laps=1, caps_mb=(1,))
         for _ in range(20):
             model(x, side_x).square().mean().backward()
-        step = model.last_step()
+        step = minddp.last_step(model)
         logged = model._get_ddp_logging_data()
         trials = {trial.name for trial in tuner._search.trials} if tuner._search is not None else set()
     device.synchronize()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import minddp
 from minddp import DistributedDataParallel
 from minddp.sync_batchnorm import convert_sync_batchnorm
 from minddp.testing import run_ranks
@@ -67,7 +68,7 @@ def joined(rank, world_size, counts, accumulate=1, cls=DistributedDataParallel, 
         with ddp.join(throw_on_early_termination=throw):
             for step in range(counts[rank]):
                 if weighted:
-                    ddp.add_weight(ROWS)
+                    minddp.add_weight(ddp, ROWS)
                 ddp.require_backward_grad_sync = (step + 1) % accumulate == 0
                 output = ddp(x[step, rank])
                 F.cross_entropy(output, target[step, rank], reduction="sum" if weighted else "mean").backward()

@@ -112,9 +112,9 @@ def _train(rank: int, world_size: int, path: str) -> tuple[Any, list[int]]:
         for _ in range(3):
             ddp.zero_grad()
             ddp(batch).sum().backward()
-    times = ddp.last_step()
+    times = minddp.last_step(ddp)
     ddp(batch).sum().backward()
-    return times, [sum(ddp.reducer_parameters[i].nbytes for i in bucket) for bucket in ddp.reducer.buckets()]
+    return times, [sum(ddp._minddp_wrapped.reduced[i].nbytes for i in bucket) for bucket in ddp.reducer.buckets()]
 
 
 def test_training_is_traced_from_within_the_module(tmp_path: Path):
@@ -149,7 +149,7 @@ def _train_and_refresh(rank: int, world_size: int, path: str) -> None:
             if turn == 2:
                 model[0].bias.requires_grad_(False)
                 model.add_module("2", torch.nn.Linear(8, 2))
-                ddp.refresh()
+                minddp.refresh(ddp)
             ddp.zero_grad()
             ddp(torch.randn(4, 8)).sum().backward()
 
