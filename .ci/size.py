@@ -47,7 +47,7 @@ def main() -> int:
     since = parser.parse_args().since
     now = table(lines(None))
     before = table(lines(since)) if since else now
-    for name in dict.fromkeys([*before, *now]):
+    for name in sorted({*before, *now}, key=lambda name: (name.startswith("in all"), name)):
         change = now[name] - before[name]
         if change or not since or name.startswith("in all"):
             print(f"{name:36} {now[name]:6,}" + (f" {change:+6,}" if since else ""))
