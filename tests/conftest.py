@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -23,14 +22,9 @@ from typing import Any
 import pytest
 
 import minddp.testing
-from tests import zygote
+from tests import forked
 
-minddp.testing.start_rank = zygote.start_rank
-
-
-def pytest_configure(config: Any) -> None:
-    if not hasattr(config, "workerinput") and zygote.FOLDER not in os.environ:
-        zygote.make_folder()  # the workers share the zygotes
+minddp.testing.start_rank = forked.start_rank
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -79,9 +73,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{number} skipped: {reason}")
     failed = stats.get("failed", []) + stats.get("error", [])
     if failed:
-        seeds = zygote.hash_seeds()
-        before = f"{zygote.SEEDS}={seeds} " if seeds else ""
         terminalreporter.section("each of them alone")
         for report in failed:
             arguments = f"-n 0 {shlex.quote(report.nodeid)}"
-            terminalreporter.write_line(f"{before}make test-all ARGS={shlex.quote(arguments)}")
+            terminalreporter.write_line(f"make test-all ARGS={shlex.quote(arguments)}")

@@ -18,7 +18,7 @@ import minddp.shm
 from minddp.guards import times
 from minddp.testing import RankPool, free_port
 from tests.faults.logged import logged
-from tests.zygote import Program
+from tests.forked import Program
 
 LOOK = 0.05  # of the guards, in seconds
 DESYNC_TIMEOUT = 20 * LOOK

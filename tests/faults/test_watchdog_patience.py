@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -20,7 +21,7 @@ import minddp
 import minddp.shm
 import minddp.testing
 from tests.faults.test_watchdog import DESYNC_TIMEOUT, LOOK, _group, _net, _run, _store_host, _train
-from tests.zygote import Program
+from tests.forked import Program
 
 
 def _in_a_thread(rank, world_size, port):
@@ -86,15 +87,21 @@ for step in range(5):
 """
 
 
+def started(source, port, where):
+    """Two ranks as a user starts them: how a program ends is known where it is the process's own."""
+    arguments = [[str(rank), str(port), where, str(LOOK)] for rank in range(2)]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", source, *one], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for one in arguments
+    ]
+
+
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_words_are_read_long_after_they_were_left(backend):
     with _store_host() as (_, port):
-        ranks = [Program(_ENDS_EARLY, str(rank), str(port), backend, str(LOOK), rank=rank) for rank in range(2)]
-        try:
-            told = [rank.communicate(timeout=90)[1] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
+        told = [rank.communicate()[1] for rank in started(_ENDS_EARLY, port, backend)]
     assert "Rank 1 (" in told[0]
     assert "says: its program ended with ValueError: the label file of shard 1 is truncated" in told[0], told[0]
 

@@ -25,7 +25,7 @@ from tests.faults.test_watchdog import (
     _train,
     _waits_for_a_stopped_rank,
 )  # fmt: skip
-from tests.zygote import Program
+from tests.faults.test_watchdog_patience import started
 
 
 def _in_join(ddp):
@@ -180,7 +180,7 @@ def train():
         ddp(torch.ones(1, 4)).sum().backward()
 
 def writes_a_checkpoint():
-    time.sleep(90)
+    time.sleep(1000)
 
 if rank == 1:
     threading.Thread(target=writes_a_checkpoint).start()
@@ -190,7 +190,7 @@ else:
     thread = threading.Thread(target=train, name="trainer")
     thread.start()
     thread.join()
-    time.sleep(90 * rank)
+    time.sleep(1000 * rank)
 """
 
 
@@ -203,13 +203,13 @@ else:
 )
 def test_an_exception_that_leaves_the_process_alive_is_told(where, words):
     with _store_host() as (_, port):
-        ranks = [Program(_RAISES, str(rank), str(port), where, str(LOOK), rank=rank) for rank in range(2)]
+        ranks = started(_RAISES, port, where)
         try:
-            told = ranks[0].communicate(timeout=55)[1]
+            told = ranks[0].communicate()[1]
             assert ranks[1].poll() is None
         finally:
-            for rank in ranks:
-                rank.kill()
+            ranks[1].kill()
+            ranks[1].communicate()
     assert re.search(rf"LostPeer: rank 1 will not .*{words}", told), told
 
 

@@ -12,13 +12,13 @@ import torch
 
 from minddp import testing
 from minddp.launching import command, doctor
-from tests import zygote
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def minddp(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return zygote.run_module("minddp", *arguments)
+    return forked.run_module("minddp", *arguments)
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)

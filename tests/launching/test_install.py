@@ -16,7 +16,7 @@ import torch
 
 import minddp
 from minddp.launching.install import _torch_class, install, uninstall
-from tests.zygote import run_module
+from tests.forked import run_module
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import minddp.testing
-from tests import zygote
+from tests import forked
 
 from . import outcome
 from .page import PAGE, page
@@ -13,7 +13,7 @@ from .programs import PAINS
 
 
 def main() -> int:
-    minddp.testing.start_rank = zygote.start_rank
+    minddp.testing.start_rank = forked.start_rank
     found = []
     for index, pain in enumerate(PAINS):
         torchs, ours = (outcome.run(index, which) for which in outcome.CLASSES)

@@ -348,11 +348,10 @@ def _end_ranks_at_once(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    from tests.zygote import warm
+    import tests.preloaded  # noqa: F401
 
     if "--ci" in sys.argv:  # registered before all others, so it is called after them
         atexit.register(_end_ranks_at_once, os.getpid())
-    warm()
     try:
         code = main()
     except InChild as child:

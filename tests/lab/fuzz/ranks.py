@@ -1,8 +1,8 @@
 """Processes that run one program after another, each rank a process, joined by Gloo on loopback.
 
 What always holds: a run ends within ``seconds``; what still runs then is killed by process id, and the next run
-has new processes. A group that carried an exception is not used again. Processes are forked from a zygote, so that
-new ones cost some hundredths of a second.
+has new processes. A group that carried an exception is not used again. Processes are forked (`tests/forked.py`), so
+that new ones cost some hundredths of a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.zygote import Rank, start_rank
+from minddp.testing import Process
+from tests.forked import start_rank
 
 __all__ = ["RankProcesses"]
 
@@ -70,7 +71,7 @@ class RankProcesses:
         self.seconds = seconds
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=30))
         self._generation = 0
-        self._processes: list[Rank] = []
+        self._processes: list[Process] = []
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
