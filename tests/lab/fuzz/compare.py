@@ -28,12 +28,14 @@ from typing import Any
 
 from .numbers import Difference, Numbers, Results, same, show, tolerance_of
 from .origins import left_by_join, under_no_sync
-from .program import to_json
+from .program import Program, to_json
 
-__all__ = ["Difference", "judge", "meant"]
+__all__ = ["judge", "meant", "unsteady", "waited"]
 
 _UPDATES = ("step", "join")
-_WAITED = re.compile(r"[Tt]imed out|Connection closed|Connection reset|did not end|application timeout|Broken pipe")
+_WAITED = re.compile(
+    r"[Tt]imed out|wait timeout|Connection closed|Connection reset|did not end|application timeout|Broken pipe"
+)
 
 
 def _parameters(result: dict[str, Any], step: int) -> dict[str, Any]:
@@ -44,14 +46,13 @@ def _parameters(result: dict[str, Any], step: int) -> dict[str, Any]:
     }
 
 
-def _updates(program: dict[str, Any], first: int, last: int) -> list[int]:
+def _updates(program: Program, first: int, last: int) -> list[int]:
     """The steps in [first, last) that change parameters."""
     return [i for i, (verb, _) in enumerate(program["steps"]) if verb in _UPDATES and first <= i < last]
 
 
-def _first_divergence(program: dict[str, Any], results: Results, start: int = 0) -> tuple[int, str] | None:
-    end = min(result["at"] for result in results)
-    for step in _updates(program, start, end):
+def _first_divergence(program: Program, results: Results) -> tuple[int, str] | None:
+    for step in _updates(program, 0, min(result["at"] for result in results)):
         first, *others = (_parameters(result, step) for result in results)
         for name, value in first.items():
             if any(name in other and not same(value, other[name], (0.0, 0.0)) for other in others):
@@ -63,21 +64,16 @@ def _waited(result: dict[str, Any]) -> bool:
     return result["end"] == "hung" or bool(_WAITED.search(result["error"]))
 
 
-def judge(
-    program: dict[str, Any],
-    theirs: Results,
-    ours: Results,
-    apart: Callable[[], Results] | None = None,
-    better: bool = True,
-) -> Difference | None:
-    """``apart()`` runs torch's class with a group for every wrapper; asked only where numbers differ.
+def waited(difference: Difference) -> bool:
+    """Whether some rank did not come in time."""
+    return bool(_WAITED.search(f"{difference.what} {difference.detail}"))
 
-    ``better=False`` lets the candidate go wrong where the reference does: for a class against itself.
-    """
+
+def judge(
+    program: Program, theirs: Results, ours: Results, apart: Callable[[], Results] | None = None
+) -> Difference | None:
+    """``apart()`` runs torch's class with a group for every wrapper; asked only where numbers differ."""
     difference = _judge(program, theirs, ours)
-    if difference is not None and not better:
-        if difference.kind not in ("numbers", "raises") and _goes_wrong(program, theirs):
-            return None
     if difference is None or difference.kind not in ("numbers", "raises", "diverges") or apart is None:
         return difference
     alone = apart()
@@ -88,14 +84,17 @@ def judge(
     return _judge(program, alone, ours)
 
 
-def _goes_wrong(program: dict[str, Any], results: Results) -> bool:
-    return any(result["end"] != "ok" for result in results) or _first_divergence(program, results) is not None
+def unsteady(program: Program, theirs: Results, again: Results) -> bool:
+    """Whether two runs with torch's class differ."""
+    difference = _judge(program, theirs, again)
+    wrong = any(result["end"] != "ok" for result in theirs) or _first_divergence(program, theirs) is not None
+    return difference is not None and (difference.kind in ("numbers", "raises") or not wrong)
 
 
-def _judge(program: dict[str, Any], theirs: Results, ours: Results) -> Difference | None:
+def _judge(program: Program, theirs: Results, ours: Results) -> Difference | None:
     count = len(program["steps"])
     raised = min(result["at"] if result["end"] != "ok" else count for result in theirs)
-    if any(result.get("left_over") for result in theirs):
+    if any(result["left_over"] for result in theirs):
         raised = 0
     if any("Expected to have finished reduction" in result["error"] for result in theirs):
         # It went wrong earlier, in the backward that did not finish; until it is noticed .grad is undefined.
@@ -127,18 +126,18 @@ def _ends(results: Results) -> str:
     return "; ".join(f"rank {rank}: {result['error'] or 'ended'}" for rank, result in enumerate(results))
 
 
-def _parts_ways(program: dict[str, Any], bad: int) -> bool:
+def _parts_ways(program: Program, bad: int) -> bool:
     """Whether, after torch has gone wrong, some ranks alone call a wrapper: what is collective there has no peer."""
     after = program["steps"][bad:]
     return any(verb == "forward" and a.get("ranks") and a.get("via", "ddp") == "ddp" for verb, a in after)
 
 
-def _uses_differ(program: dict[str, Any]) -> bool:
+def _uses_differ(program: Program) -> bool:
     """Whether some ranks use parameters that others do not: a branch, or an output in a loss."""
     return bool(re.search(r'"branch","ranks"|"head":\[', to_json(program)))
 
 
-def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: int) -> Difference | None:
+def _judge_errors(program: Program, theirs: Results, ours: Results, bad: int) -> Difference | None:
     failed = [rank for rank, result in enumerate(ours) if result["end"] == "raised"]
     if not failed:
         return None
@@ -163,7 +162,7 @@ def _judge_errors(program: dict[str, Any], theirs: Results, ours: Results, bad: 
     return None
 
 
-def _refused_rightly(program: dict[str, Any], theirs: Results, step: int, error: str) -> bool:
+def _refused_rightly(program: Program, theirs: Results, step: int, error: str) -> bool:
     """Whether ours refuses to step on a gradient which in torch's run differs between ranks there.
 
     Their parameters may be the same by chance: Adam's first step goes by the signs.
@@ -180,7 +179,7 @@ def _refused_rightly(program: dict[str, Any], theirs: Results, step: int, error:
     return any(not same(first[label], other.get(label), (0.0, 0.0)) for label in labels for other in others)
 
 
-def _judge_agreement(program: dict[str, Any], theirs: Results, ours: Results) -> Difference | None:
+def _judge_agreement(program: Program, theirs: Results, ours: Results) -> Difference | None:
     diverged = _first_divergence(program, ours)
     if diverged is None:
         return None
@@ -199,22 +198,21 @@ def _judge_agreement(program: dict[str, Any], theirs: Results, ours: Results) ->
 
 
 def _judge_left_over(theirs: Results, ours: Results) -> Difference | None:
+    if any(other["left_over"] or other["end"] != "ok" for other in theirs):
+        return None
     for rank, result in enumerate(ours):
-        if result.get("left_over") and not any(other.get("left_over") for other in theirs):
-            if all(other["end"] == "ok" for other in theirs):
-                what = result["left_over"]
-                return Difference("left over", result["at"], what, f"rank {rank}: {what}")
+        if what := result["left_over"]:
+            return Difference("left over", result["at"], what, f"rank {rank}: {what}")
     return None
 
 
 @functools.cache
 def _entries() -> list[dict[str, Any]]:
     path = Path(__file__).with_name("differences.toml")
-    entries = tomllib.loads(path.read_text()).get("difference", [])
-    return [entry for entry in entries if entry["id"] and entry["reason"]]
+    return tomllib.loads(path.read_text())["difference"]
 
 
-def meant(program: dict[str, Any], difference: Difference) -> str | None:
+def meant(program: Program, difference: Difference) -> str | None:
     """The id of the entry of ``differences.toml`` that explains it, if one does."""
     text = to_json(program)
     for entry in _entries():

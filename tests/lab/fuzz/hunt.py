@@ -1,29 +1,26 @@
-"""Draws, runs, judges and shrinks many programs."""
+"""Hypothesis draws programs, which both classes run, and shrinks those that show an unexplained difference."""
 
 from __future__ import annotations
 
-import re
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .compare import judge, meant
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis.errors import Flaky
+
+from .compare import judge, meant, unsteady, waited
 from .numbers import Difference, has_low_precision
-from .program import listing, to_json
-from .ranks import RUN_SECONDS, RankProcesses
-from .shrink import shrink
-from .strategies import nth_program
+from .program import Program, listing, to_json
+from .ranks import Ranks
+from .strategies import programs
 
 __all__ = ["Finding", "Hunt", "Pair"]
 
 
-# The guard of gradients past a wrapper waits two seconds here: a busy machine's rank may come later, once.
-_TOO_LATE = re.compile("has had no such backward for|has shown none for")
-
-
-def _may_race(program: dict[str, Any]) -> bool:
+def _may_race(program: Program) -> bool:
     """Whether torch's own numbers may differ from run to run.
 
     Seen: two reducers on one parameter where one has views, and sparse gradients, which are replaced or divided in
@@ -36,47 +33,29 @@ def _may_race(program: dict[str, Any]) -> bool:
 class Pair:
     """Two classes on the same processes: :meth:`difference` runs one program with both and gives the verdict."""
 
-    def __init__(self, world: int, reference: str = "torch", candidate: str = "minddp", seconds: float = RUN_SECONDS):
-        self.ranks = RankProcesses(world, seconds)
-        self.reference, self.candidate = reference, candidate
+    def __init__(self, world: int, candidate: str = "minddp", patience: float = 1):
+        self.ranks = Ranks(world, patience)
+        self.candidate = candidate
 
-    def run(self, program: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        return self._run(program, self.reference), self._run(program, self.candidate)
+    def run(self, program: Program) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        return self.ranks.run(program, "torch"), self.ranks.run(program, self.candidate)
 
-    def _run(self, program: dict[str, Any], name: str) -> list[dict[str, Any]]:
-        """Again where a new process group did not come about in time, which a busy machine does."""
-        for _ in range(3):
-            results = self.ranks.run(program, name)
-            if not any("DistStoreError: wait timeout" in result["error"] for result in results):
-                break
-        return results
-
-    def difference(self, program: dict[str, Any]) -> Difference | None:
+    def difference(self, program: Program) -> Difference | None:
         theirs, ours = self.run(program)
-        better = self.candidate != self.reference
-        found = judge(program, theirs, ours, lambda: self.ranks.run(program, self.reference, True), better)
+        found = judge(program, theirs, ours, lambda: self.ranks.run(program, "torch", apart=True))
         if found is not None and found.kind == "numbers":
             found = self._without_rounding(program, found)
-        if found is None or found.kind not in ("numbers", "diverges"):
+        if found is None or found.kind != "numbers":
             return found
-        if not better:
-            return None if _may_race(program) else found
-        for _ in range(6 if _may_race(program) else 2):
-            if judge(program, theirs, self.ranks.run(program, self.reference), better=False) is not None:
-                return None if found.kind == "numbers" else found
-        return found
+        again = range(6 if _may_race(program) else 2)
+        return None if any(unsteady(program, theirs, self.ranks.run(program, "torch")) for _ in again) else found
 
-    def _without_rounding(self, program: dict[str, Any], found: Difference) -> Difference | None:
+    def _without_rounding(self, program: Program, found: Difference) -> Difference | None:
         """What is left of a difference where both agree on the numbers in double precision, to its precision."""
         if program["world"] == 2 or "dtype" in program:
             return found  # two ranks add alike: their numbers are the same bits
         precise = {**program, "dtype": "float64", "nets": [_precise(net) for net in program["nets"]]}
-        if has_low_precision(precise):
-            return found
-        return judge(precise, *self.run(precise))
-
-    def close(self) -> None:
-        self.ranks.close()
+        return found if has_low_precision(precise) else judge(precise, *self.run(precise))
 
 
 def _precise(net: dict[str, Any]) -> dict[str, Any]:
@@ -84,132 +63,111 @@ def _precise(net: dict[str, Any]) -> dict[str, Any]:
     return {**net, "blocks": blocks}
 
 
+class Unexplained(AssertionError):
+    """What hypothesis is to shrink."""
+
+
 @dataclass
 class Finding:
-    """``also``: the programs of the same class that were not kept."""
+    """The smallest program with a difference. ``steady``: whether another run of it showed the same one."""
 
-    index: int
-    program: dict[str, Any]
+    program: Program
     difference: Difference
-    also: list[int] = field(default_factory=list)
     steady: bool = True
 
     def text(self) -> str:
         again = "" if self.steady else "  (not every time)"
-        return (
-            f"--- {self.difference.signature}{again}\n"
-            f"program {self.index}; shrunk:\n\n{listing(self.program)}\n\n"
-            f"  {self.difference.detail}\n\n{to_json(self.program)}\n"
-        )
+        return f"--- {self.difference.signature}{again}\n{self.difference.detail}\n{listing(self.program)}\n"
 
 
 @dataclass
 class Hunt:
-    """``findings`` by signature; the first of each also names those that were not kept.
+    """``findings`` has one of each class of unexplained difference; ``again`` counts the others that were drawn.
 
     ``meant`` counts the explained differences by the id of their entry.
     """
 
     seed: int
-    programs: Iterable[int]  # by index
+    programs: int
     worlds: tuple[int, ...] = (2,)
-    reference: str = "torch"
     candidate: str = "minddp"
-    jobs: int = 1
-    shrink_seconds: float = 60.0
-    seconds: float = float("inf")  # no program is begun later than this
-    examples: int = 1  # how many of each class of difference are shrunk and kept
-    findings: dict[str, list[Finding]] = field(default_factory=dict)
-    meant: dict[str, int] = field(default_factory=dict)
+    shrink_seconds: float = 60.0  # for each class
+    findings: dict[str, Finding] = field(default_factory=dict)
+    again: Counter[str] = field(default_factory=Counter)
+    meant: Counter[str] = field(default_factory=Counter)
     done: int = 0
-    enough: float = float("inf")  # no program is begun after so many differences
-    on_finding: Callable[[Finding], None] = lambda finding: None
-    on_progress: Callable[[Hunt], None] = lambda hunt: None
 
-    def run(self) -> Hunt:
-        self._lock = threading.Lock()
-        self._waiting = iter(self.programs)
-        self._end = time.monotonic() + self.seconds
-        self._errors: list[BaseException] = []
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self.jobs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self._errors:
-            raise self._errors[0]
-        return self
-
-    def counts(self) -> dict[str, int]:
-        """How often each class of unexplained difference was seen."""
-        return {signature: len(indices) for signature, indices in self.indices().items()}
-
-    def indices(self) -> dict[str, list[int]]:
-        """The programs with each class of unexplained difference."""
-        return {
-            signature: sorted(index for finding in found for index in (finding.index, *finding.also))
-            for signature, found in self.findings.items()
-        }
+    def run(self) -> Iterator[Finding]:
+        """Yields what is found, shrunk, while it goes on until all programs were drawn."""
+        self._pairs = {world: Pair(world, self.candidate) for world in self.worlds}
+        try:
+            while self.done < self.programs:
+                finding = self._next()
+                if finding is not None:
+                    self.findings[finding.difference.signature] = finding
+                    yield finding
+        finally:
+            for pair in self._pairs.values():
+                pair.ranks.close()
 
     def report(self) -> str:
-        return "\n".join(finding.text() for found in self.findings.values() for finding in found)
+        return "\n".join(finding.text() for finding in self.findings.values())
 
-    def _work(self) -> None:
-        pairs = {world: Pair(world, self.reference, self.candidate) for world in self.worlds}
+    def _next(self) -> Finding | None:
+        """The next class of difference, or None where there is none in the programs that are left."""
+        smallest: Finding | None = None
+        until = 0.0
+        verdicts: dict[str, Difference | None] = {}
+
+        @seed(f"{self.seed}/{self.done}")
+        @settings(
+            max_examples=self.programs - self.done, database=None, deadline=None, report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink], verbosity=Verbosity.quiet,
+        )  # fmt: skip
+        @given(programs(self.worlds))
+        def same(program: Program) -> None:
+            nonlocal smallest, until
+            text = to_json(program)
+            if text not in verdicts:
+                if smallest is not None and time.monotonic() > until:
+                    return  # all that is still to be tried counts as the same, so that shrinking ends
+                verdicts[text] = self._verdict(program, counts=smallest is None)
+            difference = verdicts[text]
+            if difference is None or (smallest and smallest.difference.signature != difference.signature):
+                return
+            until = until or time.monotonic() + self.shrink_seconds
+            smallest = Finding(program, difference)
+            raise Unexplained(difference.signature)
+
         try:
-            while (index := self._take()) is not None:
-                program = nth_program(self.seed, index, self.worlds)
-                self._one(index, program, pairs[program["world"]])
-                with self._lock:
-                    self.done += 1
-                    self.on_progress(self)
-        except BaseException as error:
-            self._errors.append(error)
-        finally:
-            for pair in pairs.values():
-                pair.close()
+            same()
+        except (Unexplained, Flaky):
+            assert smallest is not None
+            seen = self._pairs[smallest.program["world"]].difference(smallest.program)
+            smallest.steady = seen is not None and seen.signature == smallest.difference.signature
+        return smallest
 
-    def _take(self) -> int | None:
-        with self._lock:
-            if time.monotonic() > self._end or sum(self.counts().values()) >= self.enough:
-                return None
-            return next(self._waiting, None)
-
-    def _one(self, index: int, program: dict[str, Any], pair: Pair) -> None:
-        difference = pair.difference(program)
+    def _verdict(self, program: Program, counts: bool) -> Difference | None:
+        """What is neither explained nor found before. Only what was drawn ``counts``, not what shrinking tries."""
+        difference = self._pairs[program["world"]].difference(program)
+        if counts and difference is not None and waited(difference) and meant(program, difference) is None:
+            difference = self._without_hurry(program)
+        self.done += counts
         if difference is None:
-            return
+            return None
         reason = meant(program, difference)
-        signature = difference.signature
-        with self._lock:
-            if reason is not None:
-                self.meant[reason] = self.meant.get(reason, 0) + 1
-                return
-            kept = self.findings.setdefault(signature, [])
-            if len(kept) >= self.examples:
-                kept[0].also.append(index)
-                return
-            finding = Finding(index, program, difference)
-            kept.append(finding)
-        self._shrink(finding, pair)
-        if not finding.steady and _TOO_LATE.search(finding.difference.detail):
-            with self._lock:
-                kept.remove(finding)
-                if not kept:
-                    del self.findings[signature]
-            return
-        self.on_finding(finding)
+        if reason is not None:
+            self.meant[reason] += counts
+        elif difference.signature in self.findings:
+            self.again[difference.signature] += counts
+        else:
+            return difference
+        return None
 
-    def _shrink(self, finding: Finding, pair: Pair) -> None:
-        signature = finding.difference.signature
-
-        def shows(program: dict[str, Any]) -> bool:
-            difference = pair.difference(program)
-            if difference is None or difference.signature != signature or meant(program, difference):
-                return False
-            finding.difference = difference
-            return True
-
-        finding.steady = shows(finding.program)
-        if finding.steady and self.shrink_seconds:
-            finding.program = shrink(finding.program, shows, self.shrink_seconds)
+    def _without_hurry(self, program: Program) -> Difference | None:
+        """The verdict where groups wait long: on a busy machine a rank may come late."""
+        patient = Pair(program["world"], self.candidate, patience=15)
+        try:
+            return patient.difference(program)
+        finally:
+            patient.ranks.close()

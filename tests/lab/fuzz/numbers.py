@@ -19,7 +19,7 @@ from .origins import (
     net_of,
     other_forward_waits,
 )
-from .program import to_json
+from .program import Program, to_json
 
 __all__ = ["Difference", "Numbers", "Results", "has_low_precision", "same", "show", "tolerance_of"]
 
@@ -40,23 +40,23 @@ class Difference:
         return f"{self.kind}: {re.sub(r'[0-9]+', '#', self.what)}"
 
 
-def tolerance_of(program: dict[str, Any]) -> tuple[float, float]:
+def tolerance_of(program: Program) -> tuple[float, float]:
     return (0.0, 0.0) if program["world"] == 2 else _rounding(program)
 
 
-def _rounding(program: dict[str, Any]) -> tuple[float, float]:
+def _rounding(program: Program) -> tuple[float, float]:
     if has_low_precision(program):
         return 3e-2, 3e-2
     return (1e-9, 1e-10) if program.get("dtype") == "float64" else (1e-4, 1e-5)
 
 
-def has_low_precision(program: dict[str, Any]) -> bool:
+def has_low_precision(program: Program) -> bool:
     """Whether something in it is bfloat16 or float16."""
     text = to_json(program)
     return any(word in text for word in ('"half"', '"fp16"', '"bf16"'))
 
 
-def _amplified(program: dict[str, Any], label: str, tolerance: tuple[float, float]) -> tuple[float, float]:
+def _amplified(program: Program, label: str, tolerance: tuple[float, float]) -> tuple[float, float]:
     """What an input's gradient may differ by: batch norm's is what is left when nearly equal sums cancel."""
     if tolerance == (0.0, 0.0) or label.startswith(("net", "buffer")) or '"bn"' not in to_json(program):
         return tolerance
@@ -103,7 +103,7 @@ class Numbers:
     what is made of it: what a hook reads of such a net, and a norm over it, with what that norm scales.
     """
 
-    def __init__(self, program: dict[str, Any], theirs: Results, ours: Results, bad: int):
+    def __init__(self, program: Program, theirs: Results, ours: Results, bad: int):
         self.program, self.bad = program, bad
         # With views .grad may be half reduced while hooks run, in torch too.
         self.hooks = "gradient_as_bucket_view" not in to_json(program)

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from .program import Program
+
 __all__ = [
     "asks_for_local", "ended_by_a_hook", "frozen", "holders", "kin", "left_by_join", "may_be_divided", "net_of",
     "other_forward_waits", "under_no_sync",
@@ -17,11 +19,11 @@ __all__ = [
 Ways = list[tuple[int, str, bool]]
 
 
-def net_of(program: dict[str, Any], w: int) -> int:
+def net_of(program: Program, w: int) -> int:
     return int(program["wrappers"][w]["net"])
 
 
-def _block(program: dict[str, Any], net: int, index: int) -> tuple[int, int]:
+def _block(program: Program, net: int, index: int) -> tuple[int, int]:
     """The (net, block) that the block of ``net`` is: another one's, where it is the ``same``."""
     block = program["nets"][net]["blocks"][index]
     if block["kind"] != "same" or block["net"] >= net or not program["nets"][block["net"]]["blocks"]:
@@ -29,11 +31,11 @@ def _block(program: dict[str, Any], net: int, index: int) -> tuple[int, int]:
     return _block(program, block["net"], block["block"] % len(program["nets"][block["net"]]["blocks"]))
 
 
-def _blocks(program: dict[str, Any], net: int) -> set[tuple[int, int]]:
+def _blocks(program: Program, net: int) -> set[tuple[int, int]]:
     return {_block(program, net, index) for index in range(len(program["nets"][net]["blocks"]))}
 
 
-def holders(program: dict[str, Any], label: str) -> set[int]:
+def holders(program: Program, label: str) -> set[int]:
     """The nets that hold the parameter of a label."""
     found = re.match(r"net(\d+)\.(?:parts\.(\d+)\.)?", label)
     assert found is not None, f"{label} is not of a parameter"
@@ -44,13 +46,13 @@ def holders(program: dict[str, Any], label: str) -> set[int]:
     return {n for n in range(len(program["nets"])) if part in _blocks(program, n)}
 
 
-def kin(program: dict[str, Any], net: int) -> set[int]:
+def kin(program: Program, net: int) -> set[int]:
     """The net and those that share a block with it."""
     own = _blocks(program, net)
     return {net} | {n for n in range(len(program["nets"])) if own & _blocks(program, n)}
 
 
-def may_be_divided(program: dict[str, Any], label: str) -> bool:
+def may_be_divided(program: Program, label: str) -> bool:
     """Whether torch's class may divide this gradient when it arrives, sent or not.
 
     It does where the gradient is sparse, or where a wrapper of a net that holds the parameter has views.
@@ -66,14 +68,12 @@ def may_be_divided(program: dict[str, Any], label: str) -> bool:
     return any(net in nets and arguments.get("gradient_as_bucket_view") for net, arguments in given)
 
 
-def _backwards(program: dict[str, Any], step: int) -> Iterator[tuple[str, dict[str, Any], Ways]]:
+def _backwards(program: Program, step: int) -> Iterator[tuple[str, dict[str, Any], Ways]]:
     """The steps up to ``step`` that matter for whose a gradient is, each with the forwards it comes from."""
     outputs: dict[str, Ways] = {}
     made: set[str] = set()
     for verb, a in program["steps"][: step + 1]:
         ways: Ways = []
-        if a.get("w", 0) >= len(program["wrappers"]):
-            continue  # as the interpreter does
         if verb == "forward" and a.get("input", "x") not in {"x", *made}:
             continue  # as the interpreter does
         made |= {a["out"]} if verb == "forward" else set()
@@ -92,7 +92,7 @@ def _backwards(program: dict[str, Any], step: int) -> Iterator[tuple[str, dict[s
             yield verb, a, ways
 
 
-def asks_for_local(program: dict[str, Any], step: int, label: str) -> bool:
+def asks_for_local(program: Program, step: int, label: str) -> bool:
     """Whether a gradient is meant to be local, of forwards under no_sync or past the wrapper: since zero_grad and the
     last backward that averages what there is. A loss of such a forward and of another one is averaged, and a backward
     past a wrapper whose forward waits for one."""
@@ -112,12 +112,12 @@ def asks_for_local(program: dict[str, Any], step: int, label: str) -> bool:
     return local
 
 
-def _with_a_hook_that_raises(program: dict[str, Any]) -> set[int]:
+def _with_a_hook_that_raises(program: Program) -> set[int]:
     """The wrappers of such parameters: backward ends early there."""
     return {a.get("w", 0) for verb, a in program["steps"] if verb == "hook" and a.get("fail")}
 
 
-def other_forward_waits(program: dict[str, Any], step: int, label: str) -> bool:
+def other_forward_waits(program: Program, step: int, label: str) -> bool:
     """Whether a backward under no_sync since zero_grad found a forward of another wrapper of the parameter: of the
     wrapper before, which may be alive, or of another net that holds it."""
     waiting: set[int] = set()
@@ -145,13 +145,13 @@ def other_forward_waits(program: dict[str, Any], step: int, label: str) -> bool:
     return found
 
 
-def frozen(program: dict[str, Any], step: int, label: str) -> bool:
+def frozen(program: Program, step: int, label: str) -> bool:
     """Whether parameters of a net that holds this one were frozen before a step."""
     nets = holders(program, label)
     return any(verb == "freeze" and net_of(program, a.get("w", 0)) in nets for verb, a in program["steps"][:step])
 
 
-def ended_by_a_hook(program: dict[str, Any], step: int, label: str) -> bool:
+def ended_by_a_hook(program: Program, step: int, label: str) -> bool:
     """Whether a hook that raises may have ended a backward since zero_grad, and another wrapper of one of its
     parameters, of another net, may have brought what it left out."""
     nets = holders(program, label)
@@ -165,7 +165,7 @@ def ended_by_a_hook(program: dict[str, Any], step: int, label: str) -> bool:
     return ended and any(len(kin(program, net)) > 1 for net in nets)
 
 
-def under_no_sync(program: dict[str, Any], step: int, label: str) -> bool:
+def under_no_sync(program: Program, step: int, label: str) -> bool:
     """Whether the last backward to a parameter before a step was of a forward under no_sync, or ran under no_sync and
     past the wrapper."""
     nets = holders(program, label)
@@ -178,7 +178,7 @@ def under_no_sync(program: dict[str, Any], step: int, label: str) -> bool:
     return any(last)
 
 
-def left_by_join(program: dict[str, Any], step: int) -> bool:
+def left_by_join(program: Program, step: int) -> bool:
     """Whether a join, which ends with each rank's last own batch in ``.grad``, is not followed by its zero_grad."""
     left: set[int] = set()
     for verb, a in program["steps"][:step]:

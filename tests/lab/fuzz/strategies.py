@@ -1,192 +1,199 @@
-"""Draws programs: scenes of real training, composed at random, then now and then mutated.
+"""Programs for hypothesis to draw: scenes of real training, composed at random, some of them with a mistake.
 
-What always holds: a program depends on the seed and its index only, so that a report can name it by two numbers. Most
-programs are ones that torch's class runs to the end; about a quarter have a step removed, doubled or moved, or a
-constructor argument that does not fit.
+What always holds: the simplest value of each choice leaves something out (an option, a block, a scene, a step), so
+that hypothesis shrinks a program by shrinking its choices. Most programs are ones that torch's class runs to the end;
+in about one of six a step is missing, doubled, moved or changed.
 """
 
 from __future__ import annotations
 
 import copy
-import random
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
 
 from .own import MOVES, OUTPUTS, OWN
 
-__all__ = ["SCENES", "draw_program", "nth_program", "programs"]
+__all__ = ["programs"]
 
-Step = list[Any]
-_PLAIN = ["linear", "linear", "bare", "scale", "linear"]
+# As often as they stand here: plain blocks are three of five.
+_PLAIN = ["linear", "bare", "linear", "scale", "linear"]
 _RARE = ["frozen", "twice", "double", "complex", "half", "embedding", "bn", "dropout", "checkpoint", "collective"]
-_RARE += ["branch", "idle"]
+_RARE += ["branch", "idle", "scripted"]
+_KINDS = 8 * _PLAIN + 2 * _RARE
+# scene: how often
+_SCENES = {
+    "train": 3, "several": 4, "watch": 4, "gan": 3, "attack": 3, "accumulate": 2, "twice": 2, "saliency": 2,
+    "evaluate": 2, "probe": 2, "penalty": 2, "param_grads": 2, "freeze": 2, "mishap": 2, "uneven": 2, "rewrap": 2,
+    "copied": 2, "jacobian": 1, "func_grad": 1, "functional": 1, "retain": 1, "unfinished": 1,
+}  # fmt: skip
+_PERCENT, _KEPT = st.integers(0, 99), st.integers(0, 299)
 
 
-class Drawing:
+class _Drawing:
     """One program in the making; ``steps`` grows scene by scene."""
 
-    def __init__(self, rng: random.Random, world: int):
-        self.rng, self.world = rng, world
-        self.steps: list[Step] = []
+    def __init__(self, draw: Callable[[Any], Any], world: int):
+        self.draw, self.world = draw, world
+        self.steps: list[list[Any]] = []
         self.names = 0
         self.nets: list[dict[str, Any]] = []
         self.wrappers: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
 
-    def chance(self, p: float) -> bool:
-        return self.rng.random() < p
+    def chance(self, percent: int) -> bool:
+        return bool(self.draw(_PERCENT) >= 100 - percent)
+
+    def maybe(self, percent: int, value: Any = True) -> Any:
+        """The value, or None, for which a step's argument is left out."""
+        return value if self.chance(percent) else None
+
+    def pick(self, *options: Any) -> Any:
+        return self.draw(st.sampled_from(options))
+
+    def below(self, count: int) -> int:
+        return int(self.draw(st.integers(0, count - 1)))
+
+    def some(self, count: int, least: int = 1, most: int | None = None) -> list[int]:
+        """Different numbers below ``count``, in any order."""
+        order = self.draw(st.permutations(range(count)))
+        return list(order[: least + self.below((most or count) - least + 1)])
 
     def name(self, prefix: str) -> str:
         self.names += 1
         return f"{prefix}{self.names}"
 
     def add(self, verb: str, **arguments: Any) -> None:
-        self.steps.append([verb, {k: v for k, v in arguments.items() if v is not None}])
+        if self.draw(_KEPT):  # seldom a step is missing; where hypothesis shrinks, each that can be missed
+            self.steps.append([verb, {k: v for k, v in arguments.items() if v is not None}])
 
     # --- models and wrappers ---------------------------------------------------------------------------
 
     def block(self) -> dict[str, Any]:
-        rng = self.rng
-        kind = rng.choice(_PLAIN) if self.chance(0.6) else rng.choice(_RARE)
-        block: dict[str, Any] = {"kind": kind}
+        block: dict[str, Any] = {"kind": self.pick(*_KINDS)}
+        kind = block["kind"]
         if kind == "branch":
-            block["ranks"] = sorted(rng.sample(range(self.world), rng.randint(1, self.world - 1)))
-        if kind == "embedding" and self.chance(0.5):
+            block["ranks"] = sorted(self.some(self.world, most=self.world - 1))
+        if kind == "embedding" and self.chance(50):
             block["sparse"] = True
         if kind == "checkpoint":
-            block["reentrant"] = self.chance(0.5)
-        if self.nets and self.chance(0.15):
-            block = {"kind": "same", "net": rng.randrange(len(self.nets)), "block": rng.randrange(3)}
+            block["reentrant"] = self.chance(50)
+        if self.nets and self.chance(15):
+            block = {"kind": "same", "net": self.below(len(self.nets)), "block": self.below(3)}
         return block
 
     def net(self) -> dict[str, Any]:
-        blocks = [self.block() for _ in range(self.rng.randint(1, 3))]
-        if not any(block["kind"] in ("linear", "bare", "scale") for block in blocks):
+        blocks = [self.block() for _ in range(1 + self.below(3))]
+        if blocks[0]["kind"] == "checkpoint" or not any(block["kind"] in _PLAIN for block in blocks):
             blocks.insert(0, {"kind": "linear"})
-        if blocks[0]["kind"] == "checkpoint":
-            blocks.insert(0, {"kind": "linear"})
-        if any(b["kind"] == "collective" for b in blocks) and any(b["kind"] == "branch" for b in blocks):
-            blocks = [b for b in blocks if b["kind"] != "collective"]
+        if any(block["kind"] == "branch" for block in blocks):
+            blocks = [block for block in blocks if block["kind"] != "collective"]
         net: dict[str, Any] = {"blocks": blocks}
-        if self.chance(0.3):
-            net["out"] = self.rng.choice(["tuple", "dict", "dataclass"])
+        if self.chance(30):
+            net["out"] = self.pick("tuple", "dict", "dataclass")
+        if self.chance(10):
+            net["tells"] = self.pick("twice", "hides")
         return net
 
-    def kinds(self, w: int | None = None) -> set[str]:
-        nets = self.nets if w is None else [self.nets[self.wrappers[w]["net"]]]
+    def kinds(self, w: int) -> set[str]:
+        """Of the blocks of a wrapper's net."""
         kinds = set()
-        for net in nets:
-            for block in net["blocks"]:
-                if block["kind"] == "same":
-                    others = self.nets[block["net"]]["blocks"]
-                    block = others[block["block"] % len(others)]
-                kinds.add(block["kind"])
+        for block in self.nets[w]["blocks"]:
+            if block["kind"] == "same":
+                others = self.nets[block["net"]]["blocks"]
+                block = others[block["block"] % len(others)]
+            kinds.add(block["kind"])
         return kinds
 
-    def arguments(self, net: int, loose: bool) -> dict[str, Any]:
-        rng, a = self.rng, {}
-        used_all = not loose
-        if (not used_all and self.chance(0.9)) or self.chance(0.15):
-            a["find_unused_parameters"] = True
-        if self.chance(0.1):
-            a["static_graph"] = True
-        if self.chance(0.25):
-            a["gradient_as_bucket_view"] = True
-        if self.chance(0.5):
-            a["bucket_cap_mb"] = rng.choice([1e-6, 2e-5, 1e-4, 1])
-        elif self.chance(0.1):
-            a["bucket_cap_mb_list"] = rng.choice([[1], [2e-5, 1], [1e-6, 1e-4]])
-        for name, p, value in (
+    def arguments(self, net: dict[str, Any], loose: bool) -> dict[str, Any]:
+        """Of a constructor. ``loose``: some ranks, or some iterations, leave parameters out."""
+        a: dict[str, Any] = {}
+        for name, percent, value in (
+            ("find_unused_parameters", 92 if loose else 15, True),
+            ("static_graph", 10, True),
+            ("gradient_as_bucket_view", 25, True),
+            ("lazy_bucket_allocation", 25, True),  # the interpreter leaves it out for a torch without
             # Its contract: the same parameters are unused on all ranks.
-            ("skip_all_reduce_unused_params", 0.0 if loose else 0.08, True),
-            ("batched_grad_copy", 0.05, True),
-            ("init_sync", 0.04, False),
-            ("process_group", 0.08, "own"),
+            ("skip_all_reduce_unused_params", 0 if loose else 8, True),
+            ("batched_grad_copy", 5, True),
+            ("init_sync", 4, False),
+            ("process_group", 8, "own"),
         ):
-            if self.chance(p):
+            if self.chance(percent):
                 a[name] = value
-        if self.chance(0.15):
-            a[rng.choice(["broadcast_buffers", "forward_sync_buffers"])] = self.chance(0.3)
+        if self.chance(50):
+            a["bucket_cap_mb"] = self.pick(1, 1e-4, 2e-5, 1e-6)
+        elif self.chance(10):
+            a["bucket_cap_mb_list"] = self.pick([1], [2e-5, 1], [1e-6, 1e-4])
+        if self.chance(15):
+            a[self.pick("broadcast_buffers", "forward_sync_buffers")] = self.chance(30)
+        if net.get("out") == "slots":
+            # With these torch's class looks into outputs, and takes what it cannot see for unused.
+            a = {name: value for name, value in a.items() if name not in ("find_unused_parameters", "static_graph")}
         return a
 
-    def draw_lazy_buckets(self) -> None:
-        """Torch has them from 2.15 on; the interpreter leaves them out for a class without."""
-        made = [wrapper["args"] for wrapper in self.wrappers]
-        for arguments in made + [step[1]["args"] for step in self.steps if step[0] == "rewrap"]:
-            if self.chance(0.25):
-                arguments["lazy_bucket_allocation"] = True
-
-    def draw_own(self) -> None:
-        """Classes of the program's own, odd modules and outputs, hooks that move gradients."""
-        verbs = {verb for verb, _ in self.steps}
-        for wrapper in self.wrappers:
-            if self.chance(0.12) and "pickle" not in verbs:
-                wrapper["own"] = self.rng.choice(OWN)
-        looks = [self.wrappers[w]["args"] for w in range(len(self.wrappers))]
-        looks += [arguments["args"] for verb, arguments in self.steps if verb == "rewrap"]
-        # Torch's class looks into outputs then, and takes what it cannot see for unused.
-        walks = any({"find_unused_parameters", "static_graph"} & set(arguments) for arguments in looks)
-        for net in self.nets:
-            if "out" in net and self.chance(0.4):
-                net["out"] = self.rng.choice([out for out in OUTPUTS if not (walks and out == "slots")])
-            if self.chance(0.1) and "pickle" not in verbs:
-                net["tells"] = self.rng.choice(["twice", "hides"])
-            plain = [] if verbs & {"pickle", "deepcopy", "func_grad"} else net["blocks"]
-            for block in plain:
-                if block["kind"] == "linear" and self.chance(0.05):
-                    block["kind"] = "scripted"
-        if self.chance(0.08):
-            at, how = self.rng.randrange(len(self.steps) + 1), self.rng.choice(MOVES)
-            self.steps.insert(at, ["move_grad", {"w": self.w(), "p": self.rng.randrange(4), "how": how}])
+    def wrap(self, w: int) -> dict[str, Any]:
+        net = self.nets[w]
+        loose = bool(self.kinds(w) & {"branch", "idle"}) or "out" in net
+        if "out" in net and self.chance(40):
+            net["out"] = self.pick(*OUTPUTS)
+        wrapper = {"net": w, "args": self.arguments(net, loose)}
+        if self.chance(12):
+            wrapper["own"] = self.pick(*OWN)
+        return wrapper
 
     def build(self) -> None:
-        for _ in range(self.rng.choice([1, 1, 1, 2, 2, 3])):
+        for w in range(self.pick(1, 1, 1, 2, 2, 3)):
             self.nets.append(self.net())
-        for i in range(len(self.nets)):
-            self.wrappers.append({"net": i})
-            loose = bool(self.kinds(i) & {"branch", "idle"}) or self.nets[i].get("out") is not None
-            self.wrappers[i]["args"] = self.arguments(i, loose)
-        kind = "sgd" if self.chance(0.7) else "adam"
-        if any(block.get("sparse") for net in self.nets for block in net["blocks"]):
-            kind = "sgd"
-        if "complex" in self.kinds():
-            kind = "sgd"
-        together = len(self.wrappers) > 1 and self.chance(0.4)
-        of = [list(range(len(self.wrappers)))] if together else [[w] for w in range(len(self.wrappers))]
-        self.optimizers = [{"kind": kind, "of": which} for which in of]
+            self.wrappers.append(self.wrap(w))
+        everyone = list(range(len(self.wrappers)))
+        together = len(everyone) > 1 and self.chance(40)
+        kind = "adam" if self.chance(30) and not self.sparse() and not self.of_kind("complex") else "sgd"
+        self.optimizers = [{"kind": kind, "of": of} for of in ([everyone] if together else [[w] for w in everyone])]
+
+    def of_kind(self, kind: str) -> bool:
+        return any(block["kind"] == kind for net in self.nets for block in net["blocks"])
+
+    def sparse(self) -> bool:
+        return any(block.get("sparse") for net in self.nets for block in net["blocks"])
 
     # --- pieces of scenes ------------------------------------------------------------------------------
 
     def w(self) -> int:
-        return self.rng.randrange(len(self.wrappers))
+        return self.below(len(self.wrappers))
 
     def opt(self, w: int) -> int:
-        return next(i for i, o in enumerate(self.optimizers) if w in o["of"])
+        return next(i for i, optimizer in enumerate(self.optimizers) if w in optimizer["of"])
 
     def head(self) -> Any:
-        if self.chance(0.7):
-            return None
-        return self.rng.choice(["a", "b", ["a", "b"], ["both", "a"]])
+        return self.maybe(30, self.pick("a", "b", ["a", "b"], ["both", "a"]))
 
     def forward(self, w: int, **more: Any) -> str:
         out = self.name("o")
-        self.add("forward", out=out, w=w, batch=3 if self.chance(0.2) else None, **more)
+        self.add("forward", out=out, w=w, batch=self.maybe(20, 3), **more)
         return out
 
-    def loss(self, of: list[str], **more: Any) -> str:
+    def loss(self, *of: str, **more: Any) -> str:
         out = self.name("l")
-        self.add("loss", out=out, of=of, head=self.head(), **more)
+        self.add("loss", out=out, of=list(of), head=self.head(), **more)
         return out
+
+    def grad(self, loss: str, **more: Any) -> str:
+        out = self.name("g")
+        self.add("grad", loss=loss, out=out, **more)
+        return out
+
+    def backward(self, *of: str, **more: Any) -> None:
+        self.add("backward", loss=self.loss(*of), **more)
 
     def zero(self, w: int) -> None:
-        self.add("zero", w=w, to_none=False if self.chance(0.2) else None)
+        self.add("zero", w=w, to_none=self.maybe(20, False))
 
     def step(self, w: int) -> None:
-        sparse = any(block.get("sparse") for net in self.nets for block in net["blocks"])
-        if self.chance(0.15) and not sparse:
+        if self.chance(15) and not self.sparse():
             self.add("clip", w=w, max=0.5)
-        if self.chance(0.05) and not sparse:
+        if self.chance(5) and not self.sparse():
             self.add("scale_grad", w=w, by=0.5)
         self.add("step", opt=self.opt(w))
 
@@ -195,60 +202,60 @@ class Drawing:
     def train(self) -> None:
         w = self.w()
         self.zero(w)
-        self.add("backward", loss=self.loss([self.forward(w)]))
+        self.backward(self.forward(w))
         self.step(w)
 
     def accumulate(self) -> None:
         w = self.w()
         self.zero(w)
-        for _ in range(self.rng.randint(1, 2)):
-            self.add("backward", loss=self.loss([self.forward(w, sync=False)]), sync=False)
-        self.add("backward", loss=self.loss([self.forward(w)]))
+        for _ in range(1 + self.below(2)):
+            self.backward(self.forward(w, sync=False), sync=False)
+        self.backward(self.forward(w))
         self.step(w)
 
     def twice(self) -> None:
         """Two forwards, one or two losses and backwards."""
         w = self.w()
         self.zero(w)
-        a, b = self.forward(w), self.forward(w)
-        if self.chance(0.5):
-            self.add("backward", loss=self.loss([a, b]))
+        outs = [self.forward(w), self.forward(w)]
+        if self.chance(50):
+            self.backward(*outs)
         else:
-            for out in self.rng.sample([a, b], 2):
-                self.add("backward", loss=self.loss([out]))
+            for i in self.some(2, least=2):
+                self.backward(outs[i])
         self.step(w)
 
     def several(self) -> None:
         """Several wrapped modules in one loss, side by side or in a chain."""
-        ws = self.rng.sample(range(len(self.wrappers)), self.rng.randint(1, len(self.wrappers)))
+        ws = self.some(len(self.wrappers))
+        chain = self.chance(50)
+        outs: list[str] = []
         for w in ws:
             self.zero(w)
-        outs: list[str] = []
-        chain = self.chance(0.5)
         for w in ws:
             outs.append(self.forward(w, input=outs[-1] if chain and outs else None))
-        losses = [outs] if self.chance(0.6) else [[out] for out in outs]
-        made = [self.loss(of) for of in losses]
-        for i, loss in enumerate(made):
-            self.add("backward", loss=loss, retain_graph=True if i + 1 < len(made) else None)
+        losses = [self.loss(*of) for of in ([[out] for out in outs] if self.chance(40) else [outs])]
+        for loss in losses:
+            self.add("backward", loss=loss, retain_graph=None if loss == losses[-1] else True)
         for opt in sorted({self.opt(w) for w in ws}):
             self.add("step", opt=opt)
 
     def gan(self) -> None:
         if len(self.wrappers) < 2:
             return self.train()
-        g, d = self.rng.sample(range(len(self.wrappers)), 2)
-        frozen = self.chance(0.6)
-        if self.chance(0.7):
+        g, d = self.some(len(self.wrappers), least=2, most=2)
+        if self.chance(70):
             self.zero(d)
-            real, fake = self.forward(d), self.forward(d, input=self.forward(g), detach=True)
-            for loss in [self.loss([real, fake])] if self.chance(0.5) else [self.loss([real]), self.loss([fake])]:
+            outs = [self.forward(d), self.forward(d, input=self.forward(g), detach=True)]
+            losses = [self.loss(*of) for of in ([outs] if self.chance(50) else [[out] for out in outs])]
+            for loss in losses:
                 self.add("backward", loss=loss)
             self.step(d)
         self.zero(g)
+        frozen = self.chance(60)
         if frozen:
             self.add("freeze", w=d, p="all")
-        self.add("backward", loss=self.loss([self.forward(d, input=self.forward(g))]))
+        self.backward(self.forward(d, input=self.forward(g)))
         self.step(g)
         if frozen:
             self.add("freeze", w=d, p="all", value=True)
@@ -257,63 +264,60 @@ class Drawing:
     def attack(self) -> None:
         """PGD: the gradient of the input, sometimes on one rank only, then a step."""
         w = self.w()
-        alone = self.chance(0.2) and not self.kinds(w) & {"bn", "collective"}
-        ranks = [self.rng.randrange(self.world)] if alone else None
-        via = "module" if ranks and self.chance(0.5) else None
-        for _ in range(self.rng.randint(1, 2)):
-            out = self.forward(w, xgrad=True, ranks=ranks, via=via, eval=True if self.chance(0.3) else None)
-            loss = self.loss([out], ranks=ranks)
-            if self.chance(0.7):
-                self.add("grad", loss=loss, out=self.name("g"), ranks=ranks)
-            else:
-                self.add("backward", loss=loss, inputs="x", ranks=ranks)
+        alone = self.chance(20) and not self.kinds(w) & {"bn", "collective"}
+        ranks = [self.below(self.world)] if alone else None
+        via = self.maybe(50, "module") if alone else None
+        for _ in range(1 + self.below(2)):
+            loss = self.loss(self.forward(w, xgrad=True, ranks=ranks, via=via, eval=self.maybe(30)), ranks=ranks)
+            self.input_gradient(loss, 30, ranks=ranks)
         self.train()
+
+    def input_gradient(self, loss: str, percent: int, **more: Any) -> None:
+        if self.chance(percent):
+            self.add("backward", loss=loss, inputs="x", **more)
+        else:
+            self.grad(loss, **more)
 
     def saliency(self) -> None:
         w = self.w()
         self.zero(w)
-        self.add("backward", loss=self.loss([self.forward(w)]))
-        loss = self.loss([self.forward(w, eval=True, xgrad=True)])
-        if self.chance(0.5):
-            self.add("grad", loss=loss, out=self.name("g"))
-        else:
-            self.add("backward", loss=loss, inputs="x")
+        self.backward(self.forward(w))
+        self.input_gradient(self.loss(self.forward(w, eval=True, xgrad=True)), 50)
         self.step(w)
 
     def evaluate(self) -> None:
         w = self.w()
-        only = None if self.kinds(w) & {"bn", "collective"} else [0]
-        via = "module" if self.chance(0.5) else None
-        self.forward(w, grad=False, eval=True if self.chance(0.8) else None, via=via, ranks=only if via else None)
+        via = self.maybe(50, "module")
+        alone = via and not self.kinds(w) & {"bn", "collective"}
+        self.forward(w, grad=False, eval=self.maybe(80), via=via, ranks=[0] if alone else None)
 
     def probe(self) -> None:
         """A forward, and often a backward, through ``.module``, on all or one rank."""
         w = self.w()
-        ranks = [0] if self.chance(0.5) and not self.kinds(w) & {"collective"} else None
-        loss = self.loss([self.forward(w, via="module", ranks=ranks)], ranks=ranks)
-        if self.chance(0.7):
+        ranks = [0] if self.chance(50) and "collective" not in self.kinds(w) else None
+        loss = self.loss(self.forward(w, via="module", ranks=ranks), ranks=ranks)
+        if self.chance(70):
             self.add("backward", loss=loss, ranks=ranks)
-        if self.chance(0.7):
+        if self.chance(70):
             self.zero(w)
         self.train()
 
     def jacobian(self) -> None:
         w = self.w()
         if not self.kinds(w) & {"bn", "collective"}:
-            self.add("jacobian", w=w, eval=True if self.chance(0.5) else None)
+            self.add("jacobian", w=w, eval=self.maybe(50))
         self.train()
 
     def func_grad(self) -> None:
         w = self.w()
-        if not self.kinds(w) & {"collective", "checkpoint", "embedding"}:
+        if not self.kinds(w) & {"collective", "checkpoint", "embedding", "scripted"}:
             self.add("func_grad", w=w)
         self.train()
 
     def functional(self) -> None:
-        w = self.w()
-        loss = self.loss([self.forward(w, via="functional", xgrad=True)])
-        if self.chance(0.5):
-            self.add("grad", loss=loss, out=self.name("g"))
+        loss = self.loss(self.forward(self.w(), via="functional", xgrad=True))
+        if self.chance(50):
+            self.grad(loss)
         self.train()
 
     def penalty(self) -> None:
@@ -322,83 +326,76 @@ class Drawing:
         if self.kinds(w) & {"collective", "checkpoint", "embedding"}:
             return self.train()
         self.zero(w)
-        wrt = self.rng.choice(["x", "params"])
-        loss = self.loss([self.forward(w, xgrad=True)])
-        grads = self.name("g")
-        self.add("grad", loss=loss, out=grads, wrt=wrt, w=w, create_graph=True)
-        total = self.name("l")
-        self.add("penalty", out=total, of=grads, add=loss if self.chance(0.7) else None)
-        if self.chance(0.3):
-            self.add("grad", loss=total, out=self.name("g"), wrt="params", w=w)
+        loss, total = self.loss(self.forward(w, xgrad=True)), self.name("l")
+        grads = self.grad(loss, wrt=self.pick("x", "params"), w=w, create_graph=True)
+        self.add("penalty", out=total, of=grads, add=self.maybe(70, loss))
+        if self.chance(30):
+            self.grad(total, wrt="params", w=w)
             return self.train()
-        self.add("backward", loss=total, create_graph=True if self.chance(0.15) else None)
-        self.step(w)
-        return None
+        self.add("backward", loss=total, create_graph=self.maybe(15))
+        return self.step(w)
 
     def param_grads(self) -> None:
         """autograd.grad or backward(inputs=) for the parameters, then training goes on."""
         w = self.w()
-        loss = self.loss([self.forward(w)])
-        if self.chance(0.6):
-            self.add("grad", loss=loss, out=self.name("g"), wrt="params", w=w)
+        loss = self.loss(self.forward(w))
+        if self.chance(60):
+            self.grad(loss, wrt="params", w=w)
         else:
             self.zero(w)
             self.add("backward", loss=loss, inputs="params", w=w)
-            if self.chance(0.5):
+            if self.chance(50):
                 self.step(w)
         self.train()
 
     def retain(self) -> None:
         w = self.w()
         self.zero(w)
-        loss = self.loss([self.forward(w)])
+        loss = self.loss(self.forward(w))
         self.add("backward", loss=loss, retain_graph=True)
-        if self.chance(0.5):
+        if self.chance(50):
             self.zero(w)
         self.add("backward", loss=loss)
-        if self.chance(0.5):
+        if self.chance(50):
             self.zero(w)
-            self.train()
-        else:
-            self.step(w)
+            return self.train()
+        return self.step(w)
 
     def unfinished(self) -> None:
         """A forward, or a loss, without a backward."""
         out = self.forward(self.w())
-        if self.chance(0.5):
-            out = self.loss([out])
-        if self.chance(0.5):
+        if self.chance(50):
+            out = self.loss(out)
+        if self.chance(50):
             self.add("drop", out=out)
         self.train()
 
     def freeze(self) -> None:
-        w, p = self.w(), self.rng.randrange(4)
+        w, p = self.w(), self.below(4)
         self.add("freeze", w=w, p=p)
         self.train()
-        if self.chance(0.7):
+        if self.chance(70):
             self.add("freeze", w=w, p=p, value=True)
             self.train()
 
     def watch(self) -> None:
-        read = "all" if self.chance(0.6) else self.rng.randrange(4)
-        kind = self.rng.choice(["tensor", "post_accumulate", "module", "node"])
-        self.add("hook", w=self.w(), kind=kind, p=self.rng.randrange(4), read=read)
-        scene = self.rng.choice([self.train, self.accumulate, self.twice, self.several])
-        scene()
-        if self.chance(0.5):
+        read = self.below(4) if self.chance(40) else "all"
+        kind = self.pick("tensor", "post_accumulate", "module", "node")
+        self.add("hook", w=self.w(), kind=kind, p=self.below(4), read=read)
+        self.pick(self.train, self.accumulate, self.twice, self.several)()
+        if self.chance(50):
             self.add("unhook")
 
     def mishap(self) -> None:
         """An exception that the program catches, in forward, loss or a hook; then training goes on."""
         w = self.w()
-        where = self.rng.choice(["forward", "loss", "hook"])
+        where = self.pick("forward", "loss", "hook")
         self.zero(w)
         if where == "hook":
-            kind = self.rng.choice(["tensor", "post_accumulate", "module"])
-            self.add("hook", w=w, kind=kind, p=self.rng.randrange(4), read="all", fail=1)
+            kind = self.pick("tensor", "post_accumulate", "module")
+            self.add("hook", w=w, kind=kind, p=self.below(4), read="all", fail=1)
         out = self.forward(w, fail=True if where == "forward" else None)
-        loss = self.loss([out], fail=True if where == "loss" else None)
-        self.add("backward", loss=loss)
+        self.add("backward", loss=self.loss(out, fail=True if where == "loss" else None))
         self.add("unhook")
         self.train()
 
@@ -406,87 +403,74 @@ class Drawing:
         w = self.w()
         if self.kinds(w) & {"collective", "branch"}:
             return self.train()
-        batches = [self.rng.randint(1, 3) for _ in range(self.world)]
-        head = None if self.wrappers[w]["args"].get("find_unused_parameters") is None else self.head()
-        self.add("join", w=w, opt=self.opt(w), batches=batches, divide=False if self.chance(0.3) else None, head=head)
-        return self.train() if self.chance(0.7) else None
+        batches = [1 + self.below(3) for _ in range(self.world)]
+        head = self.head() if "find_unused_parameters" in self.wrappers[w]["args"] else None
+        self.add("join", w=w, opt=self.opt(w), batches=batches, divide=self.maybe(30, False), head=head)
+        return self.train() if self.chance(70) else None
 
     def rewrap(self) -> None:
         w = self.w()
-        loose = "find_unused_parameters" in self.wrappers[w]["args"]
-        args = self.arguments(self.wrappers[w]["net"], loose)
+        old = self.wrappers[w]["args"]
+        args = self.arguments(self.nets[w], "find_unused_parameters" in old)
         args.pop("init_sync", None)
         # Two armed reducers on views of one gradient race in torch's class.
-        views = "gradient_as_bucket_view" in {**args, **self.wrappers[w]["args"]}
-        self.add("rewrap", w=w, args=args, keep=True if not views and self.chance(0.7) else None)
-        self.rng.choice([self.train, self.accumulate])()
+        views = "gradient_as_bucket_view" in {**args, **old}
+        self.add("rewrap", w=w, args=args, keep=self.maybe(70) if not views else None)
+        self.pick(self.train, self.accumulate)()
 
     def copied(self) -> None:
         w = self.w()
-        self.add(self.rng.choice(["deepcopy", "pickle", "state_dict"]), w=w)
+        net = self.nets[w]
+        # Classes made in functions do not pickle, and scripted modules are not copied.
+        local = "own" in self.wrappers[w] or "tells" in net
+        scripted = "scripted" in self.kinds(w)
+        ways = ["state_dict"] + ["deepcopy"] * (not scripted) + ["pickle"] * (not scripted and not local)
+        self.add(self.pick(*ways), w=w)
         self.train()
 
-    # --- the whole -------------------------------------------------------------------------------------
+    # --- mistakes --------------------------------------------------------------------------------------
 
-    def mutate(self) -> None:
-        steps, rng = self.steps, self.rng
-        for _ in range(rng.randint(1, 2)):
-            if len(steps) < 2:
-                return
-            i = rng.randrange(len(steps))
-            what = rng.randrange(4)
-            if what == 0:
-                del steps[i]
-            elif what == 1:
-                steps.insert(i, copy.deepcopy(steps[i]))
-            elif what == 2:
-                j = rng.randrange(len(steps))
-                steps.insert(j, steps.pop(i))
-            elif steps[i][0] in ("forward", "backward"):
-                name, value = rng.choice([("sync", False), ("eval", True), ("retain_graph", True), ("via", "module")])
-                steps[i][1][name] = value
+    def mistake(self) -> None:
+        """A step twice, elsewhere or otherwise."""
+        i, what = self.below(len(self.steps)), self.below(3)
+        if what == 0:
+            self.steps.insert(i, copy.deepcopy(self.steps[i]))
+        elif what == 1:
+            self.steps.insert(self.below(len(self.steps)), self.steps.pop(i))
+        elif self.steps[i][0] in ("forward", "backward"):
+            name, value = self.pick(("sync", False), ("eval", True), ("retain_graph", True), ("via", "module"))
+            self.steps[i][1][name] = value
 
 
-# scene: how often
-SCENES = {
-    "train": 3, "accumulate": 2, "twice": 2, "several": 4, "gan": 3, "attack": 3, "saliency": 2, "evaluate": 2,
-    "probe": 2, "jacobian": 1, "func_grad": 1, "functional": 1, "penalty": 2, "param_grads": 2, "retain": 1,
-    "unfinished": 1, "freeze": 2, "watch": 4, "mishap": 2, "uneven": 2, "rewrap": 2, "copied": 2,
-}  # fmt: skip
+@st.composite
+def _scene(draw: Callable[[Any], Any], drawing: _Drawing) -> None:
+    """A composite, so that hypothesis sees which choices go together and leaves out all of them."""
+    scene = draw(st.sampled_from([name for name, often in _SCENES.items() for _ in range(often)]))
+    getattr(drawing, scene)()
 
 
-def draw_program(rng: random.Random, world: int = 2) -> dict[str, Any]:
-    drawing = Drawing(rng, world)
+@st.composite
+def programs(draw: Callable[[Any], Any], worlds: tuple[int, ...] = (2,)) -> dict[str, Any]:
+    """See ``program.py``; ``worlds`` are the numbers of ranks."""
+    drawing = _Drawing(draw, draw(st.sampled_from(worlds)))
     drawing.build()
-    if drawing.chance(0.08):
-        drawing.add("comm_hook", w=drawing.w(), hook=rng.choice(["allreduce", "fp16", "bf16", "python"]))
-    for _ in range(rng.randint(1, 4)):
-        scene = rng.choices(list(SCENES), list(SCENES.values()))[0]
-        getattr(drawing, scene)()
-    if drawing.chance(0.15):
-        drawing.mutate()
-    if any(step[0] == "join" for step in drawing.steps):
+    if drawing.chance(8):
+        drawing.add("comm_hook", w=drawing.w(), hook=drawing.pick("allreduce", "fp16", "bf16", "python"))
+    draw(st.lists(_scene(drawing), min_size=1, max_size=4))
+    if drawing.chance(8):
+        at, w, p = drawing.below(len(drawing.steps) + 1), drawing.w(), drawing.below(4)
+        drawing.steps.insert(at, ["move_grad", {"w": w, "p": p, "how": drawing.pick(*MOVES)}])
+    if drawing.steps and drawing.chance(12):
+        drawing.mistake()
+    if any(verb == "join" for verb, _ in drawing.steps):
         # Each rank steps as often as it has batches, so what an optimizer remembers would differ.
         for optimizer in drawing.optimizers:
             optimizer["kind"] = "sgd"
-    seed = rng.randrange(1000)
-    drawing.draw_lazy_buckets()  # last, so that the rest of a program stays what it was without them
-    drawing.draw_own()
     return {
-        "world": world,
-        "seed": seed,
+        "world": drawing.world,
+        "seed": drawing.below(1000),
         "nets": drawing.nets,
         "wrappers": drawing.wrappers,
         "optimizers": drawing.optimizers,
         "steps": drawing.steps,
     }
-
-
-def nth_program(seed: int, index: int, worlds: tuple[int, ...] = (2,)) -> dict[str, Any]:
-    """The program that a report names by its seed and index; the worlds take turns."""
-    return draw_program(random.Random(f"{seed}/{index}"), worlds[index % len(worlds)])
-
-
-def programs(world: int = 2) -> st.SearchStrategy[dict[str, Any]]:
-    """For hypothesis: programs, shrunk by what ``shrink`` knows rather than by their random numbers."""
-    return st.integers(0, 2**32).map(lambda seed: nth_program(seed, 0, (world,)))
