@@ -4,8 +4,6 @@
 variable                       meaning
 =============================  ==========================================================================
 ``MINDDP_TRACE``               a path: the whole process is traced, as by :func:`minddp.trace`
-``MINDDP_DEBUG``               ``1``: debug mode, which compares the order of collectives over ranks
-``MINDDP_ORDER_TIMEOUT``       seconds that debug mode waits for a collective (60)
 ``MINDDP_DESYNC_TIMEOUT``      seconds: ``desync_timeout`` of every wrapper that is given none (no such limit)
 ``MINDDP_CHECK_COLLECTIVES``   ``0``: ``minddp.functional`` exchanges no headers before its collectives
 ``MINDDP_ALWAYS_REDUCE``       ``1``: one rank alone goes through its process group too (tests, benchmarks)
@@ -19,7 +17,6 @@ variable                       meaning
 ``RANK``, ``LOCAL_RANK``       a launcher's: ``minddp tune`` without them starts its own ranks (``launching/tune.py``)
 ``NCCL_*``, ``GLOO_*``         the transports', for what ``ddp.logger`` tells (read by ``module/logging_data.py``)
 ``PYTHONINSPECT``              Python's: a prompt follows the script, whose exception is no end
-``TORCH_DISTRIBUTED_DEBUG``    torch's; ``DETAIL`` is debug mode too
 ``PYTORCH_DDP_USE_SIDE_STREAM``  torch's; ``0`` copies inputs on the current stream
 =============================  ==========================================================================
 """
@@ -30,7 +27,7 @@ import os
 import sys
 
 __all__ = [
-    "always_reduce", "check_collectives", "debug", "desync_timeout", "order_timeout", "prompts",
+    "always_reduce", "check_collectives", "desync_timeout", "prompts",
     "torch_ddp_variables", "trace_path", "use_side_stream",
 ]  # fmt: skip
 
@@ -40,13 +37,6 @@ def trace_path() -> str | None:
     return os.environ.get("MINDDP_TRACE") or None
 
 
-def debug() -> bool:
-    """Whether debug mode is on."""
-    if os.environ.get("MINDDP_DEBUG", "0") not in ("", "0"):
-        return True
-    return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-
-
 def desync_timeout() -> float | None:
     """Seconds after which a rank that is only suspected is waited for no more; ``None``: it is.
 
@@ -54,25 +44,14 @@ def desync_timeout() -> float | None:
         ValueError: it is no positive number.
     """
     text = os.environ.get("MINDDP_DESYNC_TIMEOUT")
-    return _seconds("MINDDP_DESYNC_TIMEOUT", text) if text else None
-
-
-def order_timeout() -> float:
-    """Seconds that debug mode waits for a collective.
-
-    Raises:
-        ValueError: it is no positive number.
-    """
-    return _seconds("MINDDP_ORDER_TIMEOUT", os.environ.get("MINDDP_ORDER_TIMEOUT", "60"))
-
-
-def _seconds(name: str, text: str) -> float:
+    if not text:
+        return None
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0.0 < seconds < float("inf"):
-        raise ValueError(f"{name} is {text!r}: set it to a positive number of seconds, or unset it")
+        raise ValueError(f"MINDDP_DESYNC_TIMEOUT is {text!r}: set it to a positive number of seconds, or unset it")
     return seconds
 
 

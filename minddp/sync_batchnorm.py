@@ -36,8 +36,8 @@ from torch.nn.utils import parametrize
 
 from .functional import all_reduce
 from .functional.transport import gather_rows
-from .ranks import ordering
 from .ranks.messages import gather_objects, work_on
+from .ranks.waiting import wait_for
 
 __all__ = ["SyncBatchNorm", "batch_norm_reference", "convert_sync_batchnorm"]
 
@@ -137,7 +137,6 @@ def _gather_statistics(x: Tensor, group: Any) -> GroupStatistics:
     """One collective: every rank receives every rank's statistics and merges them in rank order."""
     local = _local_statistics(x)
     packed = local.new_empty(dist.get_world_size(group), local.numel())
-    ordering.record(group, f"SyncBatchNorm: statistics, {local.numel()} of {local.dtype}")
     gather_rows(packed, local, group)
     return _merge(packed)
 
@@ -209,8 +208,8 @@ class _FastBatchNorm(Function):
         if ctx.needs_input_grad[0]:
             scale = _scale(weight, stats)
             sums = torch.stack([grad_bias, grad_weight]) * scale
-            ordering.record(ctx.group, f"SyncBatchNorm: gradients, {sums.numel()} of {sums.dtype}")
-            ordering.wait(dist.all_reduce(sums, group=ctx.group, async_op=True), ctx.group)
+            work = dist.all_reduce(sums, group=ctx.group, async_op=True)
+            wait_for(work, ctx.group, "the sums of gradients in SyncBatchNorm")
             grad_x = _input_gradient(grad, x, scale, stats, ctx.eps, sums)
         return (
             grad_x,
@@ -249,7 +248,6 @@ def _compare_once(module: SyncBatchNorm, x: Tensor, group: Any) -> None:
     seen = _compared.get(module)
     if seen is not None and seen() is group:
         return
-    ordering.record(group, "SyncBatchNorm: comparing channels")
     work_on(group, x.device)
     rows = gather_objects([x.shape[1], _statistics_dtype(x.dtype).itemsize], group)
     if any(row != rows[0] for row in rows):

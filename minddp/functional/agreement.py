@@ -3,7 +3,7 @@
 Overview
     A backend that is given different shapes, dtypes or calls on different ranks hangs, aborts the
     process, or adds bytes that have nothing to do with each other. So each forward call is preceded by
-    an exchange of one fixed-size header per rank (224 bytes). Every rank then evaluates the same
+    an exchange of one fixed-size header per rank (216 bytes). Every rank then evaluates the same
     function of the same headers: all go on, or all raise the same :class:`CollectiveError`. A rank whose
     arguments are bad sends a header that says so before it raises. The headers also carry what a call
     has to learn anyway: the sizes of an uneven all_gather, what a broadcast's receivers will get, and
@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from .. import environment
-from ..ranks import ordering
 from .control import all_gather_ints
 
 __all__ = ["Call", "CollectiveError", "agree", "require_replicated"]
@@ -76,20 +75,12 @@ class Call:
         mode = " under no_grad" if self.grad == NO_GRAD else ""
         return f"{self.collective}({', '.join(options)}) of {what}{mode}"
 
-    def uniform_text(self) -> str:
-        """What is the same on all ranks if the calls fit together: for the order's digest."""
-        parts = ["header of", self.collective, self.op]
-        if self.same_shape and self.root < 0:  # else ranks without a tensor, or with other rows, take part
-            parts += [str(self.dtype), str(self.shape)]
-        return " ".join(part for part in parts if part)
-
-    def encode(self, order: int) -> list[int]:
+    def encode(self) -> list[int]:
         shape = self.shape or ()
         failed = bool(self.error)
         return [
             _MAGIC,
             int(failed),
-            order,
             _code(self.collective),
             _code(self.op),
             _code(self.loss),
@@ -111,7 +102,6 @@ class Header:
 
     magic: int
     failed: int
-    order: int
     collective: int
     op: int
     loss: int
@@ -162,20 +152,12 @@ def agree(call: Call, group: Any) -> list[Header]:
 
     Raises:
         CollectiveError: on every rank, when a rank's arguments are bad or the calls do not fit together.
-        ordering.CollectiveOrderError: in debug mode, when what the ranks issued before differs.
     """
-    if ordering.enabled():
-        ordering.record(group, call.uniform_text())
-    headers = _exchange_headers(call, group)
+    headers = [Header.decode(row) for row in all_gather_ints(call.encode(), group)]
     problem = disagreement(headers)
     if problem:
         _raise_together(problem, call, group)
     return headers
-
-
-def _exchange_headers(call: Call, group: Any) -> list[Header]:
-    values = call.encode(ordering.digest(group))
-    return [Header.decode(row) for row in all_gather_ints(values, group)]
 
 
 _MUST_MATCH: list[tuple[str, Callable[[Header], Any]]] = [
@@ -199,8 +181,6 @@ def disagreement(headers: Sequence[Header]) -> str:
         return "another library's collective on the same group came between"
     if any(h.failed for h in headers):
         return "arguments"
-    if len({h.order for h in headers}) > 1:
-        return "order"
     tensors = [h for h in headers if h.shape is not None]
     for name, value in _MUST_MATCH:
         if len({value(h) for h in headers}) > 1:
@@ -214,8 +194,6 @@ def disagreement(headers: Sequence[Header]) -> str:
 
 def _raise_together(problem: str, call: Call, group: Any) -> None:
     """Collects what every rank was about to do and raises with it, on every rank."""
-    if problem == "order":
-        ordering.check(group)
     text = call.text().encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     rows = all_gather_ints(array("q", text).tolist(), group)
     texts = [array("q", row).tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]

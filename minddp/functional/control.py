@@ -15,10 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ..ranks import ordering
 from ..ranks.messages import gather_objects
+from ..ranks.waiting import wait_for
 
 __all__ = ["all_gather_ints", "ints_from_root", "supports"]
+
+_WAITED_FOR = "the facts that ranks exchange before a collective of minddp.functional"
 
 
 def all_gather_ints(values: list[int], group: Any) -> list[list[int]]:
@@ -33,7 +35,7 @@ def all_gather_ints(values: list[int], group: Any) -> list[list[int]]:
     received = torch.empty_like(sent)
     # An all_to_all of copies: Gloo posts all its messages at once, where its all_gather goes round a ring.
     work = dist.all_to_all_single(received, sent, group=control, async_op=True)
-    ordering.wait(work, group)
+    wait_for(work, group, _WAITED_FOR)
     rows: list[list[int]] = received.view(size, -1).tolist()
     return rows
 
@@ -48,7 +50,7 @@ def ints_from_root(values: list[int] | None, root: int, group: Any) -> list[int]
         rows: list[list[int]] = gather_objects(values or [], group)
         return rows[root]
     ints = torch.tensor(values if values is not None else [0] * size, dtype=torch.int64)
-    ordering.wait(dist.broadcast(ints, group=control, group_src=root, async_op=True), group)
+    wait_for(dist.broadcast(ints, group=control, group_src=root, async_op=True), group, _WAITED_FOR)
     return list(ints.tolist())
 
 

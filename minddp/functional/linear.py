@@ -32,14 +32,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..ranks import ordering
 from . import agreement, transport
 
 
@@ -48,7 +47,6 @@ class LinearMap:
     """A collective on dense tensors whose first dimension counts rows, and its transpose."""
 
     group: Any
-    uniform: ClassVar[bool] = False  # whether x has one shape on all ranks
 
     def run(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -115,9 +113,6 @@ def why_not_differentiated(x: Tensor) -> str:
 def _run(linear: LinearMap, x: Tensor) -> Tensor:
     if reason := why_not_differentiated(x):  # in backward: forward has looked at its arguments
         raise agreement.CollectiveError(f"minddp.functional: the gradient in {type(linear).__name__} {reason}")
-    if ordering.enabled():
-        shape = f" {tuple(x.shape)}" if linear.uniform else ""
-        ordering.record(linear.group, f"{type(linear).__name__} of {x.dtype}{shape}")
     return linear.run(transport.dense(x))
 
 
@@ -134,8 +129,6 @@ def _scaled(rows: Sequence[int], row: int) -> list[int]:
 class SumToAll(LinearMap):
     """y_r = sum over s of x_s. A is all ones, and symmetric: its own adjoint."""
 
-    uniform: ClassVar[bool] = True
-
     def run(self, x: Tensor) -> Tensor:
         return transport.sum_to_all(x, self.group)
 
@@ -147,8 +140,6 @@ class SumToAll(LinearMap):
 class SumToReplica(LinearMap):
     """One replicated y = sum over s of x_s; dL/dx_s = dL/dy."""
 
-    uniform: ClassVar[bool] = True
-
     def run(self, x: Tensor) -> Tensor:
         return transport.sum_to_all(x, self.group)
 
@@ -159,8 +150,6 @@ class SumToReplica(LinearMap):
 @dataclass(frozen=True)
 class ReplicaToAll(LinearMap):
     """y_r = x for one replicated x: nothing moves."""
-
-    uniform: ClassVar[bool] = True
 
     def run(self, x: Tensor) -> Tensor:
         agreement.require_replicated(x, self.group)
@@ -242,7 +231,6 @@ class Exchange(LinearMap):
 class FromRoot(LinearMap):
     """Broadcast: y_r = x_root. A has one column of ones; transposed, one row: a sum to the root."""
 
-    uniform: ClassVar[bool] = True
     root: int
 
     def run(self, x: Tensor) -> Tensor:
@@ -256,7 +244,6 @@ class FromRoot(LinearMap):
 class SumToRoot(LinearMap):
     """y_root = sum over s of x_s; zeros elsewhere."""
 
-    uniform: ClassVar[bool] = True
     root: int
 
     def run(self, x: Tensor) -> Tensor:
@@ -278,7 +265,6 @@ class RootToReplica(FromRoot):
 class ReplicaToRoot(LinearMap):
     """y_root = one replicated x; zeros elsewhere: nothing moves."""
 
-    uniform: ClassVar[bool] = True
     root: int
 
     def run(self, x: Tensor) -> Tensor:

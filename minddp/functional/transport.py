@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks import ordering
+from ..ranks.waiting import wait_for
 
 # torch 2.13 renames the two, and warns at the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,6 +27,10 @@ _ADDED_BY_BACKENDS = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
     torch.int8, torch.uint8, torch.int32, torch.int64,
 }  # fmt: skip
+
+
+def _wait(work: Any, group: Any) -> None:
+    wait_for(work, group, "a collective of minddp.functional or SyncBatchNorm")
 
 
 def dense(x: Tensor) -> Tensor:
@@ -66,7 +70,7 @@ def all_to_all(flat: Tensor, send: Sequence[int], receive: Sequence[int], group:
         group=group,
         async_op=True,
     )
-    ordering.wait(work, group)
+    _wait(work, group)
     return out
 
 
@@ -90,14 +94,14 @@ def all_gather(flat: Tensor, counts: Sequence[int], group: Any) -> Tensor:
 
 def gather_rows(out: Tensor, row: Tensor, group: Any) -> None:
     """Everybody's flat ``row``, one after the other, into the contiguous ``out``: without a copy for each rank."""
-    ordering.wait(_all_gather_single(out.view(-1), row, group=group, async_op=True), group)
+    _wait(_all_gather_single(out.view(-1), row, group=group, async_op=True), group)
 
 
 def broadcast(x: Tensor, src: int, group: Any) -> Tensor:
     out = x.clone()
     if out.numel():
         flat = _bytes(out.reshape(-1))
-        ordering.wait(dist.broadcast(flat, group=group, group_src=src, async_op=True), group)
+        _wait(dist.broadcast(flat, group=group, group_src=src, async_op=True), group)
     return out
 
 
@@ -108,7 +112,7 @@ def sum_to_all(x: Tensor, group: Any) -> Tensor:
         counts = even_counts(x.numel(), dist.get_world_size(group))
         return all_gather(sum_scatter(x.reshape(-1), counts, group), counts, group).view(x.shape)
     out = x.clone()
-    ordering.wait(dist.all_reduce(_numbers(out), group=group, async_op=True), group)
+    _wait(dist.all_reduce(_numbers(out), group=group, async_op=True), group)
     return out
 
 
@@ -116,7 +120,7 @@ def sum_to_one(x: Tensor, dst: int, group: Any) -> Tensor:
     """The sum on rank ``dst``, zeros elsewhere (c10d leaves partial sums there)."""
     if x.dtype in _ADDED_BY_BACKENDS and x.numel():
         out = x.clone()
-        ordering.wait(dist.reduce(_numbers(out), group=group, group_dst=dst, async_op=True), group)
+        _wait(dist.reduce(_numbers(out), group=group, group_dst=dst, async_op=True), group)
     else:
         out = sum_to_all(x, group)
     return out if dist.get_rank(group) == dst else torch.zeros_like(out)
@@ -132,7 +136,7 @@ def sum_scatter(flat: Tensor, counts: Sequence[int], group: Any) -> Tensor:
     if _is_nccl(flat, group) and len(set(counts)) == 1 and flat.dtype in _ADDED_BY_BACKENDS and counts[0]:
         out = flat.new_empty(counts[rank])
         work = _reduce_scatter_single(_numbers(out), _numbers(flat), group=group, async_op=True)
-        ordering.wait(work, group)
+        _wait(work, group)
         return out
     rows = all_to_all(flat, counts, [counts[rank]] * ranks, group).view(ranks, counts[rank])
     return rows.sum(0, dtype=flat.dtype)

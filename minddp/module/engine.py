@@ -25,7 +25,6 @@ from ..guards.module_changes import ModuleChanges, refusal
 from ..guards.stall_inspector import StallInspector
 from ..planner import BucketPlan
 from ..planner.autotune import AutoTuner
-from ..ranks import ordering
 from ..reduction.bucket_assignment import split_by_kind
 from ..reduction.reducer import Reducer, weakly
 from ..reduction.wire import WireFormat
@@ -79,7 +78,6 @@ class Engine(StepCheck):
         self.mixed: MixedPrecision | None = None
         self.finite: FiniteCheck | None = None
         self.has_rebuilt_buckets = False
-        self._checks_order = ordering.enabled()
         self._stragglers = None if config.on_straggler is None else StragglerWatch(config.on_straggler)
         self._made = False
         self._token: str | None = None  # what all ranks call this wrapper
@@ -293,9 +291,6 @@ class Engine(StepCheck):
             if self._stragglers is not None and self._stragglers.is_due(iteration):
                 with self.collective():
                     self._stragglers.look(iteration, self.reducer, self.group)
-            if self._checks_order:
-                ordering.check(self.group)
-                ordering.record(self.group, f"DDP backward of {len(self.reducer.buckets())} buckets")
 
     def note_changes(self) -> None:
         """After each forward whose backward will be synchronized: what is not in the reducer must not get a gradient
