@@ -15,10 +15,6 @@ from __future__ import annotations
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from ._location import package_path
-
-__path__ = package_path(__path__)  # before anything else is imported from it
-
 from ._extension import config as __config__
 from ._extension import load as _load
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
@@ -29,7 +31,7 @@ def build_record() -> dict[str, str | None]:
     """
     spec = importlib.util.find_spec("minddp._C")
     if spec is None or spec.origin is None:
-        raise ImportError(f"minddp's extension is not built for this Python. Build it: {_REBUILD}")
+        raise ImportError(f"minddp's extension is not built for this Python.{_hidden()} Build it: {_REBUILD}")
     # The record lies beside the real file: a checkout may link to another's extension.
     record = Path(spec.origin).resolve().with_name("_build.json")
     try:
@@ -37,6 +39,18 @@ def build_record() -> dict[str, str | None]:
     except FileNotFoundError:
         raise ImportError(f"minddp's extension has no record of its build. Rebuild it: {_REBUILD}") from None
     return content
+
+
+def _hidden() -> str:
+    """Says where an installed minddp is that these sources hide, as a clone's do in the clone's folder."""
+    here = Path(__file__).resolve().parent
+    for installed in (Path(entry, "minddp").resolve() for entry in sys.path):
+        if installed != here and any((installed / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
+            return (
+                f" These are the sources in {here}, and they hide the minddp that is installed in {installed}: run "
+                "`python -P`, or set PYTHONSAFEPATH=1, or go to another folder."
+            )
+    return ""
 
 
 def load() -> ModuleType:

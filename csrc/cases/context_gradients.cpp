@@ -85,7 +85,7 @@ static bool is_known(const DistAutogradContext& context) {
 void ContextGradients::bring_back() {
   TORCH_CHECK(is_known(*context_),
       "finalize_backward(): the context of this backward (torch.distributed.autograd.context()) is no more, and its "
-      "gradients with it. Call it inside of the context's `with` block, and abort_iteration() to go on.");
+      "gradients with it. Call it inside of the context's `with` block, or minddp.abort_iteration(ddp) to go on.");
   auto gradients = context_->getGradients();
   for (size_t i = 0; i < places_.size(); ++i) {
     if (!places_[i].defined()) continue;

@@ -21,8 +21,8 @@ enum class Cause { kUnused, kBackwardRaised, kGraphChanged };
 inline const char* explain(Cause cause) {
   if (cause == Cause::kBackwardRaised)
     return "The previous backward ended with an exception, so its gradients were never averaged, and the other ranks "
-           "may still wait for them. Where all ranks met that exception alike, call ddp.abort_iteration() on "
-           "each and go on; else restart from a checkpoint.";
+           "may still wait for them. Where all ranks met that exception alike, call minddp.abort_iteration(ddp) "
+           "on each and go on; otherwise restart from a checkpoint.";
   if (cause == Cause::kGraphChanged)
     return "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
            "in first iteration, but then got unused in the second iteration. this is not compatible with "

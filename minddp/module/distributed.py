@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, JoinHook
@@ -40,7 +39,6 @@ from .copies import Copies
 from .engine import Engine
 from .finalization import ManualFinalization
 from .find_tensors import find_tensors
-from .forward_steps import steps_of
 from .groups import choose_group
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .joined_outputs import join_outputs
@@ -247,11 +245,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         """Runs the module; gradients of what it returns are averaged in backward."""
         # A range costs ten microseconds, whether or not anybody looks.
         with record_function("DistributedDataParallel.forward") if profiler._is_profiler_enabled else _NO_RANGE:
-            if get_eval_frame_callback() is not None or _has_own_steps(self):  # torch.compile, or overrides
-                inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-                return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
-            inputs, kwargs = _unwrapped_pre_forward(self, *inputs, **kwargs)
-            return _unwrapped_post_forward(self, _unwrapped_run(self, *inputs, **kwargs))
+            # Libraries override these steps (mmcv's wrapper its _run_ddp_forward), and programs patch them.
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     @torch._disable_dynamo(recursive=True)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -366,6 +362,3 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     @property
     def join_process_group(self) -> Any:
         return self.process_group
-
-
-_unwrapped_pre_forward, _unwrapped_run, _unwrapped_post_forward, _has_own_steps = steps_of(DistributedDataParallel)

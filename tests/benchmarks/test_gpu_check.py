@@ -31,13 +31,15 @@ def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_every_call_fits_into_eight_minutes(check: ModuleType) -> None:
-    """The first with its build; another one builds only where it was carried nothing, and then goes on once more."""
-    assert list(check.CALLS) == ["A", "B", "C"]
-    for call, parts in check.CALLS.items():
+def test_every_call_fits_into_its_time(check: ModuleType) -> None:
+    """A with its build; another one builds only where it was carried nothing, and then goes on once more."""
+    assert check.CALL_SECONDS == {"A": 480, "B": 480, "C": 480, "D": 300, "E": 270}
+    assert list(check.CALL_SECONDS) == list(check.CALLS)
+    for call in [*check.CALLS, "3ranks"]:
+        parts = check.parts_of(call)
         assert next(iter(parts)) == "build", "a call may be the first on a machine"
         seconds = sum(part.seconds for name, part in parts.items() if call == "A" or name != "build")
-        assert seconds <= check.CALL_SECONDS == 480
+        assert seconds <= check.CALL_SECONDS.get(call, 180)
         assert len(check.files(call)) <= check.MOST_FILES == 8
 
 
@@ -47,6 +49,9 @@ def test_every_part_names_what_exists(check: ModuleType) -> None:
         for part in parts.values():
             if part.tool == "measure":
                 assert f'"{part.command[0]}"' in (ROOT / "benchmarks" / "gpu_measure.py").read_text()
+                continue
+            if part.tool == "ranks":
+                assert (ROOT / "benchmarks" / "nccl" / f"{part.command[0]}.py").exists()
                 continue
             chosen = part.command.index("-k") if "-k" in part.command else len(part.command)
             names: list[str] = []
@@ -68,7 +73,7 @@ def test_it_starts_where_minddp_is_not_built() -> None:
         "run_name='__main__')\nexcept SystemExit: pass\nassert not {'minddp', 'torch'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
-    for name in ("build", "memcheck", "late", "capture", "bandwidth", "at most", "trace-minddp.json.gz", "_C*.so"):
+    for name in ("build", "memcheck", "late", "--ranks 2", "capture", "at most", "trace-minddp.json.gz", "_C*.so"):
         assert name in done.stdout
 
 
@@ -79,7 +84,7 @@ def _parts(check: ModuleType, **commands: str) -> dict[str, Any]:
 def test_it_goes_on_where_it_stopped(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran = []
 
-    def run_part(part: Any, device: str, seconds: float, output: Path) -> dict[str, Any]:
+    def run_part(part: Any, device: str, seconds: float, output: Path, way: str = "") -> dict[str, Any]:
         ran.append(part.what)
         return {"ok": part.what != "second" or len(ran) > 3, "seconds": 1.0, "error": "lines\nits last line"}
 
@@ -99,7 +104,7 @@ def test_an_unbuilt_copy_builds_first_and_leaves_one_folder(
     """On the next machine, another unbuilt copy, the extension and what has passed come from that folder."""
     ran: list[str] = []
 
-    def runner(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int, str]:
+    def runner(command: list[str], environment: dict[str, str], *_: Any, **options: Any) -> tuple[int, str]:
         ran.append(command[2] if command[1].endswith("gpu_measure.py") else command[0])
         assert str(check.TOOLS) in environment["PYTHONPATH"].split(":")
         if ran[-1] == "build" and not (check.PACKAGE / "_build.json").exists():
@@ -180,6 +185,61 @@ def test_a_part_that_hangs_is_killed_with_what_it_started(check: ModuleType) -> 
     assert time.monotonic() - begin < 20
 
 
+def test_ranks_end_with_who_has_started_them(check: ModuleType, tmp_path: Path) -> None:
+    """Whose time is up gets a signal, and time to end ranks that are in sessions of their own."""
+    code = (
+        "import pathlib, signal, sys, time\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(tmp_path)!r}, 'ended').touch(), sys.exit()))\n"
+        "print('ready', flush=True)\ntime.sleep(60)"
+    )
+    code_, output = check._run([sys.executable, "-c", code], {}, 5, show=True)
+    assert code_ is None and output == "ready\n"
+    assert (tmp_path / "ended").exists()
+
+
+@pytest.mark.parametrize(
+    "gpu, gpus, said",
+    [
+        ("", 0, "3 ranks over Gloo on the CPU"),
+        ("NVIDIA H200, torch 2.11.0", 1, "3 ranks over NCCL on one GPU, as 3 hosts: NVIDIA H200, torch 2.11.0"),
+        ("NVIDIA H200, torch 2.11.0", 3, "3 ranks over NCCL on 3 GPUs: NVIDIA H200, torch 2.11.0"),
+    ],
+)
+def test_the_first_line_says_where_the_ranks_are(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, gpu: str, gpus: int, said: str
+) -> None:
+    """Ranks that share a GPU get host ids; `world.py` knows both ways."""
+    ways: list[str] = []
+
+    def run_part(part: Any, device: str, seconds: float, output: Path, way: str = "") -> dict[str, Any]:
+        ways.append(way)
+        return {"ok": True, "seconds": 1.0}
+
+    monkeypatch.setattr(check, "run_part", run_part)
+    monkeypatch.setattr(check, "PACKAGE", tmp_path)
+    assert check.run_call("3ranks", gpu, tmp_path / "gpu-check-3ranks.json", again=False, gpus=gpus)
+    assert capsys.readouterr().out.splitlines()[0] == f"gpu-check 3ranks on {said}"
+    assert set(ways) == {"devices" if gpus == 3 else "hostid"}
+
+
+def test_the_way_that_call_d_has_found_is_taken_by_call_e(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ways: dict[str, list[str]] = {"D": [], "E": []}
+
+    def run_part(part: Any, device: str, seconds: float, output: Path, way: str = "") -> dict[str, Any]:
+        ways[output.stem[-1].upper()].append(way)
+        measured = {"way": "hostid-nocumem"} if part.command == check.CONTROL else {}
+        return {"ok": True, "seconds": 1.0, "measured": measured}
+
+    monkeypatch.setattr(check, "run_part", run_part)
+    monkeypatch.setattr(check, "PACKAGE", tmp_path)
+    check.run_call("D", "a GPU", tmp_path / "out" / "gpu-check-d.json", again=False)
+    check.run_call("E", "a GPU", tmp_path / "out2" / "gpu-check-e.json", again=False, carry=tmp_path / "out")
+    assert ways["D"][2:] == ["hostid-nocumem"] * 3
+    assert ways["E"] == ["hostid-nocumem"] * 5
+
+
 def test_a_tool_that_is_missing_is_told(check: ModuleType) -> None:
     code, output = check._run(["no-such-tool-here"], {}, 5)
     assert code == 127
@@ -199,7 +259,7 @@ def test_what_other_sources_passed_is_run_again(
 ) -> None:
     ran: list[str] = []
 
-    def run_part(part: Any, device: str, seconds: float, output: Path) -> dict[str, Any]:
+    def run_part(part: Any, device: str, seconds: float, output: Path, way: str = "") -> dict[str, Any]:
         ran.append(part.what)
         return {"ok": True, "seconds": 0.0}
 

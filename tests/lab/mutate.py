@@ -42,6 +42,7 @@ EQUAL = ("None", "nullptr", "0", "{}")  # the fault would change nothing
 # The tests of a room, by the beginning of a file's path; the first that fits.
 TESTS = {
     "csrc/shm": "tests/shm tests/faults/test_shm_faults.py tests/faults/test_shm_fork.py",
+    "csrc/cpu": "tests/reducer tests/shm tests/functional",
     "csrc/transport": "tests/reducer tests/ranks tests/shm",
     "csrc/": "tests/reducer tests/parity tests/module tests/programs",
     "minddp/reduction": "tests/reducer tests/parity tests/module",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import sys
 import types
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +60,19 @@ def test_without_a_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     fake_build(monkeypatch, tmp_path / "_C.so")
     with pytest.raises(ImportError, match="no record of its build"):
         _extension.load()
+
+
+def test_unbuilt_sources_say_which_package_they_hide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed = tmp_path / "site" / "minddp"
+    installed.mkdir(parents=True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "path", [str(Path(minddp.__file__).parents[1]), str(installed.parent)])
+    with pytest.raises(ImportError, match=r"not built for this Python\. Build it"):  # no extension lies there either
+        _extension.load()
+    (installed / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").touch()
+    with pytest.raises(ImportError) as caught:
+        _extension.load()
+    assert f"hide the minddp that is installed in {installed}: run `python -P`" in str(caught.value)
 
 
 def test_an_extension_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:

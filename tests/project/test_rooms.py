@@ -16,7 +16,6 @@ PACKAGE = Path(__file__).resolve().parents[2] / "minddp"
 
 # Lowest first. A room, or a file that is one, may import what stands before it, as far as its text allows.
 ROOMS = {
-    "_location": set(),
     "_functions": set(),
     "_extension": set(),
     "environment": set(),
