@@ -97,7 +97,7 @@ demo: $(BUILT) $(call needs,tutorials)
 # Much of a test is waiting: four workers for two processors.
 WORKERS ?= 4
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 20 \
-	--ignore tests/libraries --ignore tests/package --ignore tests/docs
+	--ignore tests/libraries --ignore tests/docs --ignore tests/lab
 
 # tests/conftest.py says which tests are marked.
 test: $(BUILT) $(call needs,test)
@@ -122,7 +122,7 @@ libraries: $(BUILT) $(call needs,test) $(call needs,libraries)
 	$(PY) -m pytest tests/libraries $(ARGS)
 
 CLANG_FORMAT = $(PY) -c 'import clang_format; clang_format.clang_format()'
-FORMATTED := $(filter-out setup.py,$(SOURCES)) $(wildcard tests/streams/*.h tests/streams/*.cpp tests/lab/sanitize/*.cpp)
+FORMATTED := $(filter-out setup.py,$(SOURCES)) $(wildcard tests/lab/*/*.h tests/lab/*/*.cpp)
 
 lint: $(call needs,dev) $(call needs,test)
 	$(PY) -m ruff check .

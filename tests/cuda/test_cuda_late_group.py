@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minddp.testing import run_ranks
-from tests.streams import programs
+from tests.lab.streams import programs
 
 pytestmark = pytest.mark.cuda
 

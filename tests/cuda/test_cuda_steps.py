@@ -1,6 +1,6 @@
 """Whole steps on a GPU, NCCL at world size 1: late collectives, launches, waits, memory, graphs, GradScaler.
 
-``tests/streams`` holds the same order of streams on a device that is not there.
+``tests/lab/streams`` holds the same order of streams on a device that is not there.
 """
 
 from __future__ import annotations

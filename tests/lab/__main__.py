@@ -14,9 +14,10 @@ RIGS = {
     "engines": ("-m tests.lab.engines", "runs one script under torchrun, Ray, SLURM's variables, mpirun"),
     "sanitize": ("-m tests.lab.sanitize", "runs the C++ under ThreadSanitizer, AddressSanitizer and UBSan"),
     "conformance-shm": ("-m tests.lab.transport", "runs PyTorch's tests of process groups with shared memory"),
+    "streams": ("-m pytest tests/lab/streams", "runs whole steps on a device with streams, in random legal orders"),
     "mutate": ("-m tests.lab.mutate", "plants faults at random places in a copy; lists those that no test catches"),
-    "libraries": ("-m tests.libraries", "trains with libraries around DDP, and runs the tests that they ship"),
-    "package": ("-m pytest tests/package", "builds sdist and wheel, and installs them in empty environments"),
+    "libraries": ("-m tests.lab.libraries", "trains with libraries around DDP, and runs the tests that they ship"),
+    "package": ("-m pytest tests/lab/package", "builds sdist and wheel, and installs them in empty environments"),
     "results": ("benchmarks/all_results.py", "makes every result that README and docs name anew: hours"),
     "overhead": ("benchmarks/overhead.py", "measures a step beside torch's class"),
 }

@@ -18,7 +18,7 @@ from tests.conformance.zygote import children_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
-SWAPPED = Path(__file__).parent / "swapped"
+SWAPPED = ROOT / "tests" / "lab" / "libraries" / "swapped"
 NO_SHUTDOWN = Path(__file__).parent / "no_shutdown.py"
 
 CLASS = {

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.testing import RankError, run_ranks
-from tests.streams.late import LateGroup, LateWork
+from tests.reducer.late import LateGroup, LateWork
 
 ALONE = {"bucket_cap_mb_list": [1e-6] * 2}  # every gradient has a bucket of its own
 

@@ -22,7 +22,7 @@ import minddp
 from minddp import DistributedDataParallel as DDP
 from minddp.reduction.weights import Weights
 from minddp.testing import run_ranks
-from tests.streams.late import LateGroup
+from tests.reducer.late import LateGroup
 
 ALONE = {"bucket_cap_mb_list": [1e-6] * 2}  # every gradient has a bucket of its own
 

@@ -1,7 +1,7 @@
 """What libraries around DDP do with torch's class and with minddp's, as a table.
 
-A script of ours (``scripts/``) must end with torch's losses and weights; a test program that a library ships must
-pass where it passes with torch's class. Exit status 1 when one does not.
+A script of ours (``scripts/`` here, and of ``tests/libraries``) must end with torch's losses and weights; a test
+program that a library ships must pass where it passes with torch's class. Exit status 1 when one does not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.libraries.launch import CLASS, run, run_shipped
 
+HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5
 SHIPPED_TIMEOUT = 400.0
 
@@ -81,10 +82,12 @@ def _script(suite: Script, folder: Path, failures: list[str]) -> str:
     if missing := _missing(suite.needs):
         return missing
     reports: dict[str, Any] = {}
+    here = HERE / "scripts" / suite.file
+    script = str(here) if here.exists() else suite.file
     for impl in ("torch", "minddp"):
         (folder / impl).mkdir(parents=True)
         try:
-            reports[impl] = run(impl, suite.file, folder / impl / "report.json", timeout=SHIPPED_TIMEOUT)
+            reports[impl] = run(impl, script, folder / impl / "report.json", timeout=SHIPPED_TIMEOUT)
         except AssertionError as error:
             failures.append(f"{suite.name}: {error}")
             return "FAILED   -        ended badly" if impl == "torch" else "passed   FAILED   ended badly"

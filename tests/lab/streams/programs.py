@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import minddp
 from minddp.ranks import waiting
 from minddp.reduction import wire
+from tests.reducer.late import LateGroup
 
 from . import extension
-from .late import LateGroup
 
 ITERATIONS = 4
 

@@ -25,8 +25,8 @@ from minddp.guards import stall_inspector, times, watchdog
 from minddp.planner.autotune import TunerSettings
 from minddp.ranks.processes import Process, here
 from minddp.testing import run_ranks, shutdown
-from tests.streams import extension, programs
-from tests.streams.late import LateGroup
+from tests.lab.streams import extension, programs
+from tests.reducer.late import LateGroup
 
 SEEDS, MORE_SEEDS = [0, 1], [2, 3, 4, 5]  # what is not ordered is found in any order
 
