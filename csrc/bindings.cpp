@@ -188,15 +188,14 @@ std::function<void(double, Rest...)> hears_interrupts(std::function<void(double,
 // What is not given stays as it is.
 void set_callbacks(Reducer& reducer, std::function<void()> after_last_launch, std::function<double()> post_scale,
     std::function<void(double, size_t, const std::string&)> on_stall,
-    std::function<void(const std::string&)> on_interrupted, std::function<void()> on_taken,
-    std::function<void()> on_sends) {
+    std::function<void(const std::string&)> on_interrupted,
+    std::function<void(const std::vector<size_t>&)> on_adopted) {
   ReducerCallbacks& callbacks = reducer.callbacks();
   if (after_last_launch) callbacks.after_last_launch = std::move(after_last_launch);
   if (post_scale) callbacks.post_scale = std::move(post_scale);
   if (on_stall) callbacks.on_stall = hears_interrupts(std::move(on_stall));
   if (on_interrupted) callbacks.on_interrupted = std::move(on_interrupted);
-  if (on_taken) callbacks.on_taken = std::move(on_taken);
-  if (on_sends) callbacks.on_sends = std::move(on_sends);
+  if (on_adopted) callbacks.on_adopted = std::move(on_adopted);
 }
 
 // Where an iteration is, for whoever asks while it runs on other threads: reads what never moves in memory, and may
@@ -209,8 +208,6 @@ py::dict position(const Reducer& reducer) {
   place["phase"] = reducer.state().iteration.phase;
   place["next_bucket"] = reducer.state().iteration.next_bucket;
   place["missing"] = reducer.missing();
-  const Forwards::History& history = reducer.state().forwards.history();
-  place["history"] = std::vector<int64_t>{history.forwards, history.local_backwards};
   return place;
 }
 
@@ -382,8 +379,7 @@ void bind_reducer(py::module_& module) {
       .def("finalize_backward_manual", &Reducer::finalize_backward_manual, Release())
       .def("set_scales", &set_scales, py::arg("before"), py::arg("after"))
       .def("set_callbacks", &set_callbacks, py::arg("after_last_launch") = nullptr, py::arg("post_scale") = nullptr,
-          py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr, py::arg("on_taken") = nullptr,
-          py::arg("on_sends") = nullptr)
+          py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr, py::arg("on_adopted") = nullptr)
       .def("abort_iteration", &Reducer::abort_iteration)
       .def("bypassed", [](const Reducer& r) { return r.state().grads.bypassed(r.state().parameters); })
       .def("left_local", [](const Reducer& r) { return r.state().grads.left_local(); })

@@ -106,8 +106,7 @@ class Reducer:
         post_scale: Callable[[], float] | None = ...,
         on_stall: Callable[[float, int, str], None] | None = ...,
         on_interrupted: Callable[[str], None] | None = ...,
-        on_taken: Callable[[], None] | None = ...,
-        on_sends: Callable[[], None] | None = ...,
+        on_adopted: Callable[[list[int]], None] | None = ...,
     ) -> None: ...
     def phase(self) -> Phase: ...
     def missing(self) -> list[int]: ...

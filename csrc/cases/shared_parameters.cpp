@@ -14,9 +14,9 @@ void SharedParameters::add(const std::shared_ptr<const ReducerState>& other, boo
   owners_.push_back({other, indices_in(other->parameters, state_.parameters), views});
 }
 
-// Where torch takes another wrapper's backward for the one that a forward waits for, and waits no longer.
+// Torch adopts another wrapper's backward as well; here the forward stops waiting.
 void SharedParameters::on_backward(Forwards::Answer& answer) {
-  if (!answer.taken) return;
+  if (!answer.adopted) return;
   const bool of_another = std::ranges::any_of(owners_, [](const Owner& owner) {
     const auto other = owner.state.lock();
     return other && other->forwards.has_nodes_in_graph();

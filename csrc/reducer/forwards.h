@@ -29,7 +29,7 @@ namespace minddp {
 
 enum class Origin {
   kNone,          // no backward runs
-  kSynchronized,  // through a forward that ran outside of no_sync, or taken by one (see Answer)
+  kSynchronized,  // through a forward that ran outside of no_sync, or adopted by one (see Answer)
   kLocal,         // only through forwards that ran under no_sync, or that are over (see above)
   kBypassed,      // through no forward of the wrapper
 };
@@ -44,7 +44,7 @@ class Forwards {
     hidden_local_ = !synchronized && !visible;
     last_is_local_ = !synchronized;
     if (!synchronized) return;
-    ++history_.forwards;
+    none_since_ = false;
     awaits_backward_ = true;
     hidden_ = !visible;
   }
@@ -58,30 +58,22 @@ class Forwards {
   void arm() { armed_ = true; }
   bool awaits_backward() const { return awaits_backward_; }  // false once an iteration has ended
   void stop_waiting() { awaits_backward_ = false; }
-  void local_backward_ends() { ++history_.local_backwards; }
   void iteration_ends() {
     armed_ = awaits_backward_ = hidden_ = hidden_local_ = false;
-    history_ = {};
+    none_since_ = true;
   }
-  // Counts of synchronized forwards, and of backwards that did not synchronize, since the last iteration. A backward
-  // changes them only when it has ended, so ranks in the same backward have equal counts, even if it was taken on
-  // some of them only. minddp/guards compares them.
-  struct History {
-    int64_t forwards = 0, local_backwards = 0;
-  };
-  const History& history() const { return history_; }
 
   struct Answer {
     Origin origin;
-    bool seen = false;   // the graph task holds nodes of a synchronized forward. (Inside of a reentrant checkpoint it
-                         // holds none.)
-    bool taken = false;  // the graph task holds none; a forward without a backward takes it
+    bool seen = false;  // the graph task holds nodes of a synchronized forward. (Inside of a reentrant checkpoint it
+                        // holds none.)
+    bool adopted = false;  // the graph task holds none; a forward that still waits for its backward adopts it
   };
   // Origin of the running graph task. `through`: whether the output that it has reached is a synchronized forward's;
-  // empty if it has reached none. A synchronized forward that waits for its backward takes local backwards; with
-  // `takes`, bypassing ones, too.
-  Answer origin(bool takes, std::optional<bool> through, bool within_no_sync) const {
-    const bool over = history_.forwards == 0 && !armed_ && (last_is_local_ || within_no_sync);
+  // empty if it has reached none. A synchronized forward that waits for its backward adopts local backwards; with
+  // `adopts`, bypassing ones, too.
+  Answer origin(bool adopts, std::optional<bool> through, bool within_no_sync) const {
+    const bool over = none_since_ && !armed_ && (last_is_local_ || within_no_sync);
     if (through.value_or(false) && !over) return {Origin::kSynchronized, true};
     if (armed_ || hidden_) return {Origin::kSynchronized};
     bool local = hidden_local_ || through.has_value();
@@ -91,10 +83,10 @@ class Forwards {
       return span && span->synchronized && !over;
     });
     if (synchronized) return {Origin::kSynchronized, true};
-    // As in torch, a synchronized forward that waits for its backward takes the next one. It may really be that
+    // As in torch, a synchronized forward that waits for its backward adopts the next one. It may really be that
     // forward's: a reentrant checkpoint makes its graph only during backward, so the graph task has none of the
     // forward's nodes.
-    if (awaits_backward_ && (takes || local)) return {Origin::kSynchronized, false, true};
+    if (awaits_backward_ && (adopts || local)) return {Origin::kSynchronized, false, true};
     return {local ? Origin::kLocal : Origin::kBypassed};
   }
 
@@ -105,8 +97,8 @@ class Forwards {
 
  private:
   NodeSpans spans_;  // the last 64; an older forward is known only by its outputs' hooks
-  History history_;
   uint64_t begin_ = 0;
+  bool none_since_ = true;  // no synchronized forward has run since the last iteration
   bool armed_ = false;
   bool awaits_backward_ = false;
   bool hidden_ = false;         // no tensor was found in the last synchronized forward's output

@@ -39,7 +39,7 @@ struct Iteration {
   Phase phase = Phase::kIdle;
   size_t next_bucket = 0;         // the first that has neither been launched nor skipped
   bool each_once = false;         // its graph tells that each gradient comes once (Reducer::foresee)
-  bool sends_at_the_end = false;  // a taken backward: more contributions may follow
+  bool sends_at_the_end = false;  // an adopted backward: more contributions may follow
   bool used_map_sent = false;
   bool too_late = false;          // a gradient has come in kLaunched: only abort_iteration() leaves it
   std::vector<int32_t> arrivals;  // by parameter
@@ -70,8 +70,7 @@ struct Learned {
 struct Backward {
   std::vector<int> graph_tasks;  // as autograd numbers them
   Origin origin = Origin::kNone;
-  bool taken = false;        // a synchronized forward that waits for its backward has taken it
-  bool was_taken = false;    // `taken` was true at some time
+  bool adopted = false;      // a synchronized forward that waited for its backward has adopted it
   bool makes_graph = false;  // create_graph=True
   bool each_once = false;    // see Reducer::foresee
   bool goes_to_all = false;  // backward() without `inputs`: it brings each gradient that its graph has
@@ -82,8 +81,7 @@ struct Backward {
   bool is_synchronized() const { return origin == Origin::kSynchronized; }
   void join(const Forwards::Answer& answer) {
     origin = answer.origin;
-    taken = answer.taken;
-    was_taken |= answer.taken;
+    adopted |= answer.adopted;
   }
 };
 

@@ -36,7 +36,7 @@ void Reducer::begin_forward() {
 
 // If no output tensor is found (a dataclass, tensors kept elsewhere), there is no hook. If the forward was
 // synchronized, each backward then counts as its own, until an iteration or the next synchronized forward ends. If it
-// ran under no_sync, a backward then counts as local, unless it goes through a synchronized forward or is taken.
+// ran under no_sync, a backward then counts as local, unless it goes through a synchronized forward or is adopted.
 // An output without a node (a frozen module's) counts as found. One exception: a forward under no_sync that returns
 // the module's own parameters. No node would tell that a backward has come through that forward.
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
@@ -75,17 +75,17 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = current_graph_task();
   const bool synchronized = through_synchronized_forward.value_or(false);
   const bool known = !backward.graph_tasks.empty();
-  if (synchronized) backward.taken = false;
   if (synchronized && known && !backward.has(graph_task)) {
     await_end_of(graph_task);
     backward.each_once = iteration.each_once = false;
   }
   if (known && !(synchronized && backward.has(graph_task) && !backward.is_synchronized())) return;
-  // In a static graph's first iteration, which decides what is unused, no forward takes a bypassing backward.
-  const bool takes = used_map_.mode() != GraphMode::kStatic || has_recorded();
-  Forwards::Answer answer = forwards.origin(takes, through_synchronized_forward, /*within_no_sync=*/!sync_enabled);
+  // In a static graph's first iteration, which decides what is unused, no forward adopts a bypassing backward.
+  const bool adopts = used_map_.mode() != GraphMode::kStatic || has_recorded();
+  Forwards::Answer answer = forwards.origin(adopts, through_synchronized_forward, /*within_no_sync=*/!sync_enabled);
   for (auto& c : cases_) c->on_backward(answer);
   backward.join(answer);
+  if (answer.adopted && !through_synchronized_forward) tell_of_adopted();
   if (hooks_ && backward.is_synchronized()) foresee(answer.seen || through_synchronized_forward);
   if (known) return;
   backward.makes_graph = c10::GradMode::is_enabled();
@@ -95,6 +95,17 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   await_end_of(graph_task);
 }
 
+// The program may have called the module past the wrapper. Then other ranks may have no such backward.
+void Reducer::tell_of_adopted() const {
+  if (!callbacks_.on_adopted || !hooks_) return;
+  if (forwards.has_nodes_in_graph() || GraphTaskNodes().has_reentrant_checkpoint()) return;
+  const Flags part = hooks_->taking_part();
+  std::vector<size_t> indices;
+  for (size_t i = 0; i < part.size(); ++i)
+    if (part[i]) indices.push_back(i);
+  callbacks_.on_adopted(indices);
+}
+
 // What the running graph task tells of its gradients before the first one comes. It brings each gradient once for
 // each of its nodes. More can come only from another task: a reentrant checkpoint's, another thread's, or a second
 // backward's, if this one leaves gradients out. `is_its_own`: the task has nodes of the forward, or has reached its
@@ -102,7 +113,7 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
 void Reducer::foresee(bool is_its_own) {
   backward.takes_part.clear();
   backward.each_once = false;
-  const bool is_new = !has_recorded() || backward.taken;  // what earlier iterations have taught does not apply
+  const bool is_new = !has_recorded() || backward.adopted;  // what earlier iterations have taught does not apply
   const bool finds_unused = used_map_.mode() == GraphMode::kFindUnused && is_its_own;
   if (used_map_.mode() == GraphMode::kStatic || !(is_new || finds_unused)) return;
   const bool nests = is_new && GraphTaskNodes().has_reentrant_checkpoint();
@@ -126,7 +137,7 @@ void Reducer::begin_iteration() {
   if (!goes_on) iteration.forget();
   iteration.phase = Phase::kBackward;
   iteration.each_once = backward.each_once && !goes_on;
-  iteration.sends_at_the_end |= backward.was_taken && !iteration.each_once;
+  iteration.sends_at_the_end |= backward.adopted && !iteration.each_once;
   if (goes_on) return;
   trace_->begin_iteration();
   for (auto& bucket : buckets) bucket->begin_iteration();
@@ -160,7 +171,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
   if (iteration.phase != Phase::kBackward) begin_iteration();
   const bool nested = !backward.has(current_graph_task());
   if (nested) iteration.each_once = false;
-  iteration.sends_at_the_end |= backward.was_taken && !iteration.each_once;
+  iteration.sends_at_the_end |= backward.adopted && !iteration.each_once;
   if (contribution.defined() && (used_map_.known_unused(index) || used_map_.used_nowhere(index)))
     fail(errors::graph_changed(rank, {index, names[index]}));
   if (used_map_.known_unused(index)) return;
@@ -179,15 +190,8 @@ void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) 
   take(index, contribution);
   if (!buckets[b]->complete() || may_grow() || waits_for_all()) return;
   size_t& next = iteration.next_bucket;
-  if (next == 0 && buckets[0]->complete()) first_leaves(backward);
   while (next < buckets.size() && buckets[next]->complete()) launch_or_skip(next);
   if (next == buckets.size()) send_used_map();
-}
-
-// A taken backward may be this rank's alone, so Python asks the other ranks before anything is sent.
-void Reducer::first_leaves(const Backward& in) {
-  const auto& callback = in.taken ? callbacks_.on_taken : callbacks_.on_sends;
-  if (callback) callback();
 }
 
 // Handles a contribution after the one that was thought the last, or to a parameter that was thought absent. If the
@@ -270,18 +274,16 @@ void Reducer::finish_backward(int graph_task) {
   auto ends = c10::make_scope_exit([this] { finalizing_ = false; });
   const Backward ended = std::exchange(backward, {});
   const bool local = ended.origin == Origin::kLocal || ended.origin == Origin::kBypassed;
-  // With create_graph=True backward has made nodes, which belong to its forward. A taken backward went through no
+  // With create_graph=True backward has made nodes, which belong to its forward. An adopted backward went through no
   // synchronized forward, so its nodes are local.
   if (ended.makes_graph && ended.origin != Origin::kBypassed)
-    forwards.add(ended.begin, at::sequence_number::peek(), !local && !ended.taken);
-  if (local) forwards.local_backward_ends();
+    forwards.add(ended.begin, at::sequence_number::peek(), !local && !ended.adopted);
   if (iteration.phase != Phase::kBackward || local) return;  // a local one ends no iteration
   trace_->note(StepEvent::kBackwardEnd);
   if (!used_map_.absence_is_fine() && !missing().empty()) {
     iteration.phase = Phase::kIncomplete;
     return;
   }
-  if (iteration.next_bucket == 0) first_leaves(ended);
   launch_rest(graph_task);
   if (!manual_finalization) return finalize_backward();
   iteration.phase = Phase::kLaunched;

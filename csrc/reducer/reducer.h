@@ -30,8 +30,8 @@
 //   |-----------------------------------------|---------------|----------------------------|-------------------|
 //   | a synchronized forward of the wrapper   | kSynchronized | averages it                | once averaged     |
 //   | no synchronized forward, but one still  | kSynchronized | counts it as that          | once averaged     |
-//   | waits for its backward. It takes this   |               | forward's, as torch does   |                   |
-//   | one ("taken")                           |               |                            |                   |
+//   | waits for its backward. It adopts this  |               | forward's, as torch does   |                   |
+//   | one                                     |               |                            |                   |
 //   | otherwise: forwards under no_sync       | kLocal        | leaves it to the next      | yes               |
 //   |                                         |               | synchronized backward      |                   |
 //   | otherwise: no forward of the wrapper    | kBypassed     | leaves it to the next      | if it is equal on |
@@ -129,8 +129,9 @@ struct ReducerOptions {
 struct ReducerCallbacks {
   std::function<void()> after_last_launch;  // after the last bucket and the used map; may issue collectives
   std::function<double()> post_scale;       // in place of the reducer's post_scale; called once before unpacking
-  std::function<void()> on_taken;           // in a backward that is taken, before its first bucket leaves
-  std::function<void()> on_sends;           // the same in any other backward
+  // A backward that brings gradients of `parameters` is adopted, and no sign in its graph says that it is the
+  // wrapper's.
+  std::function<void(const std::vector<size_t>& parameters)> on_adopted;
   std::function<void(const std::string& why)> on_interrupted;                             // see backward_is_gone()
   std::function<void(double seconds, size_t bucket, const std::string& error)> on_stall;  // support/watched_wait.h
 };
@@ -233,6 +234,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   std::unique_ptr<Bucket> make_bucket(const std::vector<size_t>& indices) const;
   void watch(const std::vector<at::Tensor>& outputs, bool synchronized);
   void enter_backward(std::optional<bool> through_synchronized_forward);
+  void tell_of_adopted() const;
   void foresee(bool is_its_own);
   void await_end_of(int graph_task);
   void begin_iteration();
@@ -243,7 +245,6 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   bool skips(size_t index) const;
   void launch(size_t index);
   void launch_or_skip(size_t index);
-  void first_leaves(const Backward& in);
   void finish_backward(int graph_task);
   void backward_is_gone(int graph_task);
   void launch_rest(int graph_task);
@@ -263,7 +264,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, private ReducerSta
   Bucket::Packing packing(const at::Tensor& contribution) const {
     return {pre_scale, may_grow(), grads.used, contribution};
   }
-  // True while nobody knows how often a gradient arrives: in the first iteration, and from a taken backward to the
+  // True while nobody knows how often a gradient arrives: in the first iteration, and from an adopted backward to the
   // end of its iteration, unless their graph tells. While it is true, no bucket leaves before the end of backward, so
   // a gradient that grows can be packed again.
   bool may_grow() const { return (!has_recorded() && !iteration.each_once) || iteration.sends_at_the_end; }

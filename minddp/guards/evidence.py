@@ -38,9 +38,9 @@ class Wait:
     """A wait of this rank.
 
     ``what``: what it is for, in words. ``rank``: this one, in the group. ``ranks``: the group's, by their numbers in
-    the default group, which all texts use. ``iteration``: this rank's, where a backward waits. ``within``: it has
-    still to send its part of that backward. ``parameters``: names by index of those whose gradients are waited for.
-    ``hook``: the communication hook that sends them, if one does. ``given_up``: the last iteration that it gave up.
+    the default group, which all texts use. ``iteration``: this rank's, where a backward waits. ``parameters``: names
+    by index of those whose gradients are waited for. ``hook``: the communication hook that sends them, if one does.
+    ``given_up``: the last iteration that it gave up.
     """
 
     awaited: Awaited
@@ -50,7 +50,6 @@ class Wait:
     parameters: dict[int, str] = field(default_factory=dict)
     hook: str = ""
     iteration: int = 0
-    within: bool = False
     given_up: int = 0
 
     @property
@@ -205,30 +204,18 @@ def _is_certainly_missed(fact: Fact, wait: Wait) -> bool:
     return place is not None and wait.iteration + wait.awaited.collective > 0  # and has not sent its part
 
 
-def comes(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool | None:
-    """Whether a rank will say the word that this one waits for, which is at its ``own`` place; None: not known.
+def has_passed(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool:
+    """Whether a rank has gone on without the word that this one waits for, which is at its ``own`` place.
 
-    It waits in this iteration's backward, after as many forwards as this rank: its own backward is the word.
-
-    It will certainly not where it has failed or is gone; has gone on to a later iteration, or waits in a backward of
-    ``wait.iteration`` or later, or in a collective of this wrapper's that this rank has not begun; or has taken more
-    optimizer steps since its last backward than this rank.
+    It has gone on to a later iteration, or waits in a later one's backward, or in a collective of this wrapper's that
+    this rank has not begun; or it has taken more optimizer steps since its last backward than this rank.
     """
-    if judge([fact], wait)[0][1] in CERTAIN:
-        return False
-    theirs = fact.awaits
-    if wait.within and theirs and (theirs.wrapper, theirs.iteration) == (wait.wrapper, wait.iteration):
-        return bool((fact.report or {}).get("history") == own["history"])
-    return False if _has_passed(fact, wait, own) else None
-
-
-def _has_passed(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool:
     theirs = fact.awaits
     if theirs and theirs.wrapper == wait.wrapper:
         if theirs.collective:
             return bool(theirs.collective > own["collectives"])
         if theirs.iteration:
-            return theirs.iteration > wait.iteration - wait.within
+            return theirs.iteration > wait.iteration
     backward, steps = (fact.report or {}).get("reached", {}).get(wait.wrapper, (0, 0))
     return bool(backward > wait.iteration or (backward == wait.iteration and steps > own["steps"]))
 

@@ -4,12 +4,8 @@ A backward through the wrapped module itself bypasses the wrapper. It leaves loc
 for nobody. An optimizer that uses them takes another step on each rank, and the replicas drift apart. But a gradient
 that every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside
 the other ranks, so they are asked, through the store, and only where such gradients are about to be used. A rank
-says its word when it steps, whatever it steps. One that is elsewhere, and steps later or never, is not waited for
+says its word when it steps, whatever it steps. A rank that is elsewhere, and steps later or never, is not waited for
 long: the step goes on, and what that rank says is compared at the next one.
-
-A synchronized forward whose backward never came takes the next one, even one that bypasses the wrapper, as in torch.
-That is right where the other ranks are in that forward's backward, or have such a one as well. Else its collectives
-would meet the others' next ones, and gradients of different things would be added: so ranks meet before that.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -28,23 +25,31 @@ from . import times
 
 log = logging.getLogger("minddp")
 
-# (a rank, the seconds for which this one has waited for its word, whether in a backward): whether it comes, as it
-# were; False: it will certainly not; None: not known.
-Comes = Callable[[int, float, bool], "bool | None"]
 _PATIENCE = 5  # looks: for the word of a rank that may not be about to step
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
+
+
+class Word(Enum):
+    """Of a rank: whether it says what another one waits for."""
+
+    SAID = "it has, or its data has ended in a join()"
+    OPEN = "nobody knows"
+    ENDING = "it is gone; whether it has left or is lost is known in a moment"
+    LEFT = "it has left: no replica is there that could differ"
+    PASSED = "it has gone on without"
+
+
+Asks = Callable[[int, float], Word]  # by rank, and the seconds for which this rank has waited; may raise LostPeer
 
 
 class LocalGradients:
     """Compares gradients that were made past one wrapper.
 
     Args:
-        group: the wrapper's process group.
+        group: the wrapper's process group. No wait is longer than its timeout.
         store: carries the answers; ``None``: nobody can be asked.
         key: tells this wrapper's answers from others'; the same on all ranks.
-        comes: says of a rank that is waited for whether it does, or certainly will not. Any other is waited for as
-            long as the group's timeout says, or the store's if that is longer.
-        has_ended: says of a rank whether it has left: no replica is there that could differ.
+        asks: says of a rank that has not said its word what is known of it.
         client: gives another client of the store, if there is one: the program's threads may block ``store``.
     """
 
@@ -53,14 +58,13 @@ class LocalGradients:
         group: dist.ProcessGroup,
         store: dist.Store | None,
         key: str,
-        comes: Comes = lambda rank, seconds, within: None,
-        has_ended: Callable[[int], bool] = lambda rank: False,
+        asks: Asks = lambda rank, seconds: Word.OPEN,
         client: Callable[[], dist.Store | None] = lambda: None,
     ):
-        self._asks, self._has_ended, self._client = comes, has_ended, client
+        self._asks, self._client = asks, client
         self._rank, self._size = group.rank(), group.size()
         self._base = store
-        self._group_seconds = _timeout_of(group)
+        self._longest = _timeout_of(group)
         self._asked: tuple[int, int] | None = None  # iteration and number of the last question
         self._shown = -1  # the backward of the last word
         self._mine: dict[str, list[float]] = {}  # that word
@@ -112,6 +116,7 @@ class LocalGradients:
 
         Raises:
             RuntimeError: the ranks' differ, or have differed at an earlier step; or another rank has none.
+            LostPeer: a rank whose word is waited for has failed.
 
         Where the store's host has left, nobody can be asked: that is logged, once a backward.
         """
@@ -131,53 +136,32 @@ class LocalGradients:
         if uses and self._refusal is not None:
             raise self._refusal
 
-    def meet(self, iteration: int, history: Sequence[int]) -> None:
-        """Returns when every rank has called it, in a backward of this iteration; or has said that it sends in its
-        own, or waits there for this one.
-
-        Args:
-            iteration: what is about to be sent.
-            history: what this rank has done since the last one.
+    def meet_after_step(self, iteration: int) -> None:
+        """An exception has ended this rank's optimizer step, and left parameters as they were. Returns when that has
+        happened on all other ranks, too.
 
         Raises:
-            RuntimeError: a rank will not come, or has done something else.
+            RuntimeError: another rank has gone on with its step.
         """
-        self._meet(f"taken/{iteration}", _NOT_ALL, within=True, history=json.dumps(history))
-
-    def note_sending(self, iteration: int, history: Sequence[int]) -> None:
-        """This rank sends, in a backward through the wrapper's forward: who asks need not wait until it is missed."""
-        with suppress(dist.DistError, RuntimeError):  # the store's host has left: nobody can ask
-            self._say(f"taken/{iteration}", json.dumps(history))
-
-    def meet_after_step(self, iteration: int) -> None:
-        """As :meth:`meet`, of ranks whose optimizer's step has ended with an exception."""
-        self._meet(f"stepped/{iteration}", _NOT_ALL_STEPPED, within=False)
-
-    def _meet(self, what: str, message: str, within: bool, history: str = "") -> None:
         if self._size == 1 or self._store is None:
             return
         begin = time.monotonic()
-        try:
-            self._say(what, "")
+        with suppress(dist.DistNetworkError):  # the store's host has left: nobody can be asked
+            self._say(f"stepped/{iteration}", "")
             for rank in self._others():
-                key = f"{what}/{rank}"
-                if not self._comes(rank, key, begin, within) or not self._is_alike(key, history):
-                    raise RuntimeError(message.format(self._rank, rank, time.monotonic() - begin))
-        except dist.DistNetworkError:  # the store's host has left: nobody can be asked
-            log.warning(_NOT_ASKED, self._rank)
+                if self._await(rank, f"stepped/{iteration}/{rank}", begin) in (Word.PASSED, Word.OPEN):
+                    raise RuntimeError(_NOT_ALL_STEPPED.format(self._rank, rank, time.monotonic() - begin))
 
     def _say(self, what: str, word: str) -> None:
+        """And forgets the answer before the last: who asks now has read it."""
         assert self._store is not None
         self._store.set(f"{what}/{self._rank}", word)
-        self._forget(f"{what}/{self._rank}")
-
-    def _is_alike(self, key: str, history: str) -> bool:
-        """Whether what a rank has said is no other history. It says none where it waits as this one does."""
-        assert self._store is not None
-        return not self._store.check([key]) or self._store.get(key).decode() in ("", history)
+        self._kept.append(f"{what}/{self._rank}")
+        if len(self._kept) > 2:
+            with suppress(RuntimeError, NotImplementedError):  # a store that deletes nothing
+                self._store.delete_key(self._kept.pop(0))
 
     def _show(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> None:
-        assert self._store is not None
         again = self._asked is not None and self._asked[0] == iteration
         self._asked = (iteration, self._asked[1] + 1 if again and self._asked else 0)
         self._mine = {name: _signature(gradient) for name, gradient in named}
@@ -192,17 +176,15 @@ class LocalGradients:
         begin = time.monotonic()
         for rank in self._others():
             key = f"{self._turn}/{rank}"
-            comes = self._comes(rank, key, begin, patience=_PATIENCE * times.look)
-            if comes is None:
+            word = self._await(rank, key, begin, patience=_PATIENCE * times.look)
+            if word is Word.PASSED:
+                return RuntimeError(_message(list(self._mine), self._rank, rank, time.monotonic() - begin))
+            if word is Word.OPEN:
                 self._open.append((rank, key, self._mine))
                 if not self._has_told:
                     self._has_told = True
                     log.warning(_NO_WORD, self._rank, next(iter(self._mine)), rank, time.monotonic() - begin)
-            elif not comes and self._has_ended(rank):
-                continue
-            elif not comes:
-                return RuntimeError(_message(list(self._mine), self._rank, rank, time.monotonic() - begin))
-            elif refusal := self._difference(rank, key, self._mine):
+            elif word is Word.SAID and (refusal := self._difference(rank, key, self._mine)):
                 return refusal
         return None
 
@@ -220,38 +202,28 @@ class LocalGradients:
         differing = [name for name in mine if not _alike(mine[name], theirs.get(name))]
         return RuntimeError(_message(differing, self._rank, rank, None)) if differing else None
 
-    def _forget(self, key: str) -> None:
-        """Deletes this rank's answer before the last: who asks now has read it."""
-        self._kept.append(key)
-        if len(self._kept) > 2:
-            assert self._store is not None
-            with suppress(RuntimeError, NotImplementedError):  # a store that deletes nothing
-                self._store.delete_key(self._kept.pop(0))
-
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
 
-    def _comes(
-        self, rank: int, key: str, begin: float, within: bool = False, patience: float = math.inf
-    ) -> bool | None:
-        """``None``: after so many seconds that is not known."""
+    def _await(self, rank: int, key: str, begin: float, patience: float = math.inf) -> Word:
+        """Waits for a rank's word; while nobody knows whether it comes, ``patience`` seconds, or as long as the
+        group's timeout says."""
         assert self._base is not None and self._store is not None
-        longest = max(self._base.timeout.total_seconds(), self._group_seconds)  # type: ignore[attr-defined]
+        longest = self._longest or self._base.timeout.total_seconds()  # type: ignore[attr-defined]
         looked = begin
         while not self._store.check([key]) and not self._has_joined(rank):
             now = time.monotonic()
+            waited = now - begin
             if now - looked >= 0.5 * times.look:
                 looked = now
-                comes = self._asks(rank, now - begin, within)
-                if comes:
-                    return True
-                if comes is False or now - begin >= longest:
+                word = self._asks(rank, waited)
+                if word in (Word.LEFT, Word.PASSED):
                     # Meanwhile it may have come, and gone on; or this machine, or the store, was blocked.
-                    return self._store.check([key])
-                if now - begin >= patience:
-                    return None
-            time.sleep(min(0.001 + (now - begin) / 10, 0.25 * times.look))
-        return True
+                    return Word.SAID if self._store.check([key]) else word
+                if waited >= longest or (word is Word.OPEN and waited >= patience):
+                    return Word.OPEN
+            time.sleep(min(0.001 + waited / 10, 0.25 * times.look))
+        return Word.SAID
 
     def _has_joined(self, rank: int) -> bool:
         assert self._store is not None
@@ -259,22 +231,10 @@ class LocalGradients:
         return self._store.check([key]) and self._store.get(key) == b"yes"
 
 
-_NOT_ALL = (
-    "A backward on rank {0} went through no forward of DistributedDataParallel's, but past it, while a forward "
-    "waited for its backward: it was taken for that one's, as in torch, and its gradients were about to be averaged. "
-    "But rank {1} has had no such backward for {2:.0f} s. Call the wrapper, ddp(...), instead of ddp.module(...), on "
-    "every rank; or run a forward that no backward follows under torch.no_grad() or ddp.no_sync()."
-)
-
 _NOBODY_ANSWERS = (
     "optimizer.step() on rank %d uses gradients of a backward that ran past DistributedDataParallel's forward, of "
     "'%s' among others. Whether the other ranks have the same cannot be told: the process that holds the group's "
     "store has ended."
-)
-
-_NOT_ASKED = (
-    "Rank %d would ask the other ranks whether they are in the same backward, or whether their optimizer's step has "
-    "ended with an exception, too. The process that holds the group's store has ended: it goes on without."
 )
 
 _NO_WORD = (
@@ -293,7 +253,8 @@ _NOT_ALL_STEPPED = (
 def _timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds; 0 where it does not tell."""
     with suppress(Exception):
-        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        backends = [group._get_backend(device) for device in group._device_types]
+        return max(float(backend.options._timeout.total_seconds()) for backend in backends)
     return 0.0
 
 

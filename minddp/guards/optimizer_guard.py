@@ -3,15 +3,13 @@
 A closure makes the gradients inside of ``step()``: then they are asked after each of its calls. Torch's hooks for all
 optimizers are taken with the first wrapper, not at import.
 
-A step that ends with an exception, which the program catches, may leave this rank's parameters other than all
-others': who reduces them asks before the next forward, by :func:`interrupted`. What tells is which parameters have
-changed since.
+A step that ends with an exception, which the program catches, may leave this rank's parameters as they were, while
+the others' have changed: who reduces them asks before the next forward, by :func:`interrupted`.
 """
 
 from __future__ import annotations
 
 import collections
-import copy
 import functools
 import inspect
 import itertools
@@ -90,34 +88,14 @@ class _Steps:
         self.optimizer = weakref.ref(optimizer, lambda _: _steps.pop(key, None))
         self.begun, self.begun_ns = 0, -1
         self.ended: collections.deque[int] = collections.deque(maxlen=_COUNTED)
-        self.versions: list[int] = []  # of the parameters, when it began
-        self.is_torn = False  # an exception has come out of a closure, after parameters had changed
-        self.checked: _Checked | None = None
+        self.versions: dict[int, int] = {}  # of the parameters, when it began
+        self.checked: tuple[Any, Any] = None, None  # the program's last closure, and what the optimizer got for it
 
-    def begin(self) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
         self.begun += 1
         if self.begun == 1:
-            self.begun_ns, self.versions, self.is_torn = time.monotonic_ns(), self._versions(), False
-
-    def _versions(self) -> list[int]:
-        optimizer = self.optimizer()
-        return [] if optimizer is None else [_version(p) for p in _listed(optimizer)]
-
-    def note_torn(self) -> None:
-        self.is_torn = self.is_torn or self._versions() != self.versions
-
-    def differs(self, guarded: Guarded) -> bool:
-        """Whether a step that has begun and not ended leaves parameters that others, which have ended theirs, do not
-        have. It does not where all that it has averages for has changed, by this step or when it was tried again; nor
-        where nothing has, and there was nothing new to step with."""
-        optimizer = self.optimizer()
-        if optimizer is None or self.is_torn:
-            return self.is_torn
-        averaged, ended_ns = guarded.last_averages()
-        changed = {id(p) for p, before in zip(_listed(optimizer), self.versions) if _version(p) != before}
-        if not changed:
-            return ended_ns > (self.ended[-1] if self.ended else 0)
-        return not averaged & _parameters(optimizer) <= changed
+            self.begun_ns = time.monotonic_ns()
+            self.versions = {id(p): _version(p) for p in _listed(optimizer)}
 
     def end(self) -> None:
         global _spent_ns
@@ -125,6 +103,20 @@ class _Steps:
         if self.begun == 1:
             _spent_ns += self.ended[-1] - self.begun_ns
         self.begun = max(0, self.begun - 1)
+
+    def leaves_unchanged(self, guarded: Guarded) -> bool:
+        """Whether a step that has begun and not ended has left parameters as they were that it had averages for. It
+        has not where all have changed, by this step or when it was tried again; nor where none has, and there was
+        nothing new to step with."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return False
+        averaged, averaged_ns = guarded.last_averages()
+        listed = _listed(optimizer)
+        changed = {id(p) for p in listed if _version(p) != self.versions.get(id(p))}
+        if not changed:
+            return averaged_ns > (self.ended[-1] if self.ended else 0)
+        return not averaged & {id(p) for p in listed} <= changed
 
     def is_of(self, ids: set[int]) -> bool:
         optimizer = self.optimizer()
@@ -148,14 +140,14 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> _Steps:
 
 
 def interrupted(guarded: Guarded) -> bool:
-    """Whether a step on some of its parameters has begun and not ended, and that makes a difference. Each such step
-    is reported once."""
+    """Whether a step on some of its parameters has begun and not ended, and has left some as they were. Each such
+    step is reported once. None is where a closure runs inside of a step."""
     begun = [steps for steps in list(_steps.values()) if steps.begun]
     ids = guarded.parameter_ids() if begun else set()
     found = [steps for steps in begun if steps.is_of(ids)]
     for steps in found:
         steps.begun = 0
-    return any(steps.differs(guarded) for steps in found)
+    return any(steps.leaves_unchanged(guarded) for steps in found)
 
 
 def steps_since(ids: set[int], moment_ns: int) -> int:
@@ -173,28 +165,35 @@ def _look_at_steps() -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _steps_of(optimizer).end()
+    closure = _closure_of(optimizer, args, kwargs)
+    if closure is not None and not isinstance(closure, _FUNCTIONS):
+        _check(optimizer)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    closure, steps = kwargs.get("closure", args[1] if len(args) > 1 else None), _steps_of(optimizer)
-    compiling = torch.compiler.is_compiling()  # Dynamo traces the program's own closure, and no stand-in
-    if compiling or not _is_closure(optimizer, closure) or not _is_asked(optimizer):
+    closure, steps = _closure_of(optimizer, args, kwargs), _steps_of(optimizer)
+    if closure is None:
         _check(optimizer)
-        steps.begin()
+    steps.begin(optimizer)
+    if not isinstance(closure, _FUNCTIONS):
         return None
-    if steps.checked is None or steps.checked.own is not closure:
-        steps.checked = _Checked(closure, steps)
-    steps.begin()
+    if steps.checked[0] is not closure:
+        steps.checked = closure, _checked(closure, steps)
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": steps.checked}
-    return (args[0], steps.checked, *args[2:]), kwargs
+        return args, {**kwargs, "closure": steps.checked[1]}
+    return (args[0], steps.checked[1], *args[2:]), kwargs
 
 
-def _is_closure(optimizer: torch.optim.Optimizer, argument: Any) -> bool:
-    """What else an optimizer of the user's takes in its place, a module say, is handed on as it is."""
-    if isinstance(argument, (types.FunctionType, types.MethodType, functools.partial)):
-        return True
-    return callable(argument) and _takes_closure(type(optimizer))  # type: ignore[arg-type]
+_FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
+
+
+def _closure_of(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """The closure that a step was called with, if it makes gradients that are asked for. What else an optimizer of
+    the user's takes in its place, a module say, is none; Dynamo traces the program's own closure, and no stand-in."""
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if torch.compiler.is_compiling() or not callable(given) or not _is_asked(optimizer):
+        return None
+    return given if isinstance(given, _FUNCTIONS) or _takes_closure(type(optimizer)) else None  # type: ignore[arg-type]
 
 
 @functools.lru_cache(64)
@@ -202,59 +201,23 @@ def _takes_closure(kind: type) -> bool:
     return list(inspect.signature(kind.step).parameters)[1:2] == ["closure"]  # type: ignore[attr-defined]
 
 
-def _same(value: Any) -> Any:
-    return value
+def _checked(closure: Any, steps: _Steps) -> Callable[..., Any]:
+    """``closure``, as the optimizer gets it: the gradients that it makes are checked before they are used. It has the
+    program's own attributes. A callable object stays what it is: its gradients are checked after the step."""
 
-
-class _Checked:
-    """A closure of the program's, as the optimizer gets it: the gradients that it makes are checked. In all else it
-    is the program's own, with its attributes; the same one as long as the program passes the same."""
-
-    __slots__ = ("__weakref__", "own", "steps")
-
-    def __init__(self, own: Callable[..., Any], steps: _Steps):
-        object.__setattr__(self, "own", own)
-        object.__setattr__(self, "steps", steps)
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        steps = self.steps
+    def checked(*arguments: Any, **keywords: Any) -> Any:
         begun, steps.begun = steps.begun, 0  # the closure's forward is no next one
         try:
-            loss = self.own(*arguments, **keywords)
-        except BaseException:
+            loss = closure(*arguments, **keywords)
+        finally:
             steps.begun = begun
-            steps.note_torn()
-            raise
         optimizer = steps.optimizer()
         if optimizer is not None:
             _check(optimizer)
-        steps.begun = begun
         return loss
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self.own)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.own, name, value)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or self.own == other
-
-    def __hash__(self) -> int:
-        return hash(self.own)
-
-    def __copy__(self) -> Callable[..., Any]:
-        return copy.copy(self.own)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return copy.deepcopy(self.own, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _same, (self.own,)
+    checked.__dict__ = getattr(closure, "__dict__", {})
+    return checked
 
 
 def _is_asked(optimizer: torch.optim.Optimizer) -> bool:

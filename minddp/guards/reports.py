@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -36,7 +37,7 @@ import torch.distributed as dist
 
 from ..ranks import processes
 from ..ranks.processes import Process
-from . import connections, times
+from . import times
 
 REQUESTS_A_SECOND = 100
 _FILE_TIMEOUT = timedelta(seconds=5)  # a request to a file that was removed looks for it so long
@@ -65,7 +66,6 @@ class Reports:
         rank, size: of the default group.
         process: this one.
         clock: seconds, of this process alone.
-        store_connections: where it is a TCPStore.
     """
 
     def __init__(
@@ -75,7 +75,6 @@ class Reports:
         size: int,
         process: Process,
         clock: Callable[[], float] = time.monotonic,
-        store_connections: connections.Connections | None = None,
     ):
         # What ranks have left on a store in an earlier default group says nothing about this one. A process that
         # takes another's place counts as those do that have gone on, if the store is a new one.
@@ -92,7 +91,6 @@ class Reports:
         self._waits_since: float | None = None
         self._summary_text, self._summary_since = "", float("-inf")
         self._summary: dict[str, Any] = {}
-        self._connections = store_connections or {}
         self._file = file_of(store)
         if self._file is not None:
             store.set_timeout(_FILE_TIMEOUT)
@@ -101,13 +99,18 @@ class Reports:
         self._store.compare_set("summary", "", "{}")
 
     def has_store(self) -> bool:
-        """Whether there is still what the store lies in.
+        """Whether there is still what the store lies in: a request would make a file anew that was removed."""
+        return self._file is None or os.path.exists(self._file)
 
-        A request would make a file that was removed anew; to a host that has left, it writes a C++ stack to stderr.
-        """
-        if self._file is not None:
-            return os.path.exists(self._file)
-        return not connections.closed_by_host(self._connections)
+    def takes_a_last_word(self) -> bool:
+        """Whether the store's host still listens. Torch's client of one that has left writes a C++ stack to stderr."""
+        inner = innermost(self._store)
+        if isinstance(inner, dist.TCPStore):
+            try:
+                socket.create_connection((inner.host, inner.port), timeout=1.0).close()
+            except OSError:
+                return False
+        return self.has_store()
 
     def turn(self, report: Callable[[], Report], waits: bool, hear: Callable[[list[Report]], None]) -> None:
         """Answers who asks, asks where nobody does for the ranks that wait, and gives ``hear`` new failures.
@@ -141,9 +144,8 @@ class Reports:
             return None, False
         for key, ranks in self._summary.get("waiting", {}).items():
             if any(first <= rank <= last for first, last in ranks):
-                wait, history, reached = json.loads(key)
-                said = {"wait": wait, "history": history, "reached": reached}
-                return {**said, "places": {}, "line": "", "words": ""}, False
+                wait, reached = json.loads(key)
+                return {"wait": wait, "reached": reached, "places": {}, "line": "", "words": ""}, False
         return self._summary.get("absent", {}).get(str(rank)), rank in self._summary.get("silent", ())
 
     def has_summary(self) -> bool:
@@ -191,7 +193,7 @@ class Reports:
             if answered < due:
                 silent.append(rank)
             elif report is not None and report["wait"] and answered >= self._first:
-                key = json.dumps([report["wait"], report.get("history"), report.get("reached", {})])
+                key = json.dumps([report["wait"], report.get("reached", {})])
                 _add_to_ranges(waiting.setdefault(key, []), rank)
                 continue
             if len(absent) < _LISTED:

@@ -38,7 +38,7 @@ from .evidence import (
     Judged,
     Kind,
     Wait,
-    comes,
+    has_passed,
     judge,
     lost,
     lost_ranks,
@@ -46,6 +46,7 @@ from .evidence import (
     slow,
     with_blamed,
 )
+from .local_gradients import Word
 from .location import exception_text
 from .watchdog import Watchdog
 
@@ -90,7 +91,6 @@ class StallInspector:
         self.group = group
         self.desync_timeout = desync_timeout
         self.hook = ""  # the communication hook's name
-        self.on_asked: Callable[[], None] | None = None  # called once, when another rank asks in its backward
         self.rename(f"{name}/{next(_counters.setdefault(name, itertools.count()))}")
         self._reducer = weakref.ref(reducer)
         self._names = names
@@ -175,7 +175,6 @@ class StallInspector:
         iteration = position["iteration"] + (phase in ("forward", "loss"))
         missing = position["missing"] if phase == "backward" else []
         place = {"phase": phase, "iteration": iteration, "missing": missing, "collectives": self._collectives}
-        place["history"] = position["history"]
         return self.key, {**place, "steps": 0 if phase == "backward" else self._steps()}
 
     # --- what it waits for ---
@@ -213,44 +212,32 @@ class StallInspector:
             given_up=self._given_up,
         )
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
-        if self.on_asked is not None:
-            word = self._wait_for_word(within=True).awaited
-            if any(fact.awaits == word for fact in self._dog.facts(wait.others(), self.key)):
-                told, self.on_asked = self.on_asked, None
-                told()
 
-    def comes(self, rank: int, seconds: float, within: bool) -> bool | None:
-        """Whether a rank of the group, for whose word this one has waited so long, will say it; None: not known.
+    def word_of(self, rank: int, seconds: float) -> Word:
+        """Whether a rank of the group, for whose word on its gradients this one has waited so long, will say it.
 
-        Asks it where it is, and logs that it is late: to be called each second or so. ``within``: this rank is in a
-        backward, and has not sent its part.
+        Asks it where it is, and logs that it is late: to be called each second or so.
+
+        Raises:
+            LostPeer: it has failed, or is gone without having left.
         """
-        if self._dog is None:
-            return None
-        wait = self._wait_for_word(within)
-        self._dog.waits(wait, urgent=False)
-        facts = self._dog.facts([self._ranks[rank]], self.key)
-        if times.warning_is_due(seconds):
-            log.warning(slow(wait, seconds, judge(facts, wait), self._dog.store_is_silent()))
-        if self.desync_timeout is not None and seconds >= self.desync_timeout and self._dog.has_summary():
-            return False
         own = self.place()
-        return None if own is None else comes(facts[0], wait, own[1])
+        if self._dog is None or own is None:
+            return Word.OPEN
+        ranks = self._ranks[self._rank], self._ranks[rank]
+        awaited = Awaited(self.key, what="the others' word on their gradients")
+        wait = Wait(awaited, awaited.what, 0, ranks, iteration=self._iteration())
+        (fact,) = self._dog.facts(wait.others(), self.key)
+        if fact.failure is not None and fact.failure["left"]:
+            return Word.LEFT
+        look_into(self._dog, self.group, wait, seconds, "", self.desync_timeout)
+        if has_passed(fact, wait, own[1]):
+            return Word.PASSED
+        return Word.ENDING if fact.has_ended else Word.OPEN
 
     def client(self) -> dist.Store | None:
         """The watchdog's own of the group's store."""
         return None if self._dog is None else self._dog.client
-
-    def has_ended(self, rank: int) -> bool:
-        """Whether a rank of the group has left it, or its process is gone."""
-        if self._dog is None:
-            return False
-        facts = self._dog.facts([self._ranks[rank]], self.key)
-        return judge(facts, self._wait_for_word(within=False))[0][1] in (Kind.ENDED, Kind.GONE)
-
-    def _wait_for_word(self, within: bool) -> Wait:
-        word = Awaited(self.key, what=f"the others' word on their {'backward' if within else 'gradients'}")
-        return Wait(word, word.what, self._rank, self._ranks, iteration=self._iteration(), within=within)
 
     def heed_loss(self) -> None:
         """Gives the group up where another rank is certainly lost to an iteration that this one has launched: the

@@ -29,14 +29,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
 
 from .. import environment
 from ..ranks.processes import Process, here, look
-from . import connections, location, times
+from . import location, times
 from .evidence import Fact, Wait, reached
 from .reports import Report, Reports, file_of, innermost
 
@@ -241,12 +240,9 @@ class Watchdog:
         try:
             if self._file is not None and not os.path.exists(self._file):
                 return  # a clone would make it anew
-            before = connections.to_port(self._port)
             mine = stores.pop().clone()  # type: ignore[attr-defined]  # torch's stub forgets it
-            made = {link: fd for link, fd in connections.to_port(self._port).items() if link not in before}
             self.client = mine
-            reports = Reports(mine, self.rank, self.size, self.processes[self.rank], store_connections=made)
-            self._reports = reports
+            self._reports = reports = Reports(mine, self.rank, self.size, self.processes[self.rank])
             reports.known = self.processes
             reports.publish(self._report())
             while not self._stopping and self._group_is_there() and reports.has_store():
@@ -257,7 +253,7 @@ class Watchdog:
                 self.tell(*self._later[1:])
             if not self._stopping and "" not in self._told:
                 self._outbox.append(self._message("it has destroyed its process group", left=True))
-            if reports.has_store():
+            if self._outbox and reports.takes_a_last_word():
                 self._send(reports)
         except (dist.DistError, RuntimeError, OSError, ValueError):
             pass  # the store is gone, and with it all that could be said here
@@ -325,10 +321,8 @@ class Watchdog:
         wait, trains = self._wait, self._trains
         line, collective = location.of_thread(trains)
         waits, places = wait is not None and self._is_waiting(), self._where()
-        own = places.get(wait[1].wrapper, {}) if wait is not None else {}
         return {
             "wait": wait[1].awaited if wait is not None and waits else None,
-            "history": own.get("history"),
             "reached": {wrapper: reached(place) for wrapper, place in places.items()},
             "places": places,
             "line": line,
@@ -360,9 +354,6 @@ class Watchdog:
         self._stopping = True
         self._wake.set()
         self._join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
-        if self._thread.is_alive() and self._port is not None:
-            connections.cut(self._port)
-            self._join(_EXIT_SECONDS)
 
     def _say_goodbye(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -388,13 +379,11 @@ def _when_gone(dog: Watchdog) -> Callable[[object], None]:
 
 _current: Watchdog | None = None
 _living: weakref.WeakSet[Watchdog] = weakref.WeakSet()  # that of a group before may not have seen yet that it is gone
-_finalized_in = 0  # the process whose end `_child_ends` hears of
-_inherited = 0  # see _note_inherited
 
 
 def current(group: Any) -> Watchdog | None:
     """The watchdog of the default group that there is now, made at the first call; ``None``: nobody can be asked."""
-    global _current, _finalized_in
+    global _current
     if type(group) is not dist.ProcessGroup or not dist.is_initialized():
         return None
     store = dist.distributed_c10d._get_default_store()
@@ -404,9 +393,6 @@ def current(group: Any) -> Watchdog | None:
         _hear_uncaught()
     if _current is None or not _current.same_group(store):
         _current = Watchdog(store, dist.get_rank(), dist.get_world_size())
-        if _finalized_in != os.getpid():  # multiprocessing forgets it in what it forks
-            Finalize(None, _child_ends, exitpriority=100)
-            _finalized_in = os.getpid()
     return _current
 
 
@@ -450,31 +436,3 @@ def _last_words() -> None:
     for dog in list(_living):
         with suppress(Exception):
             dog.end()
-
-
-def _note_inherited() -> None:
-    """A program may fork while it handles an exception, which its children then seem to handle until their end."""
-    global _inherited
-    _inherited = id(sys.exc_info()[1])
-
-
-_note_inherited()
-os.register_at_fork(after_in_child=_note_inherited)
-
-
-def _others_go_on() -> bool:
-    """Python's end waits for these threads, which may train."""
-    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread())
-
-
-def _child_ends() -> None:
-    """A process of ``multiprocessing`` ends, and no ``sys.excepthook`` hears of it. ``torch.multiprocessing.spawn``
-    sends the exception to the parent and calls ``sys.exit(1)``; other functions let it through."""
-    error = sys.exc_info()[1]
-    if isinstance(error, SystemExit):
-        error = error.__context__ if error.code else None
-    if _others_go_on():
-        return
-    if error is not None and id(error) != _inherited and _current is not None:
-        with suppress(Exception):
-            _current.tell(f"its program ended with {location.exception_text(error)}", wait=_EXIT_SECONDS)

@@ -31,6 +31,7 @@ from ..reduction.wire import WireFormat
 from ..straggler.advice import Gradients
 from ..straggler.watch import StragglerWatch
 from ..timeline import recording
+from .adopted_backwards import AdoptedBackwards
 from .comm_hooks import BUILTIN_HOOK_DTYPES, waits_in_callbacks
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
@@ -77,6 +78,7 @@ class Engine(StepCheck):
         self.hook: tuple[Any, Any] | None = None
         self.mixed: MixedPrecision | None = None
         self.finite: FiniteCheck | None = None
+        self._adopted = AdoptedBackwards()
         self.has_rebuilt_buckets = False
         self._stragglers = None if config.on_straggler is None else StragglerWatch(config.on_straggler)
         self._made = False
@@ -178,11 +180,9 @@ class Engine(StepCheck):
             self.reducer.set_callbacks(on_stall=stalls, on_interrupted=interrupted)
         store = dist.distributed_c10d._get_default_store() if has_store else None
         inspector = self.inspector
-        asked = () if inspector is None else (inspector.comes, inspector.has_ended, inspector.client)
+        asked = () if inspector is None else (inspector.word_of, inspector.client)
         self._local_gradients = LocalGradients(self.group, store, "" if inspector is None else inspector.key, *asked)
-        self.reducer.set_callbacks(on_taken=weakly(self._on_taken))
-        if inspector is not None:
-            inspector.on_asked = weakly(self._on_asked)
+        self.reducer.set_callbacks(on_adopted=weakly(self._on_adopted))
         skipped = 0 if self.finite is None else self.finite.skipped
         self.finite = None
         if self.config.check_finite:
@@ -353,20 +353,9 @@ class Engine(StepCheck):
         """All ranks have run out of data: ``join()`` ends."""
         self._local_gradients.note_back()
 
-    def _on_taken(self) -> None:
-        """A backward through no synchronized forward is about to send: a forward that waited has taken it."""
-        self.report_failure(lambda: self._local_gradients.meet(*self._sends_now()))
-
-    def _on_asked(self) -> None:
-        """Another rank's backward was taken so: it asks this one. From now on each backward says that it sends."""
-        self.reducer.set_callbacks(on_sends=weakly(self._on_sends))
-
-    def _on_sends(self) -> None:
-        self._local_gradients.note_sending(*self._sends_now())
-
-    def _sends_now(self) -> tuple[int, list[int]]:
-        """The iteration, and what this rank has done since the one before."""
-        return self.reducer.iteration(), self.reducer.position()["history"]
+    def _on_adopted(self, parameters: list[int]) -> None:
+        """A backward counts as a waiting forward's, and its graph has no node of the wrapper's."""
+        self._adopted.look(self.module, self.reducer, parameters)
 
     # --- refusing ---
 

@@ -19,8 +19,8 @@ from minddp.guards.evidence import (
     Fact,
     Kind,
     Wait,
-    comes,
     describe,
+    has_passed,
     judge,
     lost,
     reached,
@@ -49,10 +49,9 @@ def report(
     wrapper="w",
     does="",
     steps=0,
-    history=None,
 ):
     place = {"phase": phase, "iteration": iteration, "missing": list(missing), "steps": steps, "collectives": 3}
-    said = {"line": "train.py:3 in f", "words": "", "does": does, "history": history}
+    said = {"line": "train.py:3 in f", "words": "", "does": does}
     said["reached"] = {wrapper: reached(place)}
     return {"places": {wrapper: place}, "wait": wait, "collective": collective, **said}
 
@@ -171,54 +170,37 @@ def test_the_number_of_a_collective_tells_who_has_done_its_part(known, kind):
     assert judge([fact(**known), BUSY], fourth)[0][1] is kind
 
 
-OWN = {**report("between", 7)["places"]["w"], "history": [1, 0]}
+OWN = report("between", 7)["places"]["w"]
 
 
 @pytest.mark.parametrize(
-    ("known", "within", "come"),
+    ("known", "passed"),
     [
-        ({"failure": told()}, False, False),
-        ({"sight": GONE}, False, False),
-        ({"report": report("between", 7)}, False, None),  # before its step, or in it
-        ({"report": report("between", 7, steps=1)}, False, False),
-        ({"report": report("between", 6, steps=1)}, False, None),  # of the iteration before
-        ({"report": report("forward", 8)}, False, None),
-        ({"report": report("forward", 8, steps=1)}, False, False),
-        ({"report": report("backward", 8)}, False, False),
-        ({"report": report("forward", 9)}, False, False),
-        (
-            {"report": report(wait=bucket_0("w", 7))},
-            False,
-            None,
-        ),  # this rank has sent its part
-        ({"report": report(wait=bucket_0("w", 7), history=[2, 0])}, True, False),
-        (
-            {"report": report(wait=bucket_0("w", 7), history=[1, 0])},
-            True,
-            True,
-        ),  # in the same one
-        ({"report": report(wait=bucket_0("w", 8))}, False, False),
-        ({"report": report(wait=buffers("w", 4))}, False, False),
-        ({"report": report(wait=buffers("w", 4))}, True, False),
-        (
-            {"report": report(wait=buffers("w", 3))},
-            False,
-            None,
-        ),  # this rank has begun it
-        ({"report": report(wait=buffers("v", 4))}, False, None),
-        ({"report": report("backward", 7)}, True, None),  # at whose end it may come
-        ({"report": report(collective="barrier")}, False, None),
-        ({"silent": True}, False, None),
-        ({"sight": Sight("stopped"), "report": report()}, False, None),
+        ({"report": report("between", 7)}, False),  # before its step, or in it
+        ({"report": report("between", 7, steps=1)}, True),
+        ({"report": report("between", 6, steps=1)}, False),  # of the iteration before
+        ({"report": report("forward", 8)}, False),
+        ({"report": report("forward", 8, steps=1)}, True),
+        ({"report": report("backward", 8)}, True),
+        ({"report": report("forward", 9)}, True),
+        ({"report": report(wait=bucket_0("w", 7))}, False),  # this rank has sent its part
+        ({"report": report(wait=bucket_0("w", 8))}, True),
+        ({"report": report(wait=buffers("w", 4))}, True),
+        ({"report": report(wait=buffers("w", 3))}, False),  # this rank has begun it
+        ({"report": report(wait=buffers("v", 4))}, False),
+        ({"report": report("backward", 7)}, False),
+        ({"report": report(collective="barrier")}, False),
+        ({"silent": True}, False),
+        ({"sight": Sight("stopped"), "report": report()}, False),
     ],
 )
-def test_who_comes(known, within, come):
-    assert comes(fact(**known), replace(ASKS, within=within), OWN) is come
+def test_who_has_gone_on_without_a_word(known, passed):
+    assert has_passed(fact(**known), ASKS, OWN) is passed
 
 
-@pytest.mark.parametrize(("theirs", "come"), [(1, None), (2, None), (3, False)])
-def test_who_has_taken_more_steps_has_passed(theirs, come):
-    assert comes(fact(report=report("between", 7, steps=theirs)), ASKS, {**OWN, "steps": 2}) is come
+@pytest.mark.parametrize(("theirs", "passed"), [(1, False), (2, False), (3, True)])
+def test_who_has_taken_more_steps_has_passed(theirs, passed):
+    assert has_passed(fact(report=report("between", 7, steps=theirs)), ASKS, {**OWN, "steps": 2}) is passed
 
 
 def test_the_first_cause_is_named():

@@ -6,7 +6,6 @@ import time
 import pytest
 import torch.distributed as dist
 
-from minddp.guards import connections
 from minddp.guards.reports import REQUESTS_A_SECOND, Reports
 from minddp.ranks import processes
 from minddp.ranks.processes import Process, began, here
@@ -187,12 +186,11 @@ def test_when_this_process_began():
 
 def test_a_host_that_has_left_is_seen_without_a_request(capfd):
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", host.port)
-    reports = Reports(client, 0, 2, ME, store_connections=connections.to_port(host.port))
-    assert reports.has_store()
+    reports = Reports(dist.TCPStore("127.0.0.1", host.port), 0, 2, ME)
+    assert reports.takes_a_last_word()
     del host
     deadline = time.monotonic() + 10
-    while reports.has_store() and time.monotonic() < deadline:
+    while reports.takes_a_last_word() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not reports.has_store()
+    assert not reports.takes_a_last_word()
     assert capfd.readouterr().err == ""
