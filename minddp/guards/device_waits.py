@@ -18,6 +18,10 @@ from typing import Any
 from .. import _C
 from .evidence import Awaited, Fact, Judged, Kind, Wait, describe
 
+PARTIAL_SUMS = (
+    " A step of an optimizer that was enqueued after that backward may have used partial sums: from now on "
+    "optimizer.step(), forward and ddp.state_dict() raise. Start again from a checkpoint."
+)
 _BACKWARD_BEGIN, _BACKWARD_END = 2, 3  # among the reducer's moments
 
 

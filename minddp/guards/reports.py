@@ -103,7 +103,7 @@ class Reports:
         return self._file is None or os.path.exists(self._file)
 
     def takes_a_last_word(self) -> bool:
-        """Whether the store's host still listens. Torch's client of one that has left writes a C++ stack to stderr."""
+        """Whether the store's host still listens. After its end torch's client writes a C++ stack to stderr."""
         inner = innermost(self._store)
         if isinstance(inner, dist.TCPStore):
             try:

@@ -99,7 +99,8 @@ class StallInspector:
         self._rank = group.rank()
         self._reported_as = ""
         self._given_up = 0  # an iteration
-        self._lost: LostPeer | None = None  # why heed_loss() has given up the group
+        self._has_streams = has_streams
+        self.lost: LostPeer | None = None  # why the group was given up, where the device may use what that has left
         self._has_warned = False  # heed_loss(), of ranks that may be lost
         self._checked = (-1, float("inf"))  # by check_peers: an iteration, and when it was first called in it
         self._collectives = 0  # outside of backward, that have ended on this rank
@@ -244,7 +245,7 @@ class StallInspector:
         program may wait for the device. Where ranks may be lost, warns once. Called by the watchdog, on its thread,
         while a rank has failed or is gone."""
         reducer, dog = self._reducer(), self._dog
-        if reducer is None or dog is None or self._lost is not None:
+        if reducer is None or dog is None or self.lost is not None:
             return
         iteration = device_waits.launched(reducer.position())
         if iteration <= 0:
@@ -254,17 +255,19 @@ class StallInspector:
         causes = device_waits.certainly_lost(judged, wait)
         if causes:
             absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
-            try:
-                _give_up(dog, self.group, wait, None, root_causes(with_blamed(causes, absent)), "")
-            except LostPeer as error:
-                self._lost = error.with_traceback(None)
-            log.error("%s The process group is given up; the next forward raises.", self._lost)
+            error = _given_up(dog, self.group, wait, None, root_causes(with_blamed(causes, absent)), "")
+            log.error("%s The process group is given up; the next step and forward raise.", error)
         elif not self._has_warned:
             gone = device_waits.gone_without_a_word(judged)
             ranks = [fact.rank for fact, _ in gone]
             if gone and dog.seconds_gone(ranks) >= dog.seconds_until_settled():
                 self._has_warned = True
                 log.warning(device_waits.suspicion(gone, wait))
+
+    def check_lost(self) -> None:
+        """Before what uses gradients, or parameters, that a device may have made with a group that was given up."""
+        if self.lost is not None:
+            raise self.lost.with_traceback(None)
 
     def check_peers(self) -> None:
         """Before a forward on a device with streams, where no wait tells that a rank is lost.
@@ -274,8 +277,7 @@ class StallInspector:
         Raises:
             RuntimeError: another rank has failed, or was gone; says which, and why.
         """
-        if self._lost is not None:
-            raise self._lost
+        self.check_lost()
         if self._dog is None:
             return
         iteration, since = self._iteration(), self._checked
@@ -436,14 +438,26 @@ class LostPeer(RuntimeError):
 def _give_up(
     dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float | None, causes: Judged, error: str
 ) -> None:
-    raised = LostPeer(lost(wait, seconds, causes, error))
-    raised.lost_ranks = lost_ranks(causes, wait.here)
+    raise _given_up(dog, group, wait, seconds, causes, error)
+
+
+def _given_up(
+    dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float | None, causes: Judged, error: str
+) -> LostPeer:
+    """Gives ``group`` up; returns why. On a device its wrappers know that first: a program that waits there goes on
+    as soon as the group is aborted, with gradients that are no averages."""
+    here = [each for each in list(_inspectors) if each.group is group]
+    on_device = any(each._has_streams for each in here)
+    why = LostPeer(lost(wait, seconds, causes, error) + device_waits.PARTIAL_SUMS * on_device)
+    why.lost_ranks = lost_ranks(causes, wait.here)
+    for each in here:
+        if each._has_streams:
+            each.lost = each.lost or why
     # Of what goes through this group; the program may go on in another one.
-    ended = {wait.wrapper, group.group_name, *(each.key for each in list(_inspectors) if each.group is group)}
-    dog.tell(str(raised), *ended, because=raised.lost_ranks, wait=0.5)
+    dog.tell(str(why), wait.wrapper, group.group_name, *(each.key for each in here), because=why.lost_ranks, wait=0.5)
     dog.waits_no_more()  # Once it has told why: a rank that does not wait, and has said nothing, would be suspected.
     _abandon(group)
-    raise raised
+    return why
 
 
 _abandoned: set[int] = set()

@@ -152,7 +152,7 @@ class Watchdog:
             wait: at most so many seconds until it has been reported: the process may be about to end.
         """
         self._later = None
-        for wrapper in sorted(wrappers) or [""]:
+        for wrapper in sorted(set(wrappers)) or [""]:
             if wrapper in self._told or "" in self._told:
                 continue
             if not wrapper:

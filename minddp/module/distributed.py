@@ -306,6 +306,13 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         with self._inside_ddp_forward():
             return _run_module(self.module, inputs, kwargs)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module. Raises LostPeer where a device may have stepped with partial sums: a rank was lost, and
+        the process group given up while the host did not wait for it."""
+        if self._minddp_engine is not None:
+            self._minddp_engine.check_lost()
+        return super().state_dict(*args, **kwargs)
+
     def _minddp_note_not_joined(self) -> None:
         work = Join.notify_join_context(self)
         if work is None:

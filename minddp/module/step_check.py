@@ -19,6 +19,7 @@ from .. import _C
 from ..guards import optimizer_guard
 from ..guards.finite_check import FiniteCheck
 from ..guards.local_gradients import LocalGradients, has_values
+from ..guards.stall_inspector import StallInspector
 from ..reduction.reducer import Reducer
 from .local_steps import LocalSteps
 from .parameters import Parameters
@@ -33,6 +34,7 @@ class StepCheck:
     parameters: Parameters
     reducer: Reducer
     finite: FiniteCheck | None
+    inspector: StallInspector | None
     hook: tuple[Any, Any] | None
     has_foreign_group: Any
     has_builtin_hook: Any
@@ -48,7 +50,7 @@ class StepCheck:
     def may_refuse_step(self) -> bool:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
         local = self.reducer.bypassed() or self.reducer.left_local()
-        return self._is_unfinished() or self.finite is not None or bool(local)
+        return self._has_lost_peers() or self._is_unfinished() or self.finite is not None or bool(local)
 
     def check_step(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
         """Raises where an optimizer must not use the gradients; returns whether its step is to change nothing.
@@ -57,6 +59,7 @@ class StepCheck:
             stepped: ``id`` of each of the optimizer's parameters.
             others: who else reduces parameters, the same ones perhaps.
         """
+        self.check_lost()
         if not self._has_others():
             return self.group.size() == 1 and self.finite is not None and self.finite.check()
         self.report_failure(self._check_not_within)
@@ -79,6 +82,14 @@ class StepCheck:
             uses = not bypassed.keys().isdisjoint(stepped)
             self._check_bypassed(lambda: self._local_gradients.check(named, last, iteration, uses))
         return skips
+
+    def _has_lost_peers(self) -> bool:
+        return self.inspector is not None and self.inspector.lost is not None
+
+    def check_lost(self) -> None:
+        """Raises LostPeer where the group was given up while its device may have gone on."""
+        if self.inspector is not None:
+            self.inspector.check_lost()
 
     def _check_bypassed(self, check: Callable[[], None]) -> None:
         """A hook of the program's may leave gradients local on purpose (local SGD): a difference proves nothing."""

@@ -25,7 +25,7 @@ class Reducer:
         self.moments = moments
 
     def position(self):
-        return {"moments": self.moments, "phase": _C.Phase.IDLE, "iteration": 7, "missing": [], "history": ""}
+        return {"moments": self.moments, "phase": _C.Phase.IDLE, "iteration": 7, "missing": []}
 
     def iteration(self):
         return 7
@@ -74,6 +74,7 @@ class Group:
 
     def abort(self):
         self.aborts += 1
+        self.lost_then = self.inspector.lost
         self.aborted.set()
 
 
@@ -88,7 +89,7 @@ def looks(monkeypatch):
         dog, group, reducer = Dog([first, second]), Group(), Reducer(moments)
         monkeypatch.setattr(watchdog, "current", lambda group: dog)
         inspector = StallInspector(group, reducer, [], set(), None, has_streams)
-        inspector.hook, dog.gone = hook, gone
+        inspector.hook, dog.gone, group.inspector = hook, gone, inspector
         for _ in range(4):
             for heed in dog.heeds:
                 heed()
@@ -108,6 +109,7 @@ CRASHED = Fact(1, failure=told(wrapper="another", ends=True))
 def test_who_is_certainly_lost_is_given_up_once_and_named(looks):
     seen = looks(FAILED)
     assert seen.group.aborts == len(seen.dog.said) == 1
+    assert seen.group.lost_then is not None, "nothing may step in between"
     for _ in range(2):
         with pytest.raises(LostPeer, match="rank 1 will not take part in the reduction of iteration 7") as raised:
             seen.inspector.check_peers()
