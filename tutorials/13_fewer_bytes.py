@@ -145,9 +145,9 @@ def training() -> None:
 # %% [markdown]
 # ## When it pays
 #
-# Only where a step waits for bytes. Measure your own: last_step() says what backward has not hidden. On one machine,
-# as here, bytes cost little, and fewer of them gain little. Over a shaped link, beside torch's class and hooks:
-# benchmarks/wire.py.
+# Only where a step waits for bytes. Measure your own: minddp.last_step(ddp) says what backward has not hidden. On one
+# machine, as here, bytes cost little, and fewer of them gain little. Over a shaped link, beside torch's class and
+# hooks: benchmarks/wire.py.
 
 # %%
 
