@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.lab.faults.__main__ import CI_CELLS, verdict
+from tests.lab.faults.__main__ import CI_CELLS
 from tests.lab.faults.program import FAULTS, PLACES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,21 +35,3 @@ def test_everybody_is_told():
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "lost: 0" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("survivor", "expected"),
-    [
-        ({}, "told"),
-        ({"exited": None}, "stuck"),
-        ({"told": None}, "not told"),
-        ({"told": None, "finished": True, "digests": ["a"]}, "unharmed"),
-        ({"told": None, "finished": True, "digests": ["b"]}, "replicas differ"),
-        ({"told": 11.0}, "late"),
-        ({"named": False}, "not named"),
-    ],
-)
-def test_verdicts(survivor, expected):
-    well = {"exited": 1.0, "told": 2.0, "named": True, "finished": False, "digests": []}
-    result = {"fault": "killed", "fault_happened": True, "digests": ["a"], "survivors": [well, {**well, **survivor}]}
-    assert verdict(result) == expected
