@@ -28,7 +28,7 @@ from minddp.guards.evidence import (
     slow,
 )
 from minddp.ranks.processes import Process, Sight, here, look
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 NAMES = {3: "a.weight", 2: "a.bias"}
 WAIT = Wait(
@@ -267,7 +267,8 @@ def test_what_becomes_of_a_process():
     assert look(process) == Sight("gone")
 
 
-def _bad_timeouts(rank, world_size):
+@on_ranks(1)
+def test_timeouts_as_arguments_and_from_the_environment(rank, world_size):
     for value, error in ((0, ValueError), (-1.0, ValueError), ("x", TypeError), (True, TypeError)):
         with pytest.raises(error, match="desync_timeout must be a"):
             minddp.DistributedDataParallel(nn.Linear(1, 1), desync_timeout=value)
@@ -280,7 +281,3 @@ def _bad_timeouts(rank, world_size):
             minddp.DistributedDataParallel(nn.Linear(1, 1))
     finally:
         del os.environ["MINDDP_DESYNC_TIMEOUT"]
-
-
-def test_timeouts_as_arguments_and_from_the_environment():
-    run_ranks(_bad_timeouts, 1)

@@ -9,6 +9,7 @@ from torch import nn
 
 import minddp
 from minddp.testing import RankError, run_ranks
+from tests.on_ranks import on_ranks
 
 
 def _mean_hook(state, bucket):
@@ -126,7 +127,8 @@ def _steps(other, optimizer):
     assert not torch.equal(before, other.weight)
 
 
-def _modes(rank, world_size):
+@on_ranks(2)
+def test_warn_and_skip(rank, world_size):
     """One NaN on rank 1 in the third of five steps, by mode; momentum and weight decay would move parameters."""
     for mode, optimizer_type in (("skip", "sgd"), ("skip", "adam"), ("warn", "sgd")):
         torch.manual_seed(0)
@@ -168,14 +170,10 @@ def _modes(rank, world_size):
         assert finite == (mode == "skip")
         if finite:
             minddp.check_replicas(ddp)
-    return True
 
 
-def test_warn_and_skip():
-    assert run_ranks(_modes, 2) == [True, True]
-
-
-def _scaled(rank, world_size):
+@on_ranks(2)
+def test_skip_agrees_with_a_grad_scaler(rank, world_size):
     """Beside torch's class under a GradScaler: an infinity on rank 1 alone skips the same steps, at equal scales."""
     results = []
     for wrap in (
@@ -202,17 +200,9 @@ def _scaled(rank, world_size):
     (ours, scales), (theirs, their_scales) = results
     assert scales == their_scales == [8.0, 4.0, 4.0, 2.0, 2.0]
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    return True
 
 
-def test_skip_agrees_with_a_grad_scaler():
-    assert run_ranks(_scaled, 2) == [True, True]
-
-
-def _bad_mode(rank, world_size):
+@on_ranks(1)
+def test_a_bad_mode_is_named(rank, world_size):
     with pytest.raises(ValueError, match='check_finite must be a bool, "raise", "warn" or "skip", got \'never\''):
         minddp.DistributedDataParallel(nn.Linear(1, 1), check_finite="never")
-
-
-def test_a_bad_mode_is_named():
-    run_ranks(_bad_mode, 1)

@@ -9,6 +9,7 @@ from torch import nn
 
 import minddp
 from minddp.testing import RankError, run_ranks
+from tests.on_ranks import on_ranks
 
 
 def _net():
@@ -264,14 +265,11 @@ def test_replicas_are_compared_now_and_then(every, noticed_at):
     assert torch.equal(weight, other) == (every is not None)
 
 
-def _bad_every(rank, world_size):
+@on_ranks(1)
+def test_a_bad_number_of_iterations_is_named(rank, world_size):
     for value, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match="check_replicas_every must be"):
             minddp.DistributedDataParallel(nn.Linear(1, 1), check_replicas_every=value)
-
-
-def test_a_bad_number_of_iterations_is_named():
-    run_ranks(_bad_every, 1)
 
 
 def _insert(ddp, net):
@@ -351,18 +349,14 @@ class _Named(nn.Module):
         self.last = nn.Linear(3, 3)
 
 
-def _places(rank, world_size):
+@on_ranks(2)
+def test_models_of_one_shape_in_another_order(rank, world_size):
     """Of one shape, and of the same names, in other places: a rank's would be averaged with another one's."""
     order = "ab" if rank else "ba"
     for net in (_Named(order), _Named("ab", "ab"[rank]), _Named(order, buffers=True)):
         with pytest.raises(RuntimeError, match=r"models differ at (parameter|buffer) 0 \('[ab]' on rank 0\)"):
             minddp.DistributedDataParallel(net)
     minddp.DistributedDataParallel(_Named("xy" if rank else "ab"))  # names of the rank's own do no harm
-    return True
-
-
-def test_models_of_one_shape_in_another_order():
-    assert run_ranks(_places, 2) == [True, True]
 
 
 def _refresh(ddp):

@@ -11,6 +11,7 @@ from torch import nn
 import minddp
 from minddp import DistributedDataParallel as DDP
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 DELAYED = ("head.weight", "head.bias")
 
@@ -82,14 +83,11 @@ def test_uneven_inputs(world_size):
     run_ranks(_uneven, world_size)
 
 
-def _all_delayed_and_uneven(rank, world_size):
+@on_ranks(2)
+def test_uneven_inputs_where_every_parameter_is_delayed_are_refused(rank, world_size):
     ddp = _wrapped(delayed=[name for name, _ in Branch().named_parameters()])
     with pytest.raises(NotImplementedError, match="for every parameter"):
         ddp.join()
-
-
-def test_uneven_inputs_where_every_parameter_is_delayed_are_refused():
-    run_ranks(_all_delayed_and_uneven, 2)
 
 
 def _uneven_accumulation(rank, world_size):
@@ -115,7 +113,8 @@ def test_accumulation_with_uneven_inputs(world_size):
     run_ranks(_uneven_accumulation, world_size)
 
 
-def _exchanged(rank, world_size):
+@on_ranks(2)
+def test_delayed_gradients_that_have_changed_places(rank, world_size):
     """As without delays, whoever's window a gradient lies in."""
     seen = []
     for wrap in (lambda net: DDP(net), lambda net: _wrapped(net, delayed=("head.weight", "side.weight"))):
@@ -132,11 +131,8 @@ def _exchanged(rank, world_size):
     torch.testing.assert_close(seen[1], seen[0])
 
 
-def test_delayed_gradients_that_have_changed_places():
-    run_ranks(_exchanged, 2)
-
-
-def _beside_others(rank, world_size):
+@on_ranks(2)
+def test_delays_beside_other_wrappers_tied_and_frozen_parameters(rank, world_size):
     """A second wrapper around what another delays, a tied parameter by its second name, a frozen one."""
     module = Branch()
     delaying = _wrapped(module)
@@ -158,10 +154,6 @@ def _beside_others(rank, world_size):
     for net in (frozen, plain):
         net.head.bias.requires_grad_(False)
     torch.testing.assert_close(_train(_wrapped(frozen), rank, 3), _train(DDP(plain), rank, 3))
-
-
-def test_delays_beside_other_wrappers_tied_and_frozen_parameters():
-    run_ranks(_beside_others, 2)
 
 
 def _refused_steps(rank, world_size):
@@ -193,17 +185,15 @@ def test_a_step_on_gradients_that_no_collective_averaged_is_refused(world_size):
     run_ranks(_refused_steps, world_size)
 
 
-def _too_early(rank, world_size):
+@on_ranks(2)
+def test_a_trigger_whose_gradient_comes_first_is_refused(rank, world_size):
     ddp = _wrapped(delayed=("first.weight", "first.bias"), trigger="head.weight")
     with pytest.raises(RuntimeError, match="'first.bias'.*after that of 'head.weight'.*an earlier layer"):
         _loss(ddp, rank, 0).backward()
 
 
-def test_a_trigger_whose_gradient_comes_first_is_refused():
-    run_ranks(_too_early, 2)
-
-
-def _contradictions(rank, world_size):
+@on_ranks(2)
+def test_what_does_not_go_together_is_refused(rank, world_size):
     for arguments in ({"reduction": "sum"}, {"reduction": "weighted"}, {"check_finite": True}):
         with pytest.raises(ValueError, match=f"{next(iter(arguments))}=.* delay_all_reduce_named_params"):
             _wrapped(**arguments)
@@ -217,11 +207,8 @@ def _contradictions(rank, world_size):
         copy.deepcopy(ddp)
 
 
-def test_what_does_not_go_together_is_refused():
-    run_ranks(_contradictions, 2)
-
-
-def _after_its_end(rank, world_size):
+@on_ranks(2)
+def test_nothing_is_reduced_after_the_wrappers_end(rank, world_size):
     """Its hooks stay on the parameters: without the wrapper they do nothing, and another may take its place."""
     module = Branch()
     ddp = _wrapped(module)
@@ -236,11 +223,8 @@ def _after_its_end(rank, world_size):
     torch.testing.assert_close(_train(_wrapped(module), rank, 2), _train(plain, rank, 2))
 
 
-def test_nothing_is_reduced_after_the_wrappers_end():
-    run_ranks(_after_its_end, 2)
-
-
-def _replicas(rank, world_size):
+@on_ranks(2)
+def test_replicas_are_compared_with_what_is_delayed(rank, world_size):
     ddp = _wrapped()
     minddp.check_replicas(ddp)
     with torch.no_grad():
@@ -249,7 +233,3 @@ def _replicas(rank, world_size):
         minddp.check_replicas(ddp)
     minddp.repair_replicas(ddp, 0)
     minddp.check_replicas(ddp)
-
-
-def test_replicas_are_compared_with_what_is_delayed():
-    run_ranks(_replicas, 2)

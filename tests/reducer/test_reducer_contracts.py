@@ -22,6 +22,7 @@ import minddp
 from minddp import DistributedDataParallel as DDP
 from minddp.reduction.weights import Weights
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 from tests.reducer.late import LateGroup
 
 ALONE = {"bucket_cap_mb_list": [1e-6] * 2}  # every gradient has a bucket of its own
@@ -102,7 +103,8 @@ def _future_after(seconds, value):
     return future
 
 
-def _extra_future(rank, world_size):
+@on_ranks(2)
+def test_backward_waits_for_futures_given_to_it(rank, world_size):
     ddp = DDP(Two())
     for _ in range(2):
         future = _future_after(0.5, torch.zeros(1))
@@ -111,11 +113,8 @@ def _extra_future(rank, world_size):
         assert future.done()
 
 
-def test_backward_waits_for_futures_given_to_it():
-    run_ranks(_extra_future, 2)
-
-
-def _slow_hook(rank, world_size):
+@on_ranks(2)
+def test_backward_waits_for_a_slow_hook(rank, world_size):
     ddp = DDP(Two())
     ddp.register_comm_hook(None, lambda state, bucket: _future_after(0.3, torch.full_like(bucket.buffer(), 7.0)))
     for _ in range(2):
@@ -124,11 +123,8 @@ def _slow_hook(rank, world_size):
         assert all(bool((p.grad == 7.0).all()) for p in ddp.parameters())
 
 
-def test_backward_waits_for_a_slow_hook():
-    run_ranks(_slow_hook, 2)
-
-
-def _failing_future(rank, world_size):
+@on_ranks(2)
+def test_a_failed_collective_is_looked_into(rank, world_size):
     ddp = DDP(Two())
     looked = []
 
@@ -143,10 +139,6 @@ def _failing_future(rank, world_size):
     with pytest.raises(RuntimeError, match="the hook's own error"):
         ddp(_x(rank)).backward()
     assert looked
-
-
-def test_a_failed_collective_is_looked_into():
-    run_ranks(_failing_future, 2)
 
 
 def test_the_divisor_waits_for_its_sum():
@@ -193,7 +185,8 @@ def test_backward_waits_for_the_used_map():
 # ---- how often a gradient comes
 
 
-def _later_arrival(rank, world_size):
+@on_ranks(2)
+def test_a_later_arrival_is_learned(rank, world_size):
     ddp = DDP(Growing())
     _grow(ddp, rank, world_size, 0, 1, True)
     _grow(ddp, rank, world_size, 1, 2, True)  # the second one comes before the bucket is complete
@@ -201,30 +194,20 @@ def _later_arrival(rank, world_size):
     assert len(ddp.reducer.buckets()) == 1
 
 
-def test_a_later_arrival_is_learned():
-    run_ranks(_later_arrival, 2)
-
-
-def _first_iteration(rank, world_size):
+@on_ranks(2)
+def test_the_first_iteration_sends_nothing_before_its_end(rank, world_size):
     ddp = DDP(Growing())
     for step in range(3):
         _grow(ddp, rank, world_size, step, 2, False)  # in the first, nobody knows yet that two will come
 
 
-def test_the_first_iteration_sends_nothing_before_its_end():
-    run_ranks(_first_iteration, 2)
-
-
-def _after_the_launch(rank, world_size):
+@on_ranks(2)
+def test_growth_after_the_launch_is_an_error(rank, world_size):
     ddp = DDP(Growing())
     for step in range(2):
         _grow(ddp, rank, world_size, step, 1, False)
     with pytest.raises(RuntimeError, match="with name shared.weight has been marked as ready twice"):
         ddp(_x(rank), 2, False).backward()
-
-
-def test_growth_after_the_launch_is_an_error():
-    run_ranks(_after_the_launch, 2)
 
 
 def _absent_then_nested(rank, world_size):
@@ -272,7 +255,8 @@ def test_an_absent_parameter_that_comes_after_all():
 # ---- which parameters took part
 
 
-def _usage(rank, world_size):
+@on_ranks(2)
+def test_usage_ends_with_its_iteration(rank, world_size):
     ddp = DDP(Two(), find_unused_parameters=True)
     for step in range(3):
         ddp.zero_grad()
@@ -285,11 +269,8 @@ def _usage(rank, world_size):
         assert ddp.module.right.bias.grad is None
 
 
-def test_usage_ends_with_its_iteration():
-    run_ranks(_usage, 2)
-
-
-def _missing_is_zero(rank, world_size):
+@on_ranks(2)
+def test_a_missing_gradient_counts_as_zero(rank, world_size):
     ddp = DDP(Two(), find_unused_parameters=True)
     for step in range(4):
         which = ("left", "right") if step < 2 else (("left",), ("right",))[rank]
@@ -302,11 +283,8 @@ def _missing_is_zero(rank, world_size):
         _check(ddp.module, expected)
 
 
-def test_a_missing_gradient_counts_as_zero():
-    run_ranks(_missing_is_zero, 2)
-
-
-def _unused_is_not_sent(rank, world_size):
+@on_ranks(2)
+def test_a_bucket_that_nobody_used_is_not_sent(rank, world_size):
     ddp = DDP(Two(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **ALONE)
     sent = []
 
@@ -324,11 +302,8 @@ def _unused_is_not_sent(rank, world_size):
         assert ddp.module.right.weight.grad is None
 
 
-def test_a_bucket_that_nobody_used_is_not_sent():
-    run_ranks(_unused_is_not_sent, 2)
-
-
-def _graph_static(rank, world_size):
+@on_ranks(2)
+def test_a_graph_that_changes_is_told(rank, world_size):
     same, changes = DDP(Two(), find_unused_parameters=True), DDP(Two(), find_unused_parameters=True)
     for step in range(3):
         same(_x(rank, step), ("left",)).backward()
@@ -336,11 +311,8 @@ def _graph_static(rank, world_size):
     assert same.reducer._ddp_graph_static() and not changes.reducer._ddp_graph_static()
 
 
-def test_a_graph_that_changes_is_told():
-    run_ranks(_graph_static, 2)
-
-
-def _static_branches(rank, world_size):
+@on_ranks(2)
+def test_a_static_graph_with_branches_by_rank(rank, world_size):
     ddp = DDP(Two(), static_graph=True)
     for step in range(4):
         ddp.zero_grad()
@@ -349,11 +321,8 @@ def _static_branches(rank, world_size):
         _check(ddp.module, expected)
 
 
-def test_a_static_graph_with_branches_by_rank():
-    run_ranks(_static_branches, 2)
-
-
-def _static_shrinks(rank, world_size):
+@on_ranks(2)
+def test_a_static_graph_that_loses_a_parameter(rank, world_size):
     ddp = DDP(Two(), static_graph=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for step in range(2):
@@ -364,11 +333,8 @@ def _static_shrinks(rank, world_size):
         optimizer.step()
 
 
-def test_a_static_graph_that_loses_a_parameter():
-    run_ranks(_static_shrinks, 2)
-
-
-def _inputs_of_backward(rank, world_size):
+@on_ranks(2)
+def test_backward_with_inputs_launches_as_the_others_do(rank, world_size):
     """Of ``backward(inputs=...)``, what is not asked for does not hold up what is."""
     torch.manual_seed(0)
     ddp = DDP(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), find_unused_parameters=True, **ALONE)
@@ -383,10 +349,6 @@ def _inputs_of_backward(rank, world_size):
     first = min(others)
     assert step["buckets"][first]["launch_ns"] < step["ready_ns"][asked]
     assert ddp.module[2].weight.grad is None and weight.grad is not None
-
-
-def test_backward_with_inputs_launches_as_the_others_do():
-    run_ranks(_inputs_of_backward, 2)
 
 
 # ---- whose backward it is
@@ -417,7 +379,8 @@ def _x_mean(world_size, step=0):
     return sum(_x(r, step).sum(0) for r in range(world_size)) / world_size
 
 
-def _hidden_outputs(rank, world_size):
+@on_ranks(2)
+def test_outputs_that_the_walk_does_not_find(rank, world_size):
     ddp = DDP(Scale())
     for step in range(3):
         first, second = ddp(_x(rank, step), 2), ddp(_x(rank, step + 10), 2)
@@ -428,11 +391,8 @@ def _hidden_outputs(rank, world_size):
             torch.testing.assert_close(ddp.module.weight.grad, _x_mean(world_size, at) * 2 * scale)
 
 
-def test_outputs_that_the_walk_does_not_find():
-    run_ranks(_hidden_outputs, 2)
-
-
-def _one_node(rank, world_size):
+@on_ranks(2)
+def test_a_forward_of_one_node(rank, world_size):
     ddp = DDP(Scale())
     for step in range(3):
         first, second = ddp(_x(rank, step)), ddp(_x(rank, step + 10))
@@ -442,16 +402,13 @@ def _one_node(rank, world_size):
             torch.testing.assert_close(ddp.module.weight.grad, _x_mean(world_size, at))
 
 
-def test_a_forward_of_one_node():
-    run_ranks(_one_node, 2)
-
-
 class Visible(Scale):
     def forward(self, x):
         return x * self.weight
 
 
-def _the_next_node(rank, world_size):
+@on_ranks(2)
+def test_the_node_after_a_forward_is_not_its_own(rank, world_size):
     ddp = DDP(Visible())
     for step in range(3):
         out = ddp(_x(rank, step))
@@ -463,11 +420,8 @@ def _the_next_node(rank, world_size):
         ddp.zero_grad()
 
 
-def test_the_node_after_a_forward_is_not_its_own():
-    run_ranks(_the_next_node, 2)
-
-
-def _armed_once(rank, world_size):
+@on_ranks(2)
+def test_prepare_for_backward_arms_one_backward(rank, world_size):
     ddp = DDP(Two())
     for step in range(3):
         for armed in (True, False):
@@ -478,10 +432,6 @@ def _armed_once(rank, world_size):
             local = _mean(ddp.module, 1, lambda r: ddp.module(_x(rank, step)))
             ddp.module(_x(rank, step)).backward()
             _check(ddp.module, expected if armed else local)
-
-
-def test_prepare_for_backward_arms_one_backward():
-    run_ranks(_armed_once, 2)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -507,7 +457,8 @@ class Square(Scale):
         return (self.weight.pow(2) * x).sum()
 
 
-def _second_order(rank, world_size):
+@on_ranks(2)
+def test_a_backward_through_gradients_is_their_backwards(rank, world_size):
     ddp = DDP(Square())
     for step in range(3):
         ddp.zero_grad()
@@ -515,10 +466,6 @@ def _second_order(rank, world_size):
         gradient, ddp.module.weight.grad = ddp.module.weight.grad, None
         gradient.sum().backward()  # holds no node that forward made: d(w * w * x) = 2 * w * x
         torch.testing.assert_close(ddp.module.weight.grad, 2 * _x_mean(world_size, step))
-
-
-def test_a_backward_through_gradients_is_their_backwards():
-    run_ranks(_second_order, 2)
 
 
 class Keeps(nn.Module):
@@ -531,7 +478,8 @@ class Keeps(nn.Module):
         return self.last(x).sum()
 
 
-def _local_sgd(rank, world_size):
+@on_ranks(2)
+def test_no_sync_is_no_bypass(rank, world_size):
     """Through the output, and through a tensor of forward's that is no output."""
     ddp = DDP(Keeps())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
@@ -544,14 +492,11 @@ def _local_sgd(rank, world_size):
         optimizer.step()
 
 
-def test_no_sync_is_no_bypass():
-    run_ranks(_local_sgd, 2)
-
-
 # ---- sums, which count no result twice
 
 
-def _sums(rank, world_size):
+@on_ranks(2)
+def test_sums_over_micro_batches(rank, world_size):
     for kwargs in ({}, ALONE, {"gradient_as_bucket_view": True}):
         ddp = DDP(Two(), reduction="sum", **kwargs)
 
@@ -567,11 +512,8 @@ def _sums(rank, world_size):
             _check(ddp.module, expected)
 
 
-def test_sums_over_micro_batches():
-    run_ranks(_sums, 2)
-
-
-def _summed_again(rank, world_size):
+@on_ranks(2)
+def test_a_sum_is_not_summed_again(rank, world_size):
     sparse, dense = (nn.Embedding(4, 2, sparse=True), torch.tensor([rank, 3])), (nn.Linear(4, 2), torch.ones(1, 4))
     for module, x in (dense, sparse):
         ddp = DDP(module, reduction="sum")
@@ -592,11 +534,8 @@ def _summed_again(rank, world_size):
         backward()
 
 
-def test_a_sum_is_not_summed_again():
-    run_ranks(_summed_again, 2)
-
-
-def _summed_again_unused(rank, world_size):
+@on_ranks(2)
+def test_a_result_that_nothing_adds_to_is_not_summed_again(rank, world_size):
     """A result that nothing adds to is sent as well."""
     ddp = DDP(Two(), reduction="sum", find_unused_parameters=True)
     ddp(_x(rank), ("left",)).backward()
@@ -604,14 +543,11 @@ def _summed_again_unused(rank, world_size):
         ddp(_x(rank), ("right",)).backward()
 
 
-def test_a_result_that_nothing_adds_to_is_not_summed_again():
-    run_ranks(_summed_again_unused, 2)
-
-
 # ---- .grad
 
 
-def _scaled_after(rank, world_size):
+@on_ranks(2)
+def test_a_gradient_alone_is_scaled_after_the_sum(rank, world_size):
     torch.manual_seed(0)
     ddp = DDP(nn.Linear(64, 64, bias=False), predivide_factor=4.0, **ALONE)
     for step in range(4):
@@ -621,11 +557,8 @@ def _scaled_after(rank, world_size):
         _check(ddp.module, expected)
 
 
-def test_a_gradient_alone_is_scaled_after_the_sum():
-    run_ranks(_scaled_after, 2)
-
-
-def _other_strides(rank, world_size):
+@on_ranks(2)
+def test_gradients_of_other_strides(rank, world_size):
     for kwargs in ({}, ALONE, {"gradient_as_bucket_view": True}):
         ddp = DDP(Two(), **kwargs)
         for step in range(3):
@@ -637,11 +570,8 @@ def _other_strides(rank, world_size):
             _check(ddp.module, expected)
 
 
-def test_gradients_of_other_strides():
-    run_ranks(_other_strides, 2)
-
-
-def _consumed(rank, world_size):
+@on_ranks(2)
+def test_an_optimizer_in_backward_leaves_gradients_alone(rank, world_size):
     ddp = DDP(Two())
     ddp(_x(rank)).backward()
     ddp.reducer.optimizer_in_backward = True
@@ -649,10 +579,6 @@ def _consumed(rank, world_size):
     local = _mean(ddp.module, 1, lambda r: ddp.module(_x(rank, 1)))
     ddp(_x(rank, 1)).backward()
     _check(ddp.module, local)
-
-
-def test_an_optimizer_in_backward_leaves_gradients_alone():
-    run_ranks(_consumed, 2)
 
 
 class Lookup(nn.Module):
@@ -665,26 +591,20 @@ class Lookup(nn.Module):
         return nn.functional.embedding(rows, self.table, sparse=self.sparse)
 
 
-def _unexpected_sparse(rank, world_size):
+@on_ranks(2)
+def test_a_sparse_gradient_of_a_dense_parameter_is_named(rank, world_size):
     ddp = DDP(Lookup(sparse=True))
     with pytest.raises(RuntimeError, match="'table' is sparse Float on cpu, expected dense Float on cpu"):
         ddp(torch.tensor([1])).sum().backward()
 
 
-def test_a_sparse_gradient_of_a_dense_parameter_is_named():
-    run_ranks(_unexpected_sparse, 2)
-
-
-def _touched_rows(rank, world_size):
+@on_ranks(2)
+def test_sparse_results_hold_the_touched_rows_only(rank, world_size):
     ddp = DDP(nn.Embedding(6, 2, sparse=True))
     for _ in range(2):
         ddp.zero_grad()
         ddp(torch.tensor([[1], [2, 3, 5]][rank])).sum().backward()
         assert ddp.module.weight.grad.coalesce().indices()[0].tolist() == [1, 2, 3, 5]
-
-
-def test_sparse_results_hold_the_touched_rows_only():
-    run_ranks(_touched_rows, 2)
 
 
 class Complex(nn.Module):
@@ -713,18 +633,16 @@ def test_complex_parameters(backend):
 # ---- an iteration given up
 
 
-def _abort_futures(rank, world_size):
+@on_ranks(2)
+def test_abort_forgets_futures(rank, world_size):
     ddp = DDP(Two())
     ddp.reducer.wait_after_backward(torch.futures.Future())  # which nobody completes
     minddp.abort_iteration(ddp)
     ddp(_x(rank)).backward()
 
 
-def test_abort_forgets_futures():
-    run_ranks(_abort_futures, 2, timeout=15)
-
-
-def _abort_to_idle(rank, world_size):
+@on_ranks(2)
+def test_abort_leads_back_to_idle(rank, world_size):
     ddp = DDP(Two())
     for step in range(3):
         ddp(_x(rank, step), ("left",)).backward()
@@ -738,11 +656,8 @@ def _abort_to_idle(rank, world_size):
         ddp.zero_grad()
 
 
-def test_abort_leads_back_to_idle():
-    run_ranks(_abort_to_idle, 2)
-
-
-def _abort_weights(rank, world_size):
+@on_ranks(2)
+def test_abort_forgets_weights(rank, world_size):
     ddp = DDP(Two(), reduction="weighted")
     minddp.add_weight(ddp, 100)
     minddp.abort_iteration(ddp)
@@ -752,11 +667,8 @@ def _abort_weights(rank, world_size):
     _check(ddp.module, expected)
 
 
-def test_abort_forgets_weights():
-    run_ranks(_abort_weights, 2)
-
-
-def _abort_findings(rank, world_size):
+@on_ranks(2)
+def test_abort_forgets_what_was_not_finite(rank, world_size):
     ddp = DDP(Two(), check_finite=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     (ddp(_x(rank)) * math.nan).backward()
@@ -766,11 +678,8 @@ def _abort_findings(rank, world_size):
     optimizer.step()
 
 
-def test_abort_forgets_what_was_not_finite():
-    run_ranks(_abort_findings, 2)
-
-
-def _told_once(rank, world_size):
+@on_ranks(2)
+def test_what_was_not_finite_is_told_once(rank, world_size):
     ddp = DDP(Two(), check_finite=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     (ddp(_x(rank)) * math.nan).backward()
@@ -781,15 +690,12 @@ def _told_once(rank, world_size):
     optimizer.step()
 
 
-def test_what_was_not_finite_is_told_once():
-    run_ranks(_told_once, 2)
-
-
 def _fails():
     raise OSError("the disk is full")
 
 
-def _mended(rank, world_size):
+@on_ranks(2)
+def test_a_mended_failure_is_taken_back(rank, world_size):
     """Rank 1 reports a failure, mends that, and is slow then: nobody may take its failure for a present one."""
     ddp = DDP(nn.Linear(4, 2))
     for _ in range(2):  # the second gives it the name that it keeps
@@ -804,10 +710,6 @@ def _mended(rank, world_size):
         time.sleep(2.5)
     loss.backward()
     dist.barrier()  # a rank that ends at once closes its connections
-
-
-def test_a_mended_failure_is_taken_back():
-    run_ranks(_mended, 2)
 
 
 # ---- buckets
@@ -843,7 +745,9 @@ def test_buckets_are_cut_anew_once():
         assert seen[1] == seen[2] == seen[3]
 
 
-def _never_arrived(rank, world_size):
+@on_ranks(2)
+def test_what_never_arrived_shares_no_bucket(rank, world_size):
+    """Where there are several."""
     ddp = DDP(Two(), static_graph=True, bucket_cap_mb=7e-5)  # all but one fit
     for step in range(3):
         ddp(_x(rank, step), ("left",)).backward()
@@ -851,12 +755,8 @@ def _never_arrived(rank, world_size):
     assert names == [["left.bias", "left.weight"], ["right.bias", "right.weight"]]
 
 
-def test_what_never_arrived_shares_no_bucket():
-    """Where there are several."""
-    run_ranks(_never_arrived, 2)
-
-
-def _other_ones_than_elsewhere(rank, world_size):
+@on_ranks(2)
+def test_what_ranks_use_within_a_bucket_may_differ(rank, world_size):
     """Buckets that are skipped must be the same on all ranks; within one that is sent parameters may differ."""
     grads = []
     for wrap in (nn.parallel.DistributedDataParallel, DDP):
@@ -866,10 +766,6 @@ def _other_ones_than_elsewhere(rank, world_size):
             ddp(_x(rank, step), ("left",) if rank or step == 0 else ("right",)).backward()
         grads.append({name: p.grad for name, p in ddp.module.named_parameters()})
     torch.testing.assert_close(grads[1], grads[0])
-
-
-def test_what_ranks_use_within_a_bucket_may_differ():
-    run_ranks(_other_ones_than_elsewhere, 2)
 
 
 def _skipping_and_uneven(rank, world_size):
@@ -921,7 +817,8 @@ def test_gradients_that_have_changed_places(world_size):
     run_ranks(_exchanged_windows, world_size)
 
 
-def _large_ones(rank, world_size):
+@on_ranks(2)
+def test_a_large_gradient_has_a_bucket_of_its_own(rank, world_size):
     ddp = DDP(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3))))
     for step in range(2):
         ddp(_x(rank, step, 1024)).sum().backward()
@@ -929,14 +826,11 @@ def _large_ones(rank, world_size):
     assert all(len(bucket) == 1 for bucket in names if any("weight" in name for name in bucket)), names
 
 
-def test_a_large_gradient_has_a_bucket_of_its_own():
-    run_ranks(_large_ones, 2)
-
-
 # ---- a new reducer in the place of the old
 
 
-def _replaced(rank, world_size):
+@on_ranks(2)
+def test_a_replaced_reducer_hears_nothing(rank, world_size):
     ddp = DDP(Two())
     ddp(_x(rank)).backward()
     old = ddp.reducer
@@ -953,11 +847,8 @@ def _replaced(rank, world_size):
     assert ddp.reducer.iteration() == 2
 
 
-def test_a_replaced_reducer_hears_nothing():
-    run_ranks(_replaced, 2)
-
-
-def _stays_local(rank, world_size):
+@on_ranks(2)
+def test_no_sync_survives_a_new_reducer(rank, world_size):
     ddp = DDP(Two())
     ddp.require_backward_grad_sync = False
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
@@ -967,11 +858,8 @@ def _stays_local(rank, world_size):
     _check(ddp.module, local)
 
 
-def test_no_sync_survives_a_new_reducer():
-    run_ranks(_stays_local, 2)
-
-
-def _pinned(rank, world_size):
+@on_ranks(2)
+def test_a_pinned_plan_survives_a_new_reducer(rank, world_size):
     cut = DDP(Two(), **ALONE)
     for _ in range(2):
         cut(_x(rank)).backward()
@@ -983,11 +871,8 @@ def _pinned(rank, world_size):
     assert ddp.reducer.buckets() == cut.reducer.buckets()
 
 
-def test_a_pinned_plan_survives_a_new_reducer():
-    run_ranks(_pinned, 2)
-
-
-def _compressed(rank, world_size):
+@on_ranks(2)
+def test_the_builtin_hook_compresses(rank, world_size):
     ddp = DDP(Scale())
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     for _ in range(2):
@@ -996,16 +881,13 @@ def _compressed(rank, world_size):
         assert torch.equal(ddp.module.weight.grad, torch.ones(4))
 
 
-def test_the_builtin_hook_compresses():
-    run_ranks(_compressed, 2)
-
-
 def _mean_hook(state, bucket):
     work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def _nothing_left(rank, world_size):
+@on_ranks(2)
+def test_nothing_keeps_a_wrapper_alive(rank, world_size):
     for kwargs in ({}, {"reduction": "weighted"}, {"check_finite": True}, {"find_unused_parameters": True}):
         for hook in (None, _mean_hook):
             ddp = DDP(Two(), **kwargs)
@@ -1022,14 +904,11 @@ def _nothing_left(rank, world_size):
             assert [reference() for reference in gone] == [None, None], kwargs
 
 
-def test_nothing_keeps_a_wrapper_alive():
-    run_ranks(_nothing_left, 2)
-
-
 # ---- steps on local gradients
 
 
-def _own_parameters(rank, world_size):
+@on_ranks(2)
+def test_an_optimizer_is_asked_for_its_own_parameters(rank, world_size):
     ddp, other = DDP(Two()), nn.Linear(2, 2)
     ddp(_x(rank)).backward()
     ddp.zero_grad()
@@ -1046,11 +925,8 @@ def _own_parameters(rank, world_size):
     minddp.abort_iteration(ddp)
 
 
-def test_an_optimizer_is_asked_for_its_own_parameters():
-    run_ranks(_own_parameters, 2)
-
-
-def _through_another(rank, world_size):
+@on_ranks(2)
+def test_gradients_through_another_wrapper_are_no_bypass(rank, world_size):
     base = Two()
     first, second = DDP(base), DDP(base)
     first(_x(rank)).backward()
@@ -1059,10 +935,6 @@ def _through_another(rank, world_size):
         second(_x(rank)).backward()
     assert first.reducer.bypassed()  # or nothing is tested here
     torch.optim.SGD(base.parameters(), 0.1).step()
-
-
-def test_gradients_through_another_wrapper_are_no_bypass():
-    run_ranks(_through_another, 2)
 
 
 def _only_one_has(rank, world_size):
@@ -1083,7 +955,8 @@ def test_a_gradient_that_only_one_rank_has_is_refused():
     run_ranks(_only_one_has, 2)
 
 
-def _zeroed_in_place(rank, world_size):
+@on_ranks(2)
+def test_a_gradient_zeroed_in_place_is_none(rank, world_size):
     ddp = DDP(Two())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     ddp(_x(rank)).backward()
@@ -1094,11 +967,8 @@ def _zeroed_in_place(rank, world_size):
     optimizer.step()
 
 
-def test_a_gradient_zeroed_in_place_is_none():
-    run_ranks(_zeroed_in_place, 2)
-
-
-def _each_step(rank, world_size):
+@on_ranks(2)
+def test_each_step_compares_its_own_gradients(rank, world_size):
     ddp = DDP(Two())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for step in range(3):
@@ -1109,20 +979,13 @@ def _each_step(rank, world_size):
         optimizer.step()
 
 
-def test_each_step_compares_its_own_gradients():
-    run_ranks(_each_step, 2)
-
-
-def _functional_call(rank, world_size):
+@on_ranks(2)
+def test_functional_call_is_no_change(rank, world_size):
     ddp = DDP(Two())
     ddp(_x(rank)).backward()
     values = {f"module.{name}": nn.Parameter(p.detach() * 2) for name, p in ddp.module.named_parameters()}
     nn.Linear(1, 1)  # a registration somewhere: the module is looked at
     torch.func.functional_call(ddp, values, (_x(rank),))
-
-
-def test_functional_call_is_no_change():
-    run_ranks(_functional_call, 2)
 
 
 class Tied(nn.Module):
@@ -1139,7 +1002,8 @@ class Tied(nn.Module):
         return self.last(self.other(self.one(x)))
 
 
-def _left_by_functional_call(rank, world_size):
+@on_ranks(2)
+def test_tensors_that_functional_call_leaves_are_seen_by_the_next_backward_of_each_wrapper(rank, world_size):
     module = Tied()
     ddp, another = DDP(module), DDP(nn.Sequential(nn.Linear(4, 4), module.one))
     for wrapper in (ddp, another):  # which looks at one place in each forward, and at all of them in the first
@@ -1152,14 +1016,11 @@ def _left_by_functional_call(rank, world_size):
             wrapper(_x(rank)).sum().backward()
 
 
-def test_tensors_that_functional_call_leaves_are_seen_by_the_next_backward_of_each_wrapper():
-    run_ranks(_left_by_functional_call, 2)
-
-
 # ---- what an iteration that was given up has on its way
 
 
-def _late_collective(rank, world_size):
+@on_ranks(1)
+def test_a_late_collective_does_not_write_to_gradients(rank, world_size):
     ddp = DDP(Two(), gradient_as_bucket_view=True, bucket_cap_mb_list=[1e-6] * 2)
     late = []
 
@@ -1197,14 +1058,11 @@ def _late_collective(rank, world_size):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_a_late_collective_does_not_write_to_gradients():
-    run_ranks(_late_collective, 1)
-
-
 # ---- a backward that comes to no parameter
 
 
-def _frozen(rank, world_size):
+@on_ranks(2)
+def test_a_backward_that_is_to_come_to_no_parameter_changes_nothing(rank, world_size):
     generator, critic = DDP(nn.Linear(4, 4)), DDP(Two(), find_unused_parameters=True)
     for step in range(3):
         critic.requires_grad_(False)
@@ -1219,14 +1077,11 @@ def _frozen(rank, world_size):
         assert critic.reducer.iteration() == step + 1
 
 
-def test_a_backward_that_is_to_come_to_no_parameter_changes_nothing():
-    run_ranks(_frozen, 2)
-
-
 # ---- the shared-memory transport
 
 
-def _left_alone(rank, world_size):
+@on_ranks(2)
+def test_a_shared_tensor_is_left_alone_until_all_have_read_it(rank, world_size):
     group = dist.new_group(backend="shm")
     tensor = minddp.shm.empty(1 << 21, group=group)
     for turn in range(30):
@@ -1236,11 +1091,8 @@ def _left_alone(rank, world_size):
         assert low == high == 2 * turn + 1, turn
 
 
-def test_a_shared_tensor_is_left_alone_until_all_have_read_it():
-    run_ranks(_left_alone, 2)
-
-
-def _message_memory(rank, world_size):
+@on_ranks(2)
+def test_messages_give_their_memory_back(rank, world_size):
     group = dist.new_group(backend="shm")
     message = torch.ones(1 << 18)  # 1 MiB
     addresses = []
@@ -1252,7 +1104,3 @@ def _message_memory(rank, world_size):
         dist.barrier(group)
         addresses.append(minddp.shm.empty(1 << 18, group=group).data_ptr())
     assert max(addresses) - min(addresses) < 16 << 20
-
-
-def test_messages_give_their_memory_back():
-    run_ranks(_message_memory, 2)
