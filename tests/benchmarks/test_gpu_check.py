@@ -180,9 +180,9 @@ def test_the_models_are_of_the_sizes_that_they_name(monkeypatch: pytest.MonkeyPa
 
 def test_a_part_that_hangs_is_killed_with_what_it_started(check: ModuleType) -> None:
     begin = time.monotonic()
-    code, _ = check._run(["/bin/sh", "-c", "sleep 60 & sleep 60"], {}, 0.5)
+    code, _ = check._run(["/bin/sh", "-c", "sleep 600 & sleep 600"], {}, 0.5)
     assert code is None
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 300
 
 
 def test_ranks_end_with_who_has_started_them(check: ModuleType, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def _time_allreduce(rank: int, world_size: int, numel: int) -> tuple[float, floa
 def test_bandwidth_is_at_most_the_rate(world_size: int) -> None:
     nbytes = 4_000_000
     with harness.Ranks(world_size, link="400mbit") as ranks:
-        results = ranks.run(_time_allreduce, nbytes // 4, timeout=60)
+        results = ranks.run(_time_allreduce, nbytes // 4)
         assert len(_namespaces(os.getpid())) == (2 if world_size == 2 else 4)
     # A ring moves 2 (n - 1) / n of the bytes over each link; the 100 kB bucket may pass at once.
     bound = (2 * (world_size - 1) / world_size * nbytes - 2 * 100_000) * 8 / 400e6
@@ -107,7 +107,7 @@ def _hold() -> subprocess.Popen[str]:
 def test_a_signal_leaves_nothing(number: int) -> None:
     process = _hold()
     process.send_signal(number)
-    assert process.wait(timeout=30) != 0
+    assert process.wait() != 0
     assert _namespaces(process.pid) == []
 
 
@@ -115,7 +115,7 @@ def test_a_signal_leaves_nothing(number: int) -> None:
 def test_the_next_one_cleans_up_after_a_killed_one() -> None:
     process = _hold()
     process.kill()
-    process.wait(timeout=30)
+    process.wait()
     assert _namespaces(process.pid) != []
     with ShapedNetwork("1gbit", 2):
         assert _namespaces(process.pid) == []

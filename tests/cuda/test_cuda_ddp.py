@@ -97,7 +97,7 @@ def nccl_alone(rank: int, world_size: int) -> list[str]:
 
 
 def test_nccl_at_world_size_1() -> None:
-    assert run_ranks(nccl_alone, 1, backend="nccl", timeout=120, env=THROUGH_NCCL) == [[]]
+    assert run_ranks(nccl_alone, 1, backend="nccl", env=THROUGH_NCCL) == [[]]
 
 
 def gloo_pair(rank: int, world_size: int) -> list[str]:
@@ -121,7 +121,7 @@ def gloo_pair(rank: int, world_size: int) -> list[str]:
 
 
 def test_gloo_with_cuda_tensors_at_world_size_2() -> None:
-    assert run_ranks(gloo_pair, 2, timeout=180) == [[], []]
+    assert run_ranks(gloo_pair, 2, timeout=900) == [[], []]
 
 
 def step_of(model: nn.Module, x: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ def launches_of_ours(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
 
 
 def test_one_pack_and_one_unpack_a_bucket() -> None:
-    counts = run_ranks(launches_of_ours, 1, backend="nccl", timeout=120, env=THROUGH_NCCL)[0]
+    counts = run_ranks(launches_of_ours, 1, backend="nccl", env=THROUGH_NCCL)[0]
     launches, buckets = counts["default"]
     assert launches == 2 * buckets
     launches, buckets = counts["views"]
@@ -173,7 +173,7 @@ def step_without_waiting(rank: int, world_size: int) -> bool:
 
 
 def test_a_step_does_not_wait_for_the_device() -> None:
-    assert run_ranks(step_without_waiting, 1, backend="nccl", timeout=120, env=THROUGH_NCCL) == [True]
+    assert run_ranks(step_without_waiting, 1, backend="nccl", env=THROUGH_NCCL) == [True]
 
 
 def side_stream(rank: int, world_size: int) -> bool:
@@ -191,4 +191,4 @@ def side_stream(rank: int, world_size: int) -> bool:
 
 
 def test_on_a_side_stream() -> None:
-    assert run_ranks(side_stream, 1, backend="nccl", timeout=120, env=THROUGH_NCCL) == [True]
+    assert run_ranks(side_stream, 1, backend="nccl", env=THROUGH_NCCL) == [True]

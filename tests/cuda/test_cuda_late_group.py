@@ -15,4 +15,4 @@ def _late(rank: int, world_size: int, names: list[str]) -> list[str]:
 
 
 def test_a_group_that_ends_late() -> None:
-    assert run_ranks(_late, 1, programs.LATE_PROGRAMS, backend=None, timeout=60) == [[]]
+    assert run_ranks(_late, 1, programs.LATE_PROGRAMS, backend=None) == [[]]

@@ -169,8 +169,8 @@ THROUGH_THE_GROUP = {"MINDDP_ALWAYS_REDUCE": "1"}
 @pytest.mark.cuda
 def test_steps_through_nccl_are_those_of_the_cpu() -> None:
     """NCCL's all-to-alls, their streams, and the blocks' kernels; the device is late."""
-    found = run_ranks(_steps, 1, "cuda", True, backend="nccl", timeout=120, env=THROUGH_THE_GROUP)[0]
-    want = run_ranks(_steps, 1, "cpu", False, timeout=60, env=THROUGH_THE_GROUP)[0]
+    found = run_ranks(_steps, 1, "cuda", True, backend="nccl", env=THROUGH_THE_GROUP)[0]
+    want = run_ranks(_steps, 1, "cpu", False, env=THROUGH_THE_GROUP)[0]
     assert found.keys() == want.keys()
     for name in want:
         assert all(torch.equal(a, b) for a, b in zip(found[name], want[name], strict=True)), name
@@ -178,7 +178,7 @@ def test_steps_through_nccl_are_those_of_the_cpu() -> None:
 
 def test_one_rank_alone_rounds_where_it_is_told_to_send() -> None:
     """What the test above compares with is not the gradients as they were."""
-    found = run_ranks(_steps, 1, "cpu", False, timeout=60, env=THROUGH_THE_GROUP)[0]
+    found = run_ranks(_steps, 1, "cpu", False, env=THROUGH_THE_GROUP)[0]
     exact = found["ordered, default"]
     for name, seen in found.items():
         assert torch.equal(seen[0], exact[0]) == name.startswith("ordered"), name

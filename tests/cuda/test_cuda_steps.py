@@ -110,7 +110,7 @@ def late(rank: int, world_size: int) -> dict[str, float]:
 
 
 def test_late_hooks_triple_exactly() -> None:
-    for name, far in run_ranks(late, 1, backend="nccl", timeout=80, env=THROUGH_NCCL)[0].items():
+    for name, far in run_ranks(late, 1, backend="nccl", env=THROUGH_NCCL)[0].items():
         assert far < 1e-5, name
 
 
@@ -176,7 +176,7 @@ def profiles(rank: int, world_size: int) -> dict[str, dict[str, int]]:
 
 
 def test_step_profile() -> None:
-    for name, seen in run_ranks(profiles, 1, backend="nccl", timeout=100, env=THROUGH_NCCL)[0].items():
+    for name, seen in run_ranks(profiles, 1, backend="nccl", env=THROUGH_NCCL)[0].items():
         assert seen["waits"] == 0, (name, seen)
         assert seen["pageable"] == 0, (name, seen)
         passes = 1 if "views" in name else 2
@@ -216,7 +216,7 @@ def captured(rank: int, world_size: int) -> dict[str, float]:
 
 def test_captured_steps_replay() -> None:
     environment = {**THROUGH_NCCL, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    for name, far in run_ranks(captured, 1, backend="nccl", timeout=80, env=environment)[0].items():
+    for name, far in run_ranks(captured, 1, backend="nccl", env=environment)[0].items():
         assert far < 1e-4, name
 
 

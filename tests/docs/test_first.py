@@ -16,12 +16,11 @@ MAIN = 'if __name__ == "__main__":\n    train()\n'
 
 
 def _run(command, tmp_path):
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"rank [01], epoch [0-2]: loss \d", done.stdout)) == 6, done.stdout
 
 
-@pytest.mark.timeout(120)
 def test_by_torchrun(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "train.py").write_text(TRAIN)
@@ -29,7 +28,6 @@ def test_by_torchrun(tmp_path, monkeypatch):
     _run(["-m", "torch.distributed.run", "--nproc-per-node", "2", *where, "train.py"], tmp_path)
 
 
-@pytest.mark.timeout(120)
 def test_by_spawn(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -52,10 +50,9 @@ def _fragment(rank, world_size, text, batches):
     return model.weight.detach().clone()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "text, batches", list(zip(FRAGMENTS, [(8, 8), (5, 2)], strict=True)), ids=["no_sync", "join"]
 )
 def test_fragments(text, batches):
-    first, second = run_ranks(_fragment, 2, text, batches, timeout=40)
+    first, second = run_ranks(_fragment, 2, text, batches)
     assert torch.equal(first, second)

@@ -29,7 +29,6 @@ PHONE, DESKTOP = (390, 844), (1440, 900)
 BROWSERS = 4  # each opens some of the pages
 
 # The first test makes the site where nobody has: that takes as long as Sphinx does.
-pytestmark = pytest.mark.timeout(600)
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

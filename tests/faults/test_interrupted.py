@@ -1,4 +1,4 @@
-"""An exception in one rank's backward, which its program may swallow: the others learn of it within seconds."""
+"""An exception in one rank's backward, which its program may swallow: the others learn of it before any timeout."""
 
 import contextlib
 import time
@@ -23,7 +23,6 @@ def _swallowed(rank, world_size, other_reducer_waits):
     for _ in range(2):
         ddp(torch.ones(1, 4)).sum().backward()
         second(torch.ones(1, 4)).sum().backward()
-    begin = time.monotonic()
 
     def fail(grad):
         raise Boom
@@ -36,12 +35,11 @@ def _swallowed(rank, world_size, other_reducer_waits):
         waits = second if other_reducer_waits else ddp
         with pytest.raises(RuntimeError, match="rank 1 will not take part.*an exception ended its backward"):
             waits(torch.ones(1, 4)).sum().backward()
-    return time.monotonic() - begin
 
 
 @pytest.mark.parametrize("other_reducer_waits", [False, True])
 def test_the_others_learn_of_a_swallowed_exception(other_reducer_waits):
-    assert max(run_ranks(_swallowed, 2, other_reducer_waits, timeout=60)) < 30
+    run_ranks(_swallowed, 2, other_reducer_waits)
 
 
 def _mended(rank, world_size):
@@ -107,7 +105,7 @@ def _first_gradients_hook_raises(rank, world_size, caught_on):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gradient_whose_own_hook_raised_is_not_stepped_on(world_size):
     """No gradient has reached the reducer: the exception came before its hook on the only one."""
-    results = run_ranks(_first_gradients_hook_raises, world_size, range(world_size), timeout=60)
+    results = run_ranks(_first_gradients_hook_raises, world_size, range(world_size))
     assert all(told == ["caught", "refused"] for told, _ in results)
     assert all(torch.equal(weight, results[0][1]) for _, weight in results)
 
@@ -136,9 +134,9 @@ def _raises_before_any_gradient(rank, world_size, wrap, accumulates):
 
 def test_what_an_interrupted_backward_has_not_touched_is_the_average_before():
     wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
-    ours, theirs = (run_ranks(_raises_before_any_gradient, 2, wrap, False, timeout=60) for wrap in wraps)
+    ours, theirs = (run_ranks(_raises_before_any_gradient, 2, wrap, False) for wrap in wraps)
     assert torch.equal(ours[0], ours[1]) and torch.equal(ours[0], theirs[0])
-    assert run_ranks(_raises_before_any_gradient, 2, wraps[0], True, timeout=60) == [True, True]
+    assert run_ranks(_raises_before_any_gradient, 2, wraps[0], True) == [True, True]
 
 
 def _two_wrappers(rank, world_size):
@@ -156,7 +154,7 @@ def _two_wrappers(rank, world_size):
 
 
 def test_two_wrappers_after_one_exception():
-    assert run_ranks(_two_wrappers, 2, timeout=60) == [True, True]
+    assert run_ranks(_two_wrappers, 2) == [True, True]
 
 
 def _zeroed(rank, world_size, wrap, set_to_none):
@@ -183,7 +181,7 @@ def _zeroed(rank, world_size, wrap, set_to_none):
 @pytest.mark.parametrize("wrap", [torch.nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel])
 def test_a_step_without_gradients_is_nobodys_mistake(wrap, set_to_none):
     """The next forward tells of the exception, as with torch's class; a step that changes nothing need not."""
-    assert run_ranks(_zeroed, 2, wrap, set_to_none, timeout=60) == [True, True]
+    assert run_ranks(_zeroed, 2, wrap, set_to_none) == [True, True]
 
 
 class _Raises(torch.optim.SGD):
@@ -233,8 +231,8 @@ def _step_raises(rank, world_size, wrap, who, how):
 def test_steps_that_raise_and_leave_all_ranks_alike(world_size, how):
     """Training goes on, as with torch's class: no rank has changed anything, or rank 1 all that it had to."""
     ranks = [1] if how == "after" else range(world_size)
-    theirs = run_ranks(_step_raises, world_size, torch.nn.parallel.DistributedDataParallel, ranks, how, timeout=60)
-    ours = run_ranks(_step_raises, world_size, minddp.DistributedDataParallel, ranks, how, timeout=60)
+    theirs = run_ranks(_step_raises, world_size, torch.nn.parallel.DistributedDataParallel, ranks, how)
+    ours = run_ranks(_step_raises, world_size, minddp.DistributedDataParallel, ranks, how)
     for a, b in zip(theirs, ours, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -245,7 +243,7 @@ def test_a_step_that_raises_on_one_rank_alone(world_size, how):
     """Its parameters are not the others' any more. They wait for it, and hear why it does not come."""
     try:
         with pytest.raises(RankError) as told:
-            run_ranks(_step_raises, world_size, minddp.DistributedDataParallel, [1], how, timeout=60)
+            run_ranks(_step_raises, world_size, minddp.DistributedDataParallel, [1], how)
     finally:
         shutdown()
     failures = told.value.failures
@@ -275,7 +273,7 @@ def _compiled_step(rank, world_size):
 
 
 def test_a_compiled_step_is_none_that_raised():
-    first, second = run_ranks(_compiled_step, 2, timeout=120)
+    first, second = run_ranks(_compiled_step, 2)
     assert torch.equal(first, second)
 
 
@@ -304,9 +302,8 @@ def _begun_anew(rank, world_size, path):
     return grads
 
 
-@pytest.mark.timeout(90)
 def test_a_wrapper_that_was_given_up_does_not_meet_the_next(tmp_path):
     """Among three ranks the two that are left stay connected, and what they have sent is never over."""
-    first, *others = run_ranks(_begun_anew, 3, str(tmp_path / "second"), timeout=60)
+    first, *others = run_ranks(_begun_anew, 3, str(tmp_path / "second"))
     assert all(all(map(torch.equal, first, grads)) for grads in others)
     assert torch.equal(first[3], torch.full((2,), 3.0))  # of three steps that were averaged

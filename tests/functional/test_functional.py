@@ -174,4 +174,4 @@ def _compiled(rank, size):
 
 
 def test_torch_compile_breaks_the_graph_and_works():
-    run_ranks(_compiled, 2, timeout=120)
+    run_ranks(_compiled, 2)

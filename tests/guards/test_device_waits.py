@@ -94,7 +94,7 @@ def looks(monkeypatch):
             for heed in dog.heeds:
                 heed()
         if dog.said:
-            assert group.aborted.wait(5)
+            assert group.aborted.wait(250)
         return SimpleNamespace(dog=dog, group=group, inspector=inspector, reducer=reducer)
 
     return run

@@ -10,8 +10,6 @@ from tests.lab.engines.engines import ENGINES, by_slurm, reference
 from tests.lab.engines.judging import verdict
 from tests.lab.engines.page import blocks, headings
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.mark.all
 def test_slurms_variables_end_with_the_weights_of_torchs_class(tmp_path: Path) -> None:

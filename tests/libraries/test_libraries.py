@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from launch import CLASS, run
 
-pytestmark = pytest.mark.timeout(400)
-
 
 def both(tmp_path: Path, script: str, *arguments: str, **options: Any) -> tuple[Any, Any]:
     """The script's reports with torch's class and with minddp's."""

@@ -124,7 +124,7 @@ def _remade(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_after_each_remaking_one_reducer_is_hooked_and_right(world_size):
-    assert run_ranks(_remade, world_size, timeout=120) == [True] * world_size
+    assert run_ranks(_remade, world_size) == [True] * world_size
 
 
 def _tuned_and_mixed(rank, world_size):
@@ -169,7 +169,7 @@ def _leaks(rank, world_size):
 
 
 def test_nothing_outlives_its_wrapper():
-    assert run_ranks(_leaks, 2, timeout=120) == [[], []]
+    assert run_ranks(_leaks, 2) == [[], []]
 
 
 def _failed_constructor(rank, world_size):
@@ -310,7 +310,7 @@ def _plans(rank, world_size, folder):
 
 
 def test_a_plan_is_kept_by_all_that_remakes_and_compared_by_name(tmp_path):
-    assert run_ranks(_plans, 2, str(tmp_path), timeout=90) == [True, True]
+    assert run_ranks(_plans, 2, str(tmp_path)) == [True, True]
 
 
 # ---- errors and their exits

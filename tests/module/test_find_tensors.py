@@ -204,7 +204,7 @@ def _differ(rank, world_size, names):
 
 
 def test_the_same_numbers_as_with_torchs_class():
-    assert run_ranks(_differ, 2, list(OUTPUTS), timeout=60) == [[], []]
+    assert run_ranks(_differ, 2, list(OUTPUTS)) == [[], []]
 
 
 def test_64_detections_take_at_most_torchs_time():

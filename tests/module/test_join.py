@@ -47,8 +47,8 @@ def _joined(rank, world_size, batches, options):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("batches", [(0, 3), (3, 0), (1, 3), (0, 1), (2, 0, 3)], ids=str)
 def test_after_uneven_inputs(batches, options):
-    ranks = run_ranks(_joined, len(batches), batches, options, timeout=60)
-    without = run_ranks(_joined, len(batches), batches, {}, timeout=60) if ranks[0][0] is None else ranks
+    ranks = run_ranks(_joined, len(batches), batches, options)
+    without = run_ranks(_joined, len(batches), batches, {}) if ranks[0][0] is None else ranks
     for (_, ours, iterations), (theirs, _, _) in zip(ranks, without, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b)
@@ -66,7 +66,7 @@ def _penalty_past_the_wrapper(rank, world_size):
 
 
 def test_local_gradients_are_compared_after_uneven_inputs():
-    first, second, third = run_ranks(_penalty_past_the_wrapper, 3, timeout=60)
+    first, second, third = run_ranks(_penalty_past_the_wrapper, 3)
     assert torch.equal(first, second) and torch.equal(first, third)
 
 
@@ -81,7 +81,7 @@ def _waiting_forward_and_no_sync(rank, world_size):
 
 
 def test_ranks_meet_after_uneven_inputs():
-    first, second = run_ranks(_waiting_forward_and_no_sync, 2, timeout=60)
+    first, second = run_ranks(_waiting_forward_and_no_sync, 2)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -147,5 +147,5 @@ def _buffers_after(rank, world_size, joins):
 def test_buffers_after_uneven_inputs_are_torchs(batches, enable):
     """The last rank's from then on, until a join(enable=False)."""
     joins = [(batches if uneven else (1,) * len(batches), uneven) for uneven in enable]
-    for theirs, ours in run_ranks(_buffers_after, len(batches), joins, timeout=60):
+    for theirs, ours in run_ranks(_buffers_after, len(batches), joins):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -615,7 +615,7 @@ BAD = [
 def test_bad_input_raises_on_every_rank(make, arguments, match):
     import re
 
-    for answer in run_ranks(_construct, 2, make, arguments, match, timeout=30):
+    for answer in run_ranks(_construct, 2, make, arguments, match):
         assert re.search(match, answer, re.S), answer
 
 
@@ -639,7 +639,7 @@ def _different_arguments(rank, world_size, name, values):
     ],
 )
 def test_arguments_that_differ_between_ranks_raise_on_all(name, values, told):
-    for text in run_ranks(_different_arguments, 2, name, values, timeout=30):
+    for text in run_ranks(_different_arguments, 2, name, values):
         assert told in text
 
 
@@ -684,7 +684,7 @@ def _fails_on_one_rank(rank, world_size):
 
 def test_a_dead_peer_ends_backward_with_an_error():
     with pytest.raises(RankError) as caught:
-        run_ranks(_fails_on_one_rank, 2, timeout=30)
+        run_ranks(_fails_on_one_rank, 2)
     assert "a rank dies" in caught.value.failures[1]
 
 

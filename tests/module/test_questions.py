@@ -19,7 +19,6 @@ from minddp import DistributedDataParallel
 from minddp.testing import run_ranks
 
 RANKS = pytest.mark.parametrize("world_size", [2, 3])
-pytestmark = pytest.mark.timeout(120)
 
 
 def net() -> nn.Module:

@@ -72,7 +72,7 @@ def train_both(rank: int, world_size: int, options: dict[str, object]) -> float:
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
 def test_two_by_two_trains_as_one_process(options: dict[str, object]) -> None:
-    assert max(run_ranks(train_both, 4, options, timeout=150)) < 1e-6
+    assert max(run_ranks(train_both, 4, options, timeout=900)) < 1e-6
 
 
 def resume(rank: int, world_size: int) -> bool:
@@ -95,7 +95,7 @@ def resume(rank: int, world_size: int) -> bool:
 
 
 def test_a_state_dict_resumes() -> None:
-    assert run_ranks(resume, 4, timeout=150) == [True] * 4
+    assert run_ranks(resume, 4, timeout=900) == [True] * 4
 
 
 def errors(rank: int, world_size: int) -> bool:
@@ -122,7 +122,7 @@ def errors(rank: int, world_size: int) -> bool:
 
 
 def test_what_cannot_work_is_named() -> None:
-    assert run_ranks(errors, 4, timeout=150) == [True] * 4
+    assert run_ranks(errors, 4, timeout=900) == [True] * 4
 
 
 def sequence_parallel(rank: int, world_size: int) -> float:
@@ -148,4 +148,4 @@ def sequence_parallel(rank: int, world_size: int) -> float:
 
 
 def test_a_replicated_parameter_has_the_whole_gradient() -> None:
-    assert max(run_ranks(sequence_parallel, 4, timeout=150)) < 1e-6
+    assert max(run_ranks(sequence_parallel, 4, timeout=900)) < 1e-6

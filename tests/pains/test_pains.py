@@ -11,10 +11,9 @@ from .programs import PAINS
 ROWS = [pytest.param(index, id=pain.program.__name__) for index, pain in enumerate(PAINS)]
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("index", ROWS)
 def test_with_minddp(index):
-    ours, pain = outcome.run(index, "minddp"), PAINS[index]
+    ours, pain = outcome.run(index, "minddp", outcome.PATIENCE), PAINS[index]
     assert ours.kind == pain.ours, ours
     assert ours.kind in ("right", "warns", "raises")
     assert re.search(pain.says, ours.text), ours
@@ -22,11 +21,10 @@ def test_with_minddp(index):
 
 @pytest.mark.all
 @pytest.mark.skipif(f"class of torch {TORCH} " not in PAGE.read_text(), reason="the page tells of another torch")
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("index", ROWS)
 def test_with_torch(index):
     pain = PAINS[index]
-    theirs = outcome.run(index, "torch", outcome.SURELY if pain.torch == "waits" else outcome.LIMIT)
+    theirs = outcome.run(index, "torch", outcome.SURELY if pain.torch == "waits" else outcome.PATIENCE)
     assert theirs.kind == pain.torch, theirs
 
 

@@ -200,7 +200,7 @@ def _compare(rank, world_size, name, arguments):
 @pytest.mark.parametrize("name", [n for n in MODELS if n not in ("branch", "reentrant")])
 def test_two_ranks_agree_bit_for_bit(name):
     for arguments in ARGUMENTS:
-        differences = run_ranks(_compare, 2, name, arguments, timeout=120)
+        differences = run_ranks(_compare, 2, name, arguments)
         assert differences == [-1.0, -1.0], (arguments, differences)
 
 
@@ -208,14 +208,14 @@ def test_two_ranks_agree_bit_for_bit(name):
 @pytest.mark.parametrize("name", ["mlp", "conv", "shared", "two_dtypes", "complex", "sparse"])
 def test_three_ranks_agree_to_rounding(name):
     for arguments in ARGUMENTS[:4]:
-        for difference in run_ranks(_compare, 3, name, arguments, timeout=120):
+        for difference in run_ranks(_compare, 3, name, arguments):
             assert difference < 1e-5, (arguments, difference)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_unused_parameters(world_size):
     for arguments in ({"find_unused_parameters": True}, ARGUMENTS[3]):
-        for difference in run_ranks(_compare, world_size, "branch", arguments, timeout=120):
+        for difference in run_ranks(_compare, world_size, "branch", arguments):
             assert difference < 1e-6, (arguments, difference)
 
 

@@ -50,13 +50,12 @@ def differ(theirs: Sequence[torch.Tensor | None], ours: Sequence[torch.Tensor | 
 def those_that_differ(
     programs: Sequence[Program],
     world_size: int,
-    timeout: float,
     modes: dict[str, dict[str, Any]] = PLAIN,
 ) -> list[str]:
     """The names of the programs, with those of the modes, whose answers are not the same with both, on some rank."""
     return [
         f"{name}, rank {rank}"
-        for rank, seen in enumerate(run_ranks(_both, world_size, programs, modes, timeout=timeout))
+        for rank, seen in enumerate(run_ranks(_both, world_size, programs, modes))
         for name, (theirs, ours) in seen.items()
         if differ(theirs, ours)
     ]

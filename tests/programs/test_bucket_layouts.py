@@ -140,14 +140,14 @@ def on_the_other(wrap, rank, **arguments):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_hooks_see_torchs_buckets(world_size):
     programs = [seen_layouts, a_scale_for_each_bucket, complex_gradients]
-    assert those_that_differ(programs, world_size, timeout=60, modes=MODES) == []
+    assert those_that_differ(programs, world_size, modes=MODES) == []
 
 
 def test_where_a_kind_has_several_buckets_by_default():
     modes = {mode: MODES[mode] for mode in ("default", "static", "torch's", "unused")}
     modes["unused, small"] = {"find_unused_parameters": True, "bucket_cap_mb": 0.002}
-    assert those_that_differ([above_the_first_cap, on_one_rank, on_the_other], 2, timeout=60, modes=modes) == []
-    assert those_that_differ([order_in_the_log], 2, timeout=60) == []
+    assert those_that_differ([above_the_first_cap, on_one_rank, on_the_other], 2, modes=modes) == []
+    assert those_that_differ([order_in_the_log], 2) == []
 
 
 def _counts(rank, world_size):

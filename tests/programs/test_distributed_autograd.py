@@ -16,7 +16,6 @@ from minddp.testing import free_port, run_ranks
 from tests.programs.beside_torch import differ
 
 pytestmark = [
-    pytest.mark.timeout(180),
     pytest.mark.skipif(not rpc.is_available(), reason="torch was built without RPC"),
 ]
 
@@ -261,7 +260,7 @@ NOT_COMPARED = {
 
 
 def with_agent(rank, world_size, port):
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=60)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=250)
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
 
 
@@ -285,7 +284,7 @@ def _beside_torch(rank, world_size, port):
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_as_with_torch(world_size):
-    assert run_ranks(_beside_torch, world_size, free_port(), timeout=150, env=LOOPBACK) == [[]] * world_size
+    assert run_ranks(_beside_torch, world_size, free_port(), timeout=900, env=LOOPBACK) == [[]] * world_size
 
 
 # ---- where torch has no answer: beside the mean of all ranks' own gradients
@@ -327,7 +326,7 @@ def _unused_by_some(rank, world_size, port, views):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_parameters_that_other_ranks_used_get_their_gradient_in_the_context(world_size, views):
     """Torch's class ends with "The grad for variable should exist in dist_autograd context"."""
-    run_ranks(_unused_by_some, world_size, free_port(), views, timeout=90, env=LOOPBACK)
+    run_ranks(_unused_by_some, world_size, free_port(), views, env=LOOPBACK)
 
 
 def _windows_of_their_own(rank, world_size, port):
@@ -354,7 +353,7 @@ def _windows_of_their_own(rank, world_size, port):
 
 
 def test_views_of_contexts_are_windows_of_their_own():
-    run_ranks(_windows_of_their_own, 2, free_port(), timeout=90, env=LOOPBACK)
+    run_ranks(_windows_of_their_own, 2, free_port(), env=LOOPBACK)
 
 
 def _finalized_by_hand(rank, world_size, port):
@@ -373,7 +372,7 @@ def _finalized_by_hand(rank, world_size, port):
 
 
 def test_finalized_by_hand():
-    run_ranks(_finalized_by_hand, 2, free_port(), timeout=90, env=LOOPBACK)
+    run_ranks(_finalized_by_hand, 2, free_port(), env=LOOPBACK)
 
 
 def _left_and_right(rank, world_size, port):
@@ -410,7 +409,7 @@ def _left_and_right(rank, world_size, port):
 
 
 def test_an_iteration_of_two_backwards_in_one_context():
-    run_ranks(_left_and_right, 2, free_port(), timeout=90, env=LOOPBACK)
+    run_ranks(_left_and_right, 2, free_port(), env=LOOPBACK)
 
 
 class Several(Branches):
@@ -459,7 +458,7 @@ def _what_is_known_of_grad(rank, world_size, port):
 
 def test_what_is_known_of_grad_waits_for_a_contexts_end():
     """Torch's class steps with local gradients."""
-    run_ranks(_what_is_known_of_grad, 2, free_port(), timeout=90, env=LOOPBACK)
+    run_ranks(_what_is_known_of_grad, 2, free_port(), env=LOOPBACK)
 
 
 def _left_before_the_end(rank, world_size, port):
@@ -478,7 +477,7 @@ def _left_before_the_end(rank, world_size, port):
 
 
 def test_finalized_too_late():
-    run_ranks(_left_before_the_end, 2, free_port(), timeout=90, env=LOOPBACK)
+    run_ranks(_left_before_the_end, 2, free_port(), env=LOOPBACK)
 
 
 # ---- what is refused, by name, and leaves `.grad` and the wrapper as they were
@@ -526,7 +525,7 @@ class Nested(nn.Module):
 
 
 def test_what_cannot_be_reduced_is_said():
-    for texts in run_ranks(_refused, 2, free_port(), timeout=90, env=LOOPBACK):
+    for texts in run_ranks(_refused, 2, free_port(), env=LOOPBACK):
         assert 'pass reduction="mean"' in texts[0] and "parameter '" in texts[0]
         assert "leave out delay_all_reduce_named_params" in texts[1]
         assert "use_reentrant=False" in texts[2]
@@ -573,4 +572,4 @@ def _none_for_one(rank, world_size, port):
 
 def test_a_parameter_whose_gradient_is_none():
     """As in a plain backward. Torch's class fails in an assert of its own."""
-    run_ranks(_none_for_one, 2, free_port(), timeout=90, env=LOOPBACK)
+    run_ranks(_none_for_one, 2, free_port(), env=LOOPBACK)

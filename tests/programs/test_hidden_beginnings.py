@@ -239,7 +239,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_as_with_torch(world_size):
-    assert those_that_differ(PROGRAMS, world_size, timeout=120) == []
+    assert those_that_differ(PROGRAMS, world_size) == []
 
 
 # ---- where torch has no answer: beside one process that has all ranks' shares

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -157,9 +156,8 @@ class Trains:
         return seen
 
 
-@pytest.mark.timeout(120)
 def test_the_numbers_are_torchs():
-    assert not those_that_differ([Trains(kind) for kind in KINDS], 2, 90, UNSEEN)
+    assert not those_that_differ([Trains(kind) for kind in KINDS], 2, UNSEEN)
 
 
 def _alone(rank, world_size):
@@ -172,6 +170,5 @@ def _alone(rank, world_size):
     return seen
 
 
-@pytest.mark.timeout(60)
 def test_with_unused_parameters_to_find():
     assert all(all(seen.values()) for seen in run_ranks(_alone, 2))

@@ -589,7 +589,7 @@ RIGHT = [
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_torch_trains_right(world_size):
-    assert those_that_differ(RIGHT, world_size, timeout=90) == []
+    assert those_that_differ(RIGHT, world_size) == []
 
 
 def a_step_on_zeros_that_one_rank_has(wrap, rank):
@@ -606,7 +606,7 @@ def a_step_on_zeros_that_one_rank_has(wrap, rank):
 
 
 def test_zeros_on_one_rank_are_stepped_with_as_with_torch():
-    assert those_that_differ([a_step_on_zeros_that_one_rank_has], 2, timeout=60) == []
+    assert those_that_differ([a_step_on_zeros_that_one_rank_has], 2) == []
 
 
 # ---- drifts apart with torch, without a word: raises before the step on every rank
@@ -694,7 +694,7 @@ def _refused(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_torch_lets_drift_apart(world_size):
-    assert run_ranks(_refused, world_size, timeout=60) == [[]] * world_size
+    assert run_ranks(_refused, world_size) == [[]] * world_size
 
 
 # ---- adopted
@@ -733,7 +733,7 @@ def _what_is_logged(rank, world_size):
 
 
 def test_a_backward_past_the_wrapper_that_a_forward_adopts_is_logged_once():
-    for rank, said in enumerate(run_ranks(_what_is_logged, 2, timeout=60)):
+    for rank, said in enumerate(run_ranks(_what_is_logged, 2)):
         assert len(said) == 1, said
         begin = f"DistributedDataParallel around Sequential: a backward on rank {rank} went past it, with gradients "
         assert said[0].startswith(begin + "of '0.weight', '0.bias', '2.weight' and 1 more, while a ddp(...) waited")
@@ -896,7 +896,7 @@ def _adopted_with_absent_parameters(rank, world_size, wrap):
 
 def test_an_adopted_backward_launches_nothing_at_its_beginning():
     wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
-    ours, theirs = (run_ranks(_adopted_with_absent_parameters, 2, wrap, timeout=60) for wrap in wraps)
+    ours, theirs = (run_ranks(_adopted_with_absent_parameters, 2, wrap) for wrap in wraps)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

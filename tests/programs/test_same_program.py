@@ -454,7 +454,7 @@ def _close(mine, theirs, mode):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_same_numbers(mode, world_size):
-    ranks = run_ranks(_observe, world_size, list(PROGRAMS), mode, timeout=120)
+    ranks = run_ranks(_observe, world_size, list(PROGRAMS), mode)
     failed = []
     for name in PROGRAMS:
         if (name, mode) in NOT_COMPARED:
@@ -512,9 +512,9 @@ def _static_power_sgd(rank, world_size, wrap):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_power_sgd_with_a_static_graph_and_unused_parameters(world_size):
     """Its collectives follow each other in callbacks; the buckets are not torch's."""
-    theirs = run_ranks(_static_power_sgd, world_size, TorchDDP, timeout=60)
+    theirs = run_ranks(_static_power_sgd, world_size, TorchDDP)
     for _ in range(3):
-        ours = run_ranks(_static_power_sgd, world_size, minddp.DistributedDataParallel, timeout=60)
+        ours = run_ranks(_static_power_sgd, world_size, minddp.DistributedDataParallel)
         for a, b in zip(ours, theirs, strict=True):
             for mine, their in zip(a, b, strict=True):
                 torch.testing.assert_close(mine, their)
@@ -557,7 +557,7 @@ def _power_sgd_in_seven_buckets(rank, world_size, find_unused):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_power_sgd_in_several_buckets_on_the_cpu(world_size, find_unused, backend):
     """Side by side they wait for each other on the process group's own threads: with torch's class, forever."""
-    ranks = run_ranks(_power_sgd_in_seven_buckets, world_size, find_unused, timeout=30, backend=backend)
+    ranks = run_ranks(_power_sgd_in_seven_buckets, world_size, find_unused, backend=backend)
     for theirs, ours, compressed in ranks:
         for their, mine, first, half in zip(theirs, ours, ranks[0][1], compressed, strict=True):
             assert torch.equal(mine, first)

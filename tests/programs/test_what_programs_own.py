@@ -8,7 +8,6 @@ import weakref
 from dataclasses import dataclass
 
 import numpy
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -332,11 +331,9 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.timeout(90)
 def test_the_numbers_are_torchs():
-    assert not those_that_differ(PROGRAMS, 2, 60, {"default": {}, "views": MODES["views"]})
+    assert not those_that_differ(PROGRAMS, 2, {"default": {}, "views": MODES["views"]})
 
 
-@pytest.mark.timeout(60)
 def test_means_over_three_ranks_are_rounded_once():
-    assert not those_that_differ([thirds_in_half_precision], 3, 50, {"default": {}, "views": MODES["views"]})
+    assert not those_that_differ([thirds_in_half_precision], 3, {"default": {}, "views": MODES["views"]})

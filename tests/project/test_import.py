@@ -30,5 +30,5 @@ dist.destroy_process_group()
 
 
 def test_import_does_what_it_says() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.stdout.split("\n")[:2] == ["0 ['auto', 'shm'] True", "True"], done.stdout + done.stderr

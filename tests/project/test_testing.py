@@ -50,7 +50,7 @@ def test_a_hang_ends_in_time_and_the_next_call_works(capfd):
     shutdown()
     run_ranks(_sum, 2, 1)  # started here, where their stderr is looked at, and ready
     with pytest.raises(RankError, match="did not end within"):
-        run_ranks(_sleep, 2, timeout=1)
+        run_ranks(_sleep, 2, timeout=2, backend=None)
     assert "in _sleep" in capfd.readouterr().err, "who is stuck shows where"
     assert len(run_ranks(_sum, 2, 1)) == 2
 
@@ -177,8 +177,10 @@ def test_the_start_of_a_rank_is_no_part_of_the_call(monkeypatch, tmp_path):
     pool = RankPool(1, start=start)
     try:
         target = _starts_late
-        pool.run(_process, timeout=10)
-        assert (tmp_path / "started").exists()
+        ranks = testing._Ranks(1, 1, start)
+        assert (tmp_path / "started").exists(), "it is there before a call's time begins"
+        ranks.close()
+        pool.run(_process)
         pool.close()
         target = _does_not_start
         with pytest.raises(RankError, match="rank 0\nprocess died, exit code 3"):

@@ -36,10 +36,9 @@ def _one_after_the_other(rank, world_size):
         assert message.item() == 1 + i
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_through_a_groups_own_class_in_python(world_size):
-    run_ranks(_one_after_the_other, world_size, timeout=50)
+    run_ranks(_one_after_the_other, world_size)
 
 
 class Bomb:

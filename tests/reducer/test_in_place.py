@@ -359,7 +359,7 @@ def test_with_views_a_large_gradient_moves_at_once():
 
 
 class _Fourfold(LateGroup):
-    """Of two ranks, whose sums are four times what this one sends, and whose map is late: ``until()``, or 5 s."""
+    """Of two ranks, whose sums are four times what this one sends, and whose map is late: ``until()``, or 120 s."""
 
     def __init__(self, until):
         super().__init__("cpu")
@@ -371,7 +371,7 @@ class _Fourfold(LateGroup):
         future = torch.futures.Future()
 
         def completes():
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 120
             while not self.until() and time.monotonic() < deadline:
                 time.sleep(0.01)
             self.came.append(self.until())

@@ -137,7 +137,7 @@ def _numbers(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_lazy_buckets_change_no_number(world_size):
-    run_ranks(_numbers, world_size, timeout=150)
+    run_ranks(_numbers, world_size, timeout=900)
 
 
 # ---- each of these on two ranks

@@ -12,8 +12,6 @@ import minddp
 from minddp import DistributedDataParallel as DDP
 from minddp.testing import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Skips(torch.autograd.Function):
     """``x`` times the sum of ``book``; backward gives None for ``book`` unless told otherwise."""

@@ -126,7 +126,7 @@ CLASSES = (TorchDDP, minddp.DistributedDataParallel)
 
 
 def test_the_same_as_with_torchs_class_from_the_first_iteration_on():
-    assert run_ranks(_compare, 2, timeout=60) == [[], []]
+    assert run_ranks(_compare, 2) == [[], []]
 
 
 # --- gradients that come several times
@@ -168,7 +168,7 @@ def _repeated(rank, world_size, kwargs):
 @pytest.mark.parametrize("small", [{}, {"bucket_cap_mb_list": [1e-5] * 2}])
 @pytest.mark.parametrize("mode", ["default", "views", "static", "static_views"])
 def test_what_comes_again_in_the_first_iteration_is_taken_again(mode, small):
-    assert run_ranks(_repeated, 2, {**MODES[mode], **small}, timeout=60) == [True, True]
+    assert run_ranks(_repeated, 2, {**MODES[mode], **small}) == [True, True]
 
 
 # --- gradients that a hook takes away
@@ -237,7 +237,7 @@ def _moved(rank, world_size):
 
 
 def test_a_gradient_that_a_hook_moves_is_no_change_of_the_graph():
-    assert run_ranks(_moved, 2, timeout=60) == [[], []]
+    assert run_ranks(_moved, 2) == [[], []]
 
 
 def _appears(rank, world_size):
@@ -254,4 +254,4 @@ def _appears(rank, world_size):
 
 
 def test_a_moved_gradient_that_was_not_there_at_first_raises():
-    assert run_ranks(_appears, 2, timeout=60) == [True, True]
+    assert run_ranks(_appears, 2) == [True, True]

@@ -491,7 +491,7 @@ def _uses(rank: int, world_size: int) -> list[str]:
 
 def test_with_every_mode_of_the_reducer() -> None:
     """Two ranks' sums in order are the all-reduce's own, bit for bit; all ranks end alike."""
-    assert run_ranks(_uses, 2, timeout=100) == [[], []]
+    assert run_ranks(_uses, 2) == [[], []]
 
 
 class Uneven(nn.Module):
@@ -603,5 +603,5 @@ def _dies(rank: int, world_size: int, wire: dict[str, Any]) -> str:
 def test_a_rank_that_dies_is_named(wire: dict[str, Any]) -> None:
     """And the others can end."""
     with pytest.raises(RankError) as raised:
-        run_ranks(_dies, 2, wire, timeout=40)
+        run_ranks(_dies, 2, wire)
     assert set(raised.value.failures) == {1}

@@ -20,7 +20,7 @@ import minddp
 
 def main(rank: int, ranks: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=40))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
     answer = {"shm": "works", "/dev/shm": shutil.disk_usage("/dev/shm").total}
     try:
         dist.new_group(backend="shm")

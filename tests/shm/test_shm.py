@@ -94,7 +94,7 @@ def check_allreduce(rank: int, world_size: int) -> int:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_allreduce_of_every_type_and_operation(world_size: int) -> None:
-    assert min(run_ranks(check_allreduce, world_size, timeout=120)) == len(supported()) * len(SIZES)
+    assert min(run_ranks(check_allreduce, world_size)) == len(supported()) * len(SIZES)
 
 
 def check_same_bits_as_gloo(rank: int, world_size: int) -> None:
@@ -259,7 +259,7 @@ def check_reduce_scatter(rank: int, world_size: int, mine: torch.Tensor) -> None
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_collectives_against_gloo(world_size: int) -> None:
-    run_ranks(check_collectives, world_size, timeout=120)
+    run_ranks(check_collectives, world_size)
 
 
 def check_uneven(rank: int, world_size: int) -> None:

@@ -129,7 +129,7 @@ def _uneven(rank, world_size, counts, options):
     ],
 )
 def test_uneven_inputs_raise_on_all_ranks_at_the_first_forward_without_a_rank(counts, out_of_data, options):
-    for error, calls in run_ranks(_uneven, len(counts), counts, options, timeout=60):
+    for error, calls in run_ranks(_uneven, len(counts), counts, options):
         assert f"join(): {out_of_data} out of data" in error and "SyncBatchNorm 'norm' and 1 more such" in error
         assert calls == 2 * min(counts)
 

@@ -128,7 +128,7 @@ def run_cases(rank, world_size, device):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_equals_batch_norm_over_the_whole_batch(world_size, device):
-    assert run_ranks(run_cases, world_size, device, timeout=120) == [len(list(cases()))] * world_size
+    assert run_ranks(run_cases, world_size, device) == [len(list(cases()))] * world_size
 
 
 def fast_beside_reference(rank, world_size):
@@ -423,7 +423,7 @@ def compiled(rank, world_size):
 
 
 def test_compiles_with_a_graph_break():
-    assert all(run_ranks(compiled, 2, timeout=120))
+    assert all(run_ranks(compiled, 2))
 
 
 def message_of(call):
@@ -446,7 +446,7 @@ def bad_groups(rank, world_size):
 
 
 def test_every_rank_raises():
-    for messages in run_ranks(bad_groups, 2, timeout=20):
+    for messages in run_ranks(bad_groups, 2):
         channels, dtype, single = messages
         assert "rank 0: 3 channels, float32 statistics, rank 1: 4 channels, float32 statistics" in channels
         assert "rank 0: 3 channels, float32 statistics, rank 1: 3 channels, float64 statistics" in dtype

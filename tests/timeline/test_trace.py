@@ -201,7 +201,7 @@ def test_the_environment_opens_a_trace_that_unused_processes_do_not_write(tmp_pa
     path = tmp_path / "t.json"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**recording.os.environ, "MINDDP_TRACE": str(path)},
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "True\n"
     assert not path.exists()
@@ -212,7 +212,7 @@ def test_a_bad_path_in_the_environment_is_a_warning_and_no_trace(tmp_path, place
     done = subprocess.run(
         [sys.executable, "-c", "import minddp; print(minddp.timeline.recording.active)"],
         env={**recording.os.environ, "MINDDP_TRACE": str(tmp_path / place)},
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "False\n"
     assert "MINDDP_TRACE: this process takes no trace" in done.stderr

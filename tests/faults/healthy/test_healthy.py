@@ -44,7 +44,7 @@ def _both(rank, world_size, program, *args):
 
 @pytest.mark.parametrize(("place", "way"), PROGRAMS)
 def test_a_slow_rank_is_waited_for(place, way):
-    (same, told), (also, _) = run_ranks(_both, 2, _train, place, way, timeout=60)
+    (same, told), (also, _) = run_ranks(_both, 2, _train, place, way)
     assert same and also
     if place not in QUIET:
         assert any("rank 1 did not come yet" in text for text in told), told
@@ -70,7 +70,7 @@ def _destroyed(rank, world_size):
 
 
 def test_a_wrapper_goes_on_when_its_group_is_destroyed():
-    here, there = run_ranks(_destroyed, 2, timeout=60)
+    here, there = run_ranks(_destroyed, 2)
     assert here == there
 
 
@@ -142,4 +142,4 @@ def _train(ddp_class, rank, place, way, seconds):
 
 
 def test_more_ranks_than_processors():
-    assert all(same for same, _ in run_ranks(_both, 8, busy_ranks, timeout=120))
+    assert all(same for same, _ in run_ranks(_both, 8, busy_ranks))

@@ -19,8 +19,6 @@ import torch
 
 import minddp
 
-pytestmark = pytest.mark.timeout(1800)
-
 ROOT = Path(__file__).resolve().parents[3]
 TORCH = torch.__version__.partition("+")[0]
 WHEEL_VERSION = f"{minddp.__version__}+torch{re.sub('[^0-9a-zA-Z]+', '.', torch.__version__)}"

@@ -50,10 +50,9 @@ def _check(rank: int, world_size: int, name: str, seeds: list[int]) -> list[str]
 
 @pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MORE_SEEDS, marks=pytest.mark.all)], ids=["two", "more"])
 @pytest.mark.parametrize("name", programs.PROGRAMS)
-@pytest.mark.timeout(300)
 def test_gradients_are_the_cpus_in_every_order(name: str, seeds: list[int]) -> None:
     """And after backward the stream that called it is after all others."""
-    assert run_ranks(_check, 1, name, seeds, backend=None, timeout=120) == [[]]
+    assert run_ranks(_check, 1, name, seeds, backend=None) == [[]]
 
 
 def _shadows(rank: int, world_size: int) -> list[str]:
@@ -205,11 +204,10 @@ def _late(rank: int, world_size: int, names: list[str]) -> list[str]:
     return programs.check_late(names, extension.NAME)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("names", [LATE, pytest.param(LATE_TOO, marks=pytest.mark.all)], ids=["few", "the rest"])
 def test_a_group_in_python_that_ends_late(names: list[str]) -> None:
     """In every mode; on CUDA it sleeps, and is the first thing that a machine with one GPU runs."""
-    assert run_ranks(_late, 1, names, backend=None, timeout=120) == [[]]
+    assert run_ranks(_late, 1, names, backend=None) == [[]]
 
 
 # ---- the host's part
@@ -394,7 +392,6 @@ def _hears_of_a_failure(rank: int, world_size: int, path: str) -> str:
     return error
 
 
-@pytest.mark.timeout(120)
 def test_a_forward_hears_of_a_rank_that_failed(tmp_path: Path) -> None:
     """A backward waits for no collective here, and would go on with wrong gradients."""
     try:
@@ -451,7 +448,6 @@ def _fails(grad: torch.Tensor) -> None:
     raise ValueError("on rank 1 alone")
 
 
-@pytest.mark.timeout(120)
 def test_the_watchdog_gives_up_a_group_whose_rank_is_lost(tmp_path: Path) -> None:
     """While the program waits for the device, which nobody sees. Nothing uses what the device then makes."""
     try:
