@@ -309,8 +309,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module. Raises LostPeer where a device may have stepped with partial sums: a rank was lost, and
         the process group given up while the host did not wait for it."""
-        if self._minddp_engine is not None:
-            self._minddp_engine.check_lost()
+        engine = self.__dict__.get("_minddp_engine")  # a subclass may skip the constructor
+        if engine is not None:
+            engine.check_lost()
         return super().state_dict(*args, **kwargs)
 
     def _minddp_note_not_joined(self) -> None:
