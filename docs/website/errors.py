@@ -153,7 +153,7 @@ class Wording:
             return self._of_variable(value.id, function, depth + 1)
         if isinstance(value, ast.Call):
             return self._of_call(value, function, depth + 1)
-        if isinstance(value, ast.BinOp) and isinstance(value.left, ast.Name):
+        if isinstance(value, ast.BinOp) and isinstance(value.left, (ast.Name, ast.Call)):
             return [text + of_expression(value.right) for text in self.of(value.left, function, depth)]
         text = of_expression(value)
         if not has_words(text) and isinstance(value, ast.JoinedStr):
@@ -243,9 +243,10 @@ def raises(function: Function) -> Iterator[tuple[ast.stmt, ast.Call]]:
             call = made.get(node.exc.id) if isinstance(node.exc, ast.Name) else node.exc
             if isinstance(call, ast.Call) and call.args:
                 yield node, call
-        elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call) and node.value.args:
-            if _called(node.value).endswith("Error"):  # for somebody else to raise
-                yield node, node.value
+        elif isinstance(node, ast.Return):
+            call = made.get(node.value.id) if isinstance(node.value, ast.Name) else node.value
+            if isinstance(call, ast.Call) and call.args and _called(call).endswith(("Error", "LostPeer")):
+                yield node, call  # for somebody else to raise
 
 
 def raised_in_python(unknown: list[str] | None = None) -> Iterator[Message]:
