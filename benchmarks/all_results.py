@@ -48,7 +48,6 @@ COMMANDS = {
     "straggler-links": "straggler.py --link 200mbit",
     "shm": "shm.py --model mlp67-light",
     "paper": "paper.py --models mlp38,gpt2-small --rounds 3 --link 1gbit",
-    "advice": "advice.py",
     "simulate-mlp38": "simulate.py --model mlp38 --link 1gbit",
     **{f"gpu-check-{call.lower()}": f"gpu_check.py {call}" for call in "ABC"},  # takes a GPU
 }

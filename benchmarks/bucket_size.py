@@ -1,7 +1,7 @@
 """Which bucket size is best? Step time against ``bucket_cap_mb``, measured, drawn, with floors.
 
     python benchmarks/bucket_size.py --models mlp38,resnet50 --link 1gbit
-    minddp bench buckets --models gpt2-small --impl minddp,torch --rounds 9
+    python benchmarks/bucket_size.py --models gpt2-small --impl minddp,torch --rounds 9
 
 Each model is swept over uniform caps by every implementation that has buckets (minddp, torch); naive, flat
 and per-parameter have none and give one time. Two floors are measured beside them: the local step (no

@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import advice
 import bucket_report
 import harness
 import overhead
@@ -88,19 +87,6 @@ From one measured backward the simulator predicts the step with other buckets. I
 seven choices, within {worst} %, median {median} %. It also predicts other networks, and up to 4,096 ranks
 ([plot](../benchmarks/results/simulate-mlp38-scaling.png)):
 `python benchmarks/simulate.py --model mlp38 --link 1gbit --hop 5us,100gbit --speedup 40`.
-"""
-
-_PREDICTIONS = """
-## Predictions
-
-`minddp.report(ddp)` predicts a step with other arguments ([who is slow](report.md#what-would-help)). Here is each
-prediction beside what was measured. All choices took turns; after each turn the report of the default's steps in it
-was asked. Both are medians of the turns. "Off" is the largest error of a prediction among the choices. "Alike" is
-how much two wrappers with the same default arguments differ when they are measured in this way: what the machine
-cannot tell apart. {near} of {predictions} predictions are within 10 %, and all of a row in {close} of {all} rows.
-The report names the quickest prediction if it saves 3 %, and else the present arguments. What it named was the
-quickest, or within 2 % of it, or within what two alike differ by, in {right} of {all}; in the others it was up to
-{behind} behind.
 """
 
 _PAPER = """
@@ -229,35 +215,6 @@ def simulation() -> str:
     return f"{said}\n{ran(result)}\n{table(['buckets', 'measured ms', 'predicted ms', 'error'], rows)}"
 
 
-def _short(choice: str) -> str:
-    """``wire='int8'``: int8; ``bucket_cap_mb=4``: cap 4."""
-    name = choice.replace("bucket_cap_mb='auto'", "auto").replace("bucket_cap_mb=", "cap ")
-    return name.removeprefix("wire=").strip("'")
-
-
-def predictions() -> str:
-    result = read("advice")
-    alike = result["alike"]
-    judged = {case: advice.judge(choices, alike[case]) for case, choices in result["choices"].items()}
-    rows = []
-    for case, choices in result["choices"].items():
-        found = judged[case]
-        cells = ", ".join(f"{_short(name)} {1e3 * p:.0f} / {1e3 * m:.0f}" for name, p, m in choices)
-        behind = f"{_short(found.named)}, {found.behind:.1%}"
-        rows.append([case, cells, f"{found.error:.1%}", f"{alike[case]:.1%}", behind])
-    off = [abs(p / m - 1) for choices in result["choices"].values() for _, p, m in choices]
-    said = _PREDICTIONS.format(
-        near=sum(error <= advice.TOLERANCE for error in off),
-        predictions=len(off),
-        close=sum(found.error <= advice.TOLERANCE for found in judged.values()),
-        right=sum(found.right for found in judged.values()),
-        behind=f"{100 * max((found.behind for found in judged.values() if not found.right), default=0):.1f} %",
-        all=len(judged),
-    )
-    heads = ["model, link", "predicted / measured, ms", "off", "alike", "named, behind the quickest"]
-    return f"{said}\n{ran(result)}\n{table(heads, rows)}"
-
-
 def shared_memory() -> str:
     result = read("shm")
     (large,) = [case["rows"] for case in result["collectives"] if (case["bytes"], case["ranks"]) == (32 * 2**20, 2)]
@@ -326,7 +283,7 @@ def gpu() -> str:
 
 def page() -> str:
     """The page's text."""
-    parts = [steps, memory, bucket_sizes, wires, simulation, predictions, lambda: _PAPER, shared_memory, gpu]
+    parts = [steps, memory, bucket_sizes, wires, simulation, lambda: _PAPER, shared_memory, gpu]
     return _HEAD + "".join(part() for part in parts)
 
 

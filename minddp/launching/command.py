@@ -3,12 +3,11 @@
     minddp run script.py [arguments]      an unmodified program, with minddp in the place of torch's class
     minddp tune --model mine:make ...     finds a model's buckets and writes them as a plan
     minddp timeline trace.json            exposed communication per bucket; one step of all ranks as a picture
-    minddp report trace.json              which rank is slow, what communication costs, what would help
-    minddp bench buckets ...              the benchmarks (from a clone of the sources)
-    minddp simulate --model mlp38 ...     other networks and numbers of ranks (from a clone of the sources)
+    minddp report trace.json              which rank is slow, and in what
     minddp doctor                         what is installed and built, and whether a step on two ranks works here
 
-``minddp COMMAND --help`` says more. Under torchrun: ``torchrun --nproc-per-node 2 -m minddp run script.py``.
+``minddp COMMAND --help`` says more. Benchmarks are scripts of the source tree: ``python benchmarks/bucket_size.py``.
+Under torchrun: ``torchrun --nproc-per-node 2 -m minddp run script.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ COMMANDS = {
     "tune": ".launching.tune",
     "timeline": ".timeline.report",
     "report": ".straggler.command",
-    "bench": ".launching.bench",
-    "simulate": ".launching.simulate",
     "doctor": ".launching.doctor",
 }
 

@@ -3,10 +3,9 @@
     minddp run script.py [arguments]
     minddp run -m package.module [arguments]
     torchrun --nproc-per-node 2 -m minddp.run script.py [arguments]
-    srun minddp run --slurm script.py [arguments]          ranks from SLURM's variables
-    mpirun -np 2 minddp run --mpi script.py [arguments]    ranks from Open MPI's variables
 
-The program sees ``sys.argv``, ``sys.path`` and ``__main__`` as if Python ran it by itself.
+Ranks come from torchrun's variables; docs/launching.md sets them from SLURM's and Open MPI's. The program sees
+``sys.argv``, ``sys.path`` and ``__main__`` as if Python ran it by itself.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import runpy
 import sys
 import types
 
-from .cluster import STARTERS, ClusterError
 from .install import install
 
-_USAGE = "usage: minddp run [--slurm | --mpi] {script.py | -m module} [arguments]"
+_USAGE = "usage: minddp run {script.py | -m module} [arguments]"
 
 
 def _new_main() -> types.ModuleType:
@@ -49,23 +47,17 @@ def _run_script(path: str, arguments: list[str]) -> None:
     exec(loader.source_to_code(loader.get_data(path), path), vars(main))
 
 
-def _take_ranks_from(starter: str) -> None:
-    try:
-        os.environ.update(STARTERS[starter](os.environ))
-    except ClusterError as error:
-        sys.exit(f"minddp run {starter}: {error}")
-
-
 def main(arguments: list[str]) -> None:
     """Installs minddp and runs the program that ``arguments`` name; exits with 2 where they name none."""
-    starter = arguments[0] if arguments[:1] and arguments[0] in STARTERS else None
-    arguments = arguments[1:] if starter else arguments
     module = arguments[:1] == ["-m"]
     program = arguments[1:] if module else arguments
+    if program[:1] in (["-h"], ["--help"]):
+        print(__doc__, file=sys.stderr)
+        sys.exit(0)
     if not program or (not module and program[0].startswith("-")):
-        print(__doc__ if program[:1] in (["-h"], ["--help"]) else _USAGE, file=sys.stderr)
-        sys.exit(0 if program[:1] in (["-h"], ["--help"]) else 2)
-    if starter:
-        _take_ranks_from(starter)
+        if program:
+            print(f"minddp run: there is no option {program[0]!r} (SLURM, MPI: docs/launching.md)", file=sys.stderr)
+        print(_USAGE, file=sys.stderr)
+        sys.exit(2)
     install()
     (_run_module if module else _run_script)(program[0], program[1:])

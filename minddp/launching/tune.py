@@ -10,9 +10,6 @@ the ranks and links that will train: the plan is for those. Then
 
     ddp = minddp.DistributedDataParallel(module, bucket_plan=BucketPlan.load("plan.json"))
 
-``--advise`` in place of ``--out`` writes no plan. It predicts what other buckets and fewer bytes would bring, tries
-the best two beside the defaults, and says what to pass.
-
 No optimizer runs, so the parameters stay as they are.
 """
 
@@ -32,7 +29,6 @@ import torch.distributed as dist
 from ..module.distributed import DistributedDataParallel
 from ..planner import BucketPlan
 from ..planner.autotune import AutoTuner, TunerSettings
-from .advise import advice_table, advise
 
 __all__ = ["TuneError", "load_workload", "main", "plan_table", "tune"]
 
@@ -142,9 +138,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--model", required=True, metavar="MODULE:FACTORY")
     parser.add_argument("--input", action="append", default=[], metavar="SHAPE", help="such as 8x1024; repeatable")
-    goal = parser.add_mutually_exclusive_group(required=True)
-    goal.add_argument("--out", metavar="FILE", help="where the plan goes, as JSON")
-    goal.add_argument("--advise", action="store_true", help="predict other arguments, try the best two, say which")
+    parser.add_argument("--out", required=True, metavar="FILE", help="where the plan goes, as JSON")
     parser.add_argument("--ranks", type=int, help="start so many ranks here; not under torchrun")
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda with nccl, else cpu")
@@ -182,22 +176,11 @@ def _tune_rank(options: argparse.Namespace) -> None:
     module, loss = load_workload(options.model, options.input, device)
     device_ids = [device.index] if device.type == "cuda" else None
     settings = TunerSettings(laps=options.laps, measured_iterations=options.iterations)
-    if options.advise:
-        return _advise(module, loss, settings, device_ids)
     ddp = DistributedDataParallel(module, device_ids=device_ids, bucket_cap_mb="auto")
     plan = tune(ddp, loss, settings)
     if dist.get_rank() == 0:
         plan.save(options.out)
         print(plan_table(plan), f"written to {options.out}", sep="\n", flush=True)
-
-
-def _advise(module: torch.nn.Module, loss: Loss, settings: TunerSettings, device_ids: list[int] | None) -> None:
-    try:
-        choices = advise(module, loss, settle=lambda ddp: tune(ddp, loss, settings), device_ids=device_ids)
-    except ValueError as error:
-        raise TuneError(f"--advise has nothing to go by: {error}") from error
-    if dist.get_rank() == 0:
-        print(advice_table(choices), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -206,8 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     sys.path.insert(0, os.getcwd())
     try:
-        folder = os.path.dirname(os.path.abspath(options.out or "."))
-        if options.out and not os.access(folder, os.W_OK):
+        folder = os.path.dirname(os.path.abspath(options.out))
+        if not os.access(folder, os.W_OK):
             raise TuneError(f"--out {options.out}: the folder {folder} is not there or not writable")
         if "RANK" not in os.environ:
             _check_workload(options)  # once, before every rank says the same

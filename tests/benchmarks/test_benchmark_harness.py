@@ -10,7 +10,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import advice
 import harness
 import overhead
 
@@ -80,12 +79,3 @@ def test_arguments_that_contradict_are_refused_before_anything_starts():
         harness.Ranks(1, link="1gbit")
     with pytest.raises(harness.BenchmarkError, match="engine 'mpi' is not one of gloo, nccl, shm"):
         harness.Ranks(2, "mpi")
-
-
-def test_what_a_report_names_is_right_if_nothing_is_quicker_by_more_than_noise():
-    choices = [("the defaults", 1.0, 1.1), ("wire='int8'", 0.8, 0.80), ("wire='bf16'", 0.9, 0.79)]
-    judged = advice.judge(choices, 0.0)
-    assert judged.right and judged.named == "wire='int8'" and judged.error == pytest.approx(0.9 / 0.79 - 1)
-    slower = [*choices, ("bucket_cap_mb='auto'", 0.95, 0.7)]
-    assert not advice.judge(slower, 0.1).right and advice.judge(slower, 0.15).right
-    assert advice.judge([choices[0], ("wire='int8'", 0.98, 0.80)], 0.0).named == "the defaults"  # saves 2 % only

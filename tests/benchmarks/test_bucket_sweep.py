@@ -19,8 +19,6 @@ from harness import BenchmarkError
 from sweep import Point, Sweep
 from variants import group_by_cap
 
-from minddp.launching import bench
-
 CAPS = "1,4,25"
 MEASURED = {"local": 0.200, "raw": 0.300, "naive": 0.600, "flat": 0.550, "per-parameter": 0.450}
 BY_CAP = {1.0: 0.400, 4.0: 0.430, 25.0: 0.500, "default": 0.510, "auto": 0.390}
@@ -156,11 +154,3 @@ def test_uniform_buckets_fill_from_the_last_parameter():
     assert group_by_cap([mib // 4, mib], 1) == [[1], [0]]
     assert group_by_cap([1, 1, 1], 0) == [[2], [1], [0]]
     assert group_by_cap([1, 1, 1], float("inf")) == [[2, 1, 0]]
-
-
-def test_the_entry_point_names_its_commands(capsys, monkeypatch, tmp_path):
-    assert bench.main(["nothing"]) == 2
-    assert "buckets" in capsys.readouterr().err
-    monkeypatch.setattr(bench, "_FOLDER", tmp_path)
-    assert bench.main(["buckets"]) == 1
-    assert "come with minddp's source tree" in capsys.readouterr().err

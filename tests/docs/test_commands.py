@@ -191,7 +191,7 @@ print("\\n" + json.dumps(failed))
 """
 
 
-SUBCOMMANDS = {"run", "tune", "timeline", "report", "bench", "simulate", "doctor"}
+SUBCOMMANDS = {"run", "tune", "timeline", "report", "doctor"}
 
 
 def without_placeholders(parts: list[str]) -> list[str]:

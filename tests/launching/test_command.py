@@ -33,7 +33,16 @@ def test_without_a_command_the_list_is_shown() -> None:
     assert done.returncode == 2
     assert all(f"minddp {name} " in done.stderr for name in command.COMMANDS)
     assert minddp("--help").returncode == 0
-    assert "there is no command 'trian'" in minddp("trian").stderr
+    for name in ("trian", "bench", "simulate"):
+        refusal = minddp(name).stderr
+        assert f"there is no command {name!r}" in refusal and "python benchmarks/" in refusal
+
+
+@pytest.mark.parametrize("option", ["--slurm", "--mpi"])
+def test_run_starts_no_ranks(option: str) -> None:
+    done = minddp("run", option, "train.py")
+    assert done.returncode == 2
+    assert f"there is no option {option!r} (SLURM, MPI: docs/launching.md)" in done.stderr
 
 
 def test_run_gives_the_program_its_own_arguments(tmp_path: Path) -> None:

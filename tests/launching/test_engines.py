@@ -27,7 +27,7 @@ def test_each_block_of_the_page_is_run_by_an_engine() -> None:
     run = {
         "torchrun, one machine": 1,
         "torchrun, several machines": 1,
-        "SLURM": 2,
+        "SLURM": 1,
         "Kubernetes": 1,
         "Containers": 0,  # tests/shm/test_containers.py
         "mpirun": 1,

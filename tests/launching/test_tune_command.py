@@ -6,10 +6,8 @@ import types
 import pytest
 import torch
 
-from minddp.launching.advise import Choice, advice_table, advise
 from minddp.launching.tune import TuneError, load_workload, main, plan_table
 from minddp.planner import BucketPlan
-from minddp.testing import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -100,32 +98,3 @@ def test_the_table_marks_what_was_kept():
     assert [line for line in lines if line.endswith("<- kept")] == [lines[2]]
     assert "150.00" in lines[2]
     assert "25.0 % under the default" in lines[3]
-
-
-def _advised(rank, world_size):
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(8)))
-    before = [p.detach().clone() for p in module.parameters()]
-    inputs = torch.randn(16, 300)
-    settled = []
-    choices = advise(module, lambda wrapped: wrapped(inputs).sum(), rounds=1, settle=settled.append)
-    assert all(torch.equal(p, old) and p.grad is None for p, old in zip(module.parameters(), before))
-    autos = [choice for choice in choices if choice.arguments.get("bucket_cap_mb") == "auto"]
-    assert len(settled) == len(autos)
-    return [(choice.arguments, choice.predicted_seconds, choice.measured_seconds) for choice in choices]
-
-
-def test_advice_is_tried():
-    """The defaults, and the two best predictions; what was measured is the same on all ranks."""
-    first, second = run_ranks(_advised, 2)
-    assert first == second and first[0][0] == {} and len(first) == 3
-    assert all(set(arguments) <= {"bucket_cap_mb", "wire"} and arguments for arguments, *_ in first[1:])
-    assert all(measured > 0 for *_, measured in first)
-
-
-def test_the_advice_says_what_to_pass():
-    default, wire = Choice({}, 0.050, 0.040), Choice({"wire": "int8"}, 0.030, 0.030)
-    last = advice_table([default, wire]).splitlines()[-1]
-    assert last.startswith("DistributedDataParallel(module, wire='int8'): 25% less time a step. Gradients")
-    cap = Choice({"bucket_cap_mb": 2}, 0.030, 0.0395)
-    assert "Keep the defaults" in advice_table([default, cap])

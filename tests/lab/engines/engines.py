@@ -73,20 +73,12 @@ def by_torchrun(folder: Path) -> Report:
 
 def by_slurm(folder: Path) -> Report:
     """``srun`` is played: two tasks with the variables that it would give them."""
-    return _by_srun(folder, blocks("SLURM")[0])
-
-
-def by_slurm_by_hand(folder: Path) -> Report:
-    return _by_srun(folder, blocks("SLURM")[1])
-
-
-def _by_srun(folder: Path, lines: str) -> Report:
     with Processes(prepare(folder)) as processes:
         played = 'srun() { "$@"; }; scontrol() { echo localhost; }; '
         for task in range(2):
             variables = {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task), "SLURM_NTASKS": "2"}
             variables |= {"SLURM_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}
-            processes.start(f"task{task}", bash(played + lines), **variables)
+            processes.start(f"task{task}", bash(played + blocks("SLURM")[0]), **variables)
         processes.wait(TIMEOUT)
         return report(folder, processes)
 
@@ -254,8 +246,7 @@ class Engine:
 
 ENGINES = [
     Engine("torchrun", by_torchrun),
-    Engine("SLURM's variables, minddp run --slurm", by_slurm),
-    Engine("SLURM's variables, by hand", by_slurm_by_hand),
+    Engine("SLURM's variables", by_slurm),
     Engine("Kubeflow's PET_* variables", by_kubeflow),
     Engine("mpirun (Open MPI)", by_mpirun, _no_mpirun),
     Engine("torchrun, two machines", by_two_machines, _no_links, ranks=4),
