@@ -11,7 +11,7 @@ and a hierarchy of nodes, for the default caps, the best uniform cap and planned
 
 --hop LATENCY,RATE replaces the measured link by another; --speedup makes compute so many times faster
 (a GPU in this CPU's place); --wire simulates gradients of fewer bytes; --sigma is the spread of stragglers
-(log-normal, see minddp.planner.simulator).
+(log-normal, see topologies.py).
 Writes simulate-MODEL.json (the measurement), and -sweep and -scaling figures as SVG and PNG.
 """
 
@@ -20,31 +20,23 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import harness
 from harness import BenchmarkError, Ranks, run_main
 from links import parse_rate
+from topologies import Hierarchy, Ring, ScalingPoint, Stragglers, Topology, Tree, scaling, slowed
 
 from minddp.planner import capped_buckets, optimal_plan
-from minddp.planner.backward_profile import WIRE_BYTES, BackwardProfile, Burst, StepTimes, bursts, fit_bursts
+from minddp.planner.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts, simulate_step
 from minddp.planner.collective_cost import LinearCost, measure_allreduce
-from minddp.planner.simulator import (
-    Hierarchy,
-    Ring,
-    ScalingPoint,
-    Stragglers,
-    Topology,
-    Tree,
-    scaling,
-    simulate_step,
-)
 
 MIB = 1 << 20
 CAPS_MB = [0.25, 0.5, 1, 2, 3, 5, 8, 12, 18, 25, 50]
 RANKS = [2**k for k in range(1, 13)]
+WIRE_BYTES = {"bf16": 1 / 2, "fp16": 1 / 2, "int8": 260 / 1024}  # on the wire, for one of float32's
 COLORS = {"default": "tab:red", "uniform": "tab:blue", "planned": "tab:green"}
 Steps = dict[str, list[dict[str, Any]]]
 
@@ -179,13 +171,14 @@ def print_validation(sweep: Sweep) -> None:
 
 def faster(profile: BackwardProfile, speedup: float) -> BackwardProfile:
     """The profile with compute ``speedup`` times faster."""
-    return BackwardProfile(
-        [seconds / speedup for seconds in profile.ready_seconds],
-        profile.nbytes,
-        profile.backward_seconds / speedup,
-        profile.forward_seconds / speedup,
-        profile.tail_seconds / speedup,
-    )
+    return replace(slowed(profile, 1 / speedup), tail_seconds=profile.tail_seconds / speedup)
+
+
+def on_wire(profile: BackwardProfile, wire: str | None) -> BackwardProfile:
+    """The profile with gradients of float32 that travel as ``wire`` says, ``None`` as they are."""
+    if wire is None:
+        return profile
+    return replace(profile, nbytes=[round(nbytes * WIRE_BYTES[wire]) for nbytes in profile.nbytes])
 
 
 def topologies(sweep: Sweep, options: argparse.Namespace) -> list[Topology]:
@@ -262,9 +255,7 @@ def draw_sweep(sweep: Sweep, path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_scaling(
-    title: str, results: list[tuple[Topology, list[ScalingPoint]]], nbytes: int, path: Path
-) -> None:
+def draw_scaling(title: str, results: list[tuple[Topology, list[ScalingPoint]]], nbytes: int, path: Path) -> None:
     """Above: efficiency against ranks, a column a topology. Below: step time against bucket size.
 
     ``nbytes``: of all gradients.
@@ -347,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
     sweep = Sweep(data)
     print_validation(sweep)
     draw_sweep(sweep, options.out / f"{name}-sweep")
-    profile = faster(sweep.profile.on_wire(options.wire), options.speedup)
+    profile = faster(on_wire(sweep.profile, options.wire), options.speedup)
     stragglers = Stragglers(options.sigma)
     caps = [int(cap * MIB) for cap in options.caps]
     results = [(t, scaling(profile, t, RANKS, caps, stragglers)) for t in topologies(sweep, options)]

@@ -417,7 +417,7 @@ std::chrono::milliseconds cpu_timeout(const c10::intrusive_ptr<c10d::ProcessGrou
   return group->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
 }
 
-// For tests, and for predictions of what a cast costs: the copy, and its readable version.
+// For tests: the copy, and its readable version.
 void scaled_copy_tensors(const at::Tensor& src, const at::Tensor& dst, double scale, bool reference) {
   TORCH_CHECK(src.numel() == dst.numel() && src.is_contiguous() && dst.is_contiguous());
   CopySegment segment{src.const_data_ptr(), dst.mutable_data_ptr(), src.numel()};
@@ -427,7 +427,7 @@ void scaled_copy_tensors(const at::Tensor& src, const at::Tensor& dst, double sc
     scaled_copy({segment}, src.device(), src.scalar_type(), dst.scalar_type(), scale);
 }
 
-// For tests, and for predictions of what a cast costs: blocks of codes, on the tensors' device.
+// For tests: blocks of codes, on the tensors' device.
 void bind_block_quantization(py::module_& module) {
   using Lost = std::optional<at::Tensor>;
   module.def(

@@ -117,10 +117,6 @@ Timeline
    :members:
 .. autoclass:: minddp.straggler.SlowLink
    :members:
-.. autoclass:: minddp.straggler.Advice
-   :members:
-.. autoclass:: minddp.straggler.Prediction
-   :members:
 
 Buckets
 -------

@@ -28,7 +28,6 @@ from ..planner.autotune import AutoTuner
 from ..reduction.bucket_assignment import split_by_kind
 from ..reduction.reducer import Reducer, weakly
 from ..reduction.wire import WireFormat
-from ..straggler.advice import Gradients
 from ..straggler.watch import StragglerWatch
 from ..timeline import recording
 from .adopted_backwards import AdoptedBackwards
@@ -402,12 +401,6 @@ class Engine(StepCheck):
     def names_of_parameters(self) -> dict[torch.Tensor, str]:
         """Of those that are reduced."""
         return dict(zip(self.parameters.reduced, self.parameters.names))
-
-    def gradients(self) -> Gradients:
-        """What travels, for a report."""
-        plain = all(parameter.dtype == torch.float32 for parameter in self.parameters.reduced)
-        asked = self.wire.is_in_force or self.hook is not None or self._reduce_dtype() is not None
-        return Gradients(self.reducer.wire_nbytes, self.reducer.kinds, plain and not asked)
 
     @property
     def bucket_plan(self) -> BucketPlan:

@@ -33,11 +33,18 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts
+from .backward_profile import (
+    BackwardProfile,
+    Burst,
+    SimulatedStep,
+    StepTimes,
+    bursts,
+    fit_bursts,
+    simulate_step,
+)
 from .collective_cost import LinearCost, measure_allreduce
 from .optimal import capped_buckets, optimal_plan
 from .plan import BucketPlan
-from .simulator import SimulatedStep, simulate_step
 
 __all__ = ["AutoTuner", "PlanSearch", "Trial", "TrialTimes", "TunerSettings"]
 

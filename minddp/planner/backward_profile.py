@@ -1,24 +1,22 @@
-"""What a measured step tells the planner and the simulator: when gradients came, and what the rest took.
+"""What a measured step tells the planner: when gradients came, what the rest took, and what other buckets would take.
 
 A :class:`StepTimes` is one ``reducer.last_step()``, or the median of several, or the slowest of ranks;
-:class:`BackwardProfile` has the gradients in ready order, and can be saved. All times are in seconds;
-ready times count from the moment backward began.
+:class:`BackwardProfile` has the gradients in ready order; :func:`simulate_step` replays it with other buckets. All
+times are in seconds; ready times count from the moment backward began.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from .collective_cost import LinearCost, fit_linear
+from .collective_cost import Cost, LinearCost, fit_linear
+from .optimal import plan_finish
 
-__all__ = ["BackwardProfile", "Burst", "StepTimes", "bursts", "fit_bursts"]
+__all__ = ["BackwardProfile", "Burst", "SimulatedStep", "StepTimes", "bursts", "fit_bursts", "simulate_step"]
 
 _NS = 1e-9
 
@@ -151,10 +149,6 @@ def fit_bursts(seen: Sequence[Burst]) -> LinearCost:
     return fit_linear([b.nbytes for b in seen], [b.seconds for b in seen], [b.count for b in seen], relative=False)
 
 
-WIRE_BYTES = {"bf16": 1 / 2, "fp16": 1 / 2, "int8": 260 / 1024}  # on the wire, for one of float32's
-WIRE_COLLECTIVES = 2  # all-to-alls, in place of an all-reduce (csrc/transport/ordered_allreduce.h)
-
-
 @dataclass(frozen=True)
 class BackwardProfile:
     """A backward to plan for or to replay.
@@ -192,34 +186,6 @@ class BackwardProfile:
         """A step without communication."""
         return self.forward_seconds + self.backward_seconds + self.tail_seconds
 
-    def on_wire(self, wire: str | None) -> BackwardProfile:
-        """The same with gradients of float32 that travel as ``wire`` says, ``None`` as they are. What packing costs
-        more: :meth:`with_work`.
-
-        Raises:
-            ValueError: ``wire`` is none of ``WIRE_BYTES``.
-        """
-        if wire is None:
-            return self
-        if wire not in WIRE_BYTES:
-            raise ValueError(f"on_wire: wire must be None or one of {', '.join(WIRE_BYTES)}, got {wire!r}")
-        return replace(self, nbytes=[round(nbytes * WIRE_BYTES[wire]) for nbytes in self.nbytes])
-
-    def with_work(self, seconds: Sequence[float], tail_seconds: float) -> BackwardProfile:
-        """The same where backward does more: ``seconds`` with each gradient, and ``tail_seconds`` in the tail."""
-        late = list(itertools.accumulate(seconds))
-        return replace(
-            self,
-            ready_seconds=[ready + more for ready, more in zip(self.ready_seconds, late, strict=True)],
-            backward_seconds=self.backward_seconds + late[-1],
-            tail_seconds=self.tail_seconds + tail_seconds,
-        )
-
-    def slowed(self, factor: float) -> BackwardProfile:
-        """The same where backward takes ``factor`` times as long."""
-        ready = [seconds * factor for seconds in self.ready_seconds]
-        return replace(self, ready_seconds=ready, backward_seconds=self.backward_seconds * factor)
-
     @classmethod
     def from_times(cls, times: StepTimes, nbytes: Sequence[int]) -> tuple[BackwardProfile, list[int]]:
         """The backward of ``times``, and the parameter index at each position of it.
@@ -239,17 +205,27 @@ class BackwardProfile:
         )
         return profile, order
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the profile as JSON."""
-        with open(path, "w", encoding="utf-8") as stream:
-            json.dump(asdict(self), stream, indent=1)
-            stream.write("\n")
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> BackwardProfile:
-        """The profile that ``save`` wrote; ValueError when the file holds none."""
-        with open(path, encoding="utf-8") as stream:
-            try:
-                return cls(**json.load(stream))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{os.fspath(path)} holds no backward profile: {error}") from error
+class SimulatedStep(NamedTuple):
+    """A replayed step, in seconds.
+
+    Attributes:
+        step_seconds: forward, backward with its collectives, and tail.
+        finish_seconds: when the last collective was done, since backward began.
+    """
+
+    step_seconds: float
+    finish_seconds: float
+
+
+def simulate_step(profile: BackwardProfile, buckets: Sequence[Sequence[int]], cost: Cost) -> SimulatedStep:
+    """Replays one step with other buckets. The model leaves out that collectives slow the backward beside them.
+
+    Args:
+        profile: the measured backward.
+        buckets: positions of the profile's gradients, a list a bucket, in launch order.
+        cost: seconds of an allreduce of so many bytes.
+    """
+    finish = plan_finish(buckets, profile.ready_seconds, profile.nbytes, cost)
+    step = profile.forward_seconds + max(profile.backward_seconds, finish) + profile.tail_seconds
+    return SimulatedStep(step, finish)

@@ -23,19 +23,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from .collective_cost import Cost, LinearCost, plain_number
 from .plan import BucketPlan
 
 __all__ = ["bucket_spans", "capped_buckets", "optimal_plan", "plan_finish"]
-
-# Transitions that the program over several kinds may take: about two seconds of Python.
-_LATTICE_BUDGET = 2_000_000
-_SMALL_BUDGET = 200_000
-_LATTICE_KINDS = 6
 
 
 def optimal_plan(
@@ -48,12 +42,10 @@ def optimal_plan(
 ) -> BucketPlan:
     """The buckets that finish first under ``cost``, and among those the fewest.
 
-    The finish is exact: the dynamic program of this module's text. For a :class:`LinearCost` no plan that
-    finishes by then (or by ``slack_seconds`` later) has fewer buckets; for other costs the number is small,
-    not proven least. With several kinds the program runs over one position per kind; where that would take
-    more than a few seconds (several hundred parameters of each kind), small neighbours are first merged,
-    and the plan is optimal among those that keep them together. More than six kinds are each planned as if
-    alone, which is no optimum, and launched as they become ready.
+    For one kind the finish is exact: the dynamic program of this module's text. For a :class:`LinearCost` no plan
+    that finishes by then (or by ``slack_seconds`` later) has fewer buckets; for other costs the number is small,
+    not proven least. Several kinds are each planned as if alone, to be done when the last of them can be, which is no
+    optimum of all together; their buckets are launched as they become ready.
 
     Args:
         ready_seconds: when each gradient is ready, in seconds since backward began, in ready order.
@@ -74,11 +66,7 @@ def optimal_plan(
     sizes: list[Any] = [plain_number("nbytes", size) for size in nbytes]
     slack = float(slack_seconds)
     lanes = _lanes(kinds if kinds is not None else [None] * len(sizes))
-    small = len(lanes) == 1 and not isinstance(cost, LinearCost) and _lattice_transitions(lanes) <= _SMALL_BUDGET
-    if small or 1 < len(lanes) <= _LATTICE_KINDS:
-        buckets = _lattice_buckets(ready, sizes, cost, lanes, slack)
-    else:
-        buckets = _buckets_lane_by_lane(ready, sizes, cost, slack, lanes)
+    buckets = _buckets_of_kinds(ready, sizes, cost, slack, lanes)
     return BucketPlan(buckets, plan_finish(buckets, ready, sizes, cost))
 
 
@@ -167,38 +155,46 @@ def _lanes(kinds: Sequence[Hashable]) -> list[list[int]]:
     return list(lanes.values())
 
 
-# One kind, or each kind alone -----------------------------------------------------------------------
+class _Alone(NamedTuple):
+    """One kind's gradients, as if there were no others: their positions, and C(0..n) of this module's text."""
+
+    positions: list[int]
+    ready: list[float]
+    prefix: list[int]
+    finish: list[float]
+
+    @classmethod
+    def of(cls, positions: list[int], ready: Sequence[float], nbytes: Sequence[int], cost: Cost) -> _Alone:
+        mine = [ready[position] for position in positions]
+        prefix = [0, *itertools.accumulate(nbytes[position] for position in positions)]
+        if isinstance(cost, LinearCost):
+            return cls(positions, mine, prefix, _finish_times_linear(mine, prefix, cost))
+        return cls(positions, mine, prefix, _finish_times(mine, prefix, cost))
+
+    def buckets(self, cost: Cost, deadline: float) -> list[list[int]]:
+        found = _fewest_buckets(self.ready, self.prefix, cost, self.finish, deadline)
+        return [[self.positions[index] for index in bucket] for bucket in found]
 
 
-def _buckets_lane_by_lane(
+def _buckets_of_kinds(
     ready: Sequence[float], nbytes: Sequence[int], cost: Cost, slack: float, lanes: list[list[int]]
 ) -> list[list[int]]:
-    """Each kind as if alone; with the slack where all of them together still keep it."""
-    loose = _sorted_lanes(ready, nbytes, cost, slack, lanes)
+    """Each kind in the fewest buckets that, alone, are done when the last kind can be, or ``slack`` later.
+
+    The slack is used only where all kinds together still keep it.
+    """
+    kinds = [_Alone.of(lane, ready, nbytes, cost) for lane in lanes]
+    last = max((kind.finish[-1] for kind in kinds), default=0.0)
+
+    def by(deadline: float) -> list[list[int]]:
+        return sorted((b for kind in kinds for b in kind.buckets(cost, deadline)), key=lambda bucket: bucket[-1])
+
+    loose = by(last + slack)
     if slack == 0 or len(lanes) == 1:
         return loose
-    tight = _sorted_lanes(ready, nbytes, cost, 0.0, lanes)
-    deadline = plan_finish(tight, ready, nbytes, cost) + slack
-    return loose if plan_finish(loose, ready, nbytes, cost) <= deadline else tight
-
-
-def _sorted_lanes(
-    ready: Sequence[float], nbytes: Sequence[int], cost: Cost, slack: float, lanes: list[list[int]]
-) -> list[list[int]]:
-    buckets = []
-    for lane in lanes:
-        alone = _single_kind_buckets([ready[p] for p in lane], [nbytes[p] for p in lane], cost, slack)
-        buckets += [[lane[position] for position in bucket] for bucket in alone]
-    return sorted(buckets, key=lambda bucket: bucket[-1])
-
-
-def _single_kind_buckets(ready: Sequence[float], nbytes: Sequence[int], cost: Cost, slack: float) -> list[list[int]]:
-    prefix = [0, *itertools.accumulate(nbytes)]
-    if isinstance(cost, LinearCost):
-        finish = _finish_times_linear(ready, prefix, cost)
-    else:
-        finish = _finish_times(ready, prefix, cost)
-    return _fewest_buckets(ready, prefix, cost, finish, finish[-1] + slack)
+    tight = by(last)
+    latest = plan_finish(tight, ready, nbytes, cost) + slack
+    return loose if plan_finish(loose, ready, nbytes, cost) <= latest else tight
 
 
 def _finish_times(ready: Sequence[float], prefix: Sequence[int], cost: Cost) -> list[float]:
@@ -260,159 +256,3 @@ def _fewest_buckets(
         buckets.append(list(range(j, i)))
         i, deadline = j, max(begin, finish[j])
     return buckets[::-1]
-
-
-# Several kinds --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Lattice:
-    """The states of several kinds, numbered: how many atoms (gradients, or merged neighbours) of each are reduced.
-
-    A state's number is the sum of its counts times ``strides``, so that it comes after all that it depends on.
-    """
-
-    atoms: list[list[list[int]]]
-    ready: list[list[float]]  # of each kind's atoms
-    seconds: list[list[list[float]]]  # [kind][end][begin]: of the bucket of atoms begin..end-1
-    strides: list[int]
-
-    @classmethod
-    def of(cls, ready: Sequence[float], nbytes: Sequence[int], cost: Cost, atoms: list[list[list[int]]]) -> _Lattice:
-        seconds = []
-        for lane in atoms:
-            prefix = [0, *itertools.accumulate(sum(nbytes[p] for p in atom) for atom in lane)]
-            seconds.append([[cost(upto - prefix[j]) for j in range(end)] for end, upto in enumerate(prefix)])
-        sizes = [len(lane) + 1 for lane in atoms]
-        strides = [math.prod(sizes[lane + 1 :]) for lane in range(len(sizes))]
-        return cls(atoms, [[ready[atom[-1]] for atom in lane] for lane in atoms], seconds, strides)
-
-    def states(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Number and counts of each state, from none reduced to all."""
-        return enumerate(itertools.product(*(range(len(lane) + 1) for lane in self.atoms)))
-
-    def finish_times(self) -> list[float]:
-        """C of each state: the least over the kind and length of the last bucket."""
-        finish = [0.0]
-        for number, counts in self.states():
-            if number:
-                finish.append(
-                    min(
-                        done + seconds if done > ready else ready + seconds
-                        for lane, end in enumerate(counts)
-                        if end
-                        for ready in [self.ready[lane][end - 1]]
-                        for done, seconds in zip(self._before(finish, number, lane, end), self.seconds[lane][end])
-                    )
-                )
-        return finish
-
-    def _before(self, values: list[float], number: int, lane: int, end: int) -> list[float]:
-        """``values`` of the states with 0..end-1 atoms of ``lane`` in the place of ``end``."""
-        stride = self.strides[lane]
-        return values[number - end * stride : number : stride]
-
-
-class _Rest(NamedTuple):
-    """A way to reduce what a state has not: this many buckets, which begin by ``begin`` and end in time."""
-
-    buckets: int
-    begin: float
-    lane: int
-    end: int
-    rest: _Rest | None
-
-
-def _lattice_buckets(
-    ready: Sequence[float], nbytes: Sequence[int], cost: Cost, lanes: list[list[int]], slack: float
-) -> list[list[int]]:
-    """The fewest buckets of one kind each, in any order of launching, that end ``slack`` after the optimum.
-
-    Backward from the state in which all is reduced: a bucket that has to end by d begins at d - T, and can if its
-    last gradient is ready then and the state before it can be reached by then. That d - T is the deadline of that
-    state. Of two ways to reduce what a state has not, the one with fewer buckets and no earlier begin is as good
-    for all that comes before; the others are dropped. With a linear T one way is left of each state, since all of
-    as many buckets begin at the same time, and more buckets earlier. With another T there may be many: two are
-    kept, that with the fewest buckets and that with the latest begin, by which the first state is surely reached.
-    """
-    lattice = _Lattice.of(ready, nbytes, cost, _affordable([[[p] for p in lane] for lane in lanes], nbytes))
-    finish = lattice.finish_times()
-    deadline = finish[-1] + slack
-    rounding = 1e-12 * deadline
-    ways: list[list[_Rest]] = [[] for _ in finish]
-    ways[-1] = [_Rest(0, deadline, 0, 0, None)]
-    for number, counts in reversed(list(lattice.states())):
-        for rest in ways[number]:
-            for lane, end in enumerate(counts):
-                _add_bucket(rest, lane, end, number, lattice, finish, ways, rounding)
-    return _walk(min(ways[0], key=lambda way: way.buckets), lattice)
-
-
-def _add_bucket(
-    rest: _Rest,
-    lane: int,
-    end: int,
-    number: int,
-    lattice: _Lattice,
-    finish: list[float],
-    ways: list[list[_Rest]],
-    rounding: float,
-) -> None:
-    """Puts each bucket that ends with atom ``end`` of a kind before ``rest``, what state ``number`` lacks."""
-    stride = lattice.strides[lane]
-    latest, ready = rest.begin + rounding, lattice.ready[lane][end - 1] if end else 0.0
-    before = number - end * stride
-    for seconds in lattice.seconds[lane][end]:  # the longest bucket first, which leaves least to do
-        start = latest - seconds
-        if start >= ready and start >= finish[before]:
-            _keep(ways[before], _Rest(rest.buckets + 1, rest.begin - seconds, lane, end, rest), rounding)
-        before += stride
-
-
-def _keep(ways: list[_Rest], new: _Rest, rounding: float) -> None:
-    """Adds ``new`` unless it is no better than one that is there; what is no better than ``new`` goes."""
-    for way in ways:
-        if way.buckets <= new.buckets and way.begin + rounding >= new.begin:
-            return
-    ways[:] = [way for way in ways if way.buckets < new.buckets or way.begin > new.begin + rounding]
-    ways.append(new)
-    if len(ways) > 2:
-        ways[:] = [min(ways, key=lambda way: way.buckets), max(ways, key=lambda way: way.begin)]
-
-
-def _walk(way: _Rest | None, lattice: _Lattice) -> list[list[int]]:
-    """The buckets of a way that begins where nothing is reduced."""
-    buckets = []
-    done = [0] * len(lattice.atoms)
-    while way is not None and way.rest is not None:
-        atoms = lattice.atoms[way.lane][done[way.lane] : way.end]
-        buckets.append([position for atom in atoms for position in atom])
-        done[way.lane], way = way.end, way.rest
-    return buckets
-
-
-def _affordable(atoms: list[list[list[int]]], nbytes: Sequence[int]) -> list[list[list[int]]]:
-    """``atoms`` with neighbours merged, in the longest lane first, until the program is affordable."""
-    while _lattice_transitions(atoms) > _LATTICE_BUDGET:
-        longest = max(range(len(atoms)), key=lambda index: len(atoms[index]))
-        atoms[longest] = _merge_small(atoms[longest], nbytes)
-    return atoms
-
-
-def _lattice_transitions(lanes: Sequence[Sequence[Any]]) -> int:
-    return math.prod(len(lane) + 1 for lane in lanes) * sum(map(len, lanes)) // 2
-
-
-def _merge_small(lane: list[list[int]], nbytes: Sequence[int]) -> list[list[int]]:
-    """The lane in fewer atoms, at most four fifths as many: neighbours join until they hold a share."""
-    sizes = [max(1, sum(nbytes[position] for position in atom)) for atom in lane]
-    share = sum(sizes) / (0.8 * len(lane) - 1)
-    merged: list[list[int]] = []
-    held = share
-    for atom, size in zip(lane, sizes, strict=True):
-        if held >= share:
-            merged.append([])
-            held = 0
-        merged[-1] += atom
-        held += size
-    return merged

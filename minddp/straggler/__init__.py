@@ -1,15 +1,14 @@
-"""Who is slow, and what would help: the answer of ``minddp.report(ddp)``, ``on_straggler=`` and ``minddp report``.
+"""Who is slow: the answer of :func:`minddp.report`, of ``on_straggler=`` and of ``minddp report``.
 
-Here: a step cut into parts (``parts``, ``intervals``), who is to blame (``diagnosis``), what the planner predicts
-(``advice``), the report and its text (``findings``, ``result``, ``text``, ``picture``): all of it pure, without ranks
-and clocks. Then what ranks exchange (``exchange``, ``probe``, ``watch``), and the command (``command``). May import
-from ``timeline``, ``planner``, ``guards`` and below. Not here: the stamps themselves (csrc/support/trace.h), the step
-drawn bucket by bucket (``timeline``).
+Here: a step cut into parts (``parts``), who is to blame (``diagnosis``), the report and its words (``result``): all
+of it pure, without ranks and clocks. Then what ranks exchange (``exchange``, ``links``, ``watch``), and the command
+(``command``). May import from ``timeline``, ``guards`` and below. Not here: the stamps themselves
+(csrc/support/trace.h), the step drawn bucket by bucket (``timeline``).
 """
 
-from .advice import Advice, Prediction
 from .diagnosis import SlowLink, Straggler
-from .findings import RankTimes
+from .exchange import report
+from .parts import RankTimes
 from .result import Report
 
-__all__ = ["Advice", "Prediction", "RankTimes", "Report", "SlowLink", "Straggler"]
+__all__ = ["RankTimes", "Report", "SlowLink", "Straggler", "report"]

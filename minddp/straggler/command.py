@@ -1,9 +1,9 @@
-"""Who is slow, and what would help, from a trace: the same report as ``minddp.report``, without a probe of links.
+"""Who is slow, from a trace: the same report as :func:`minddp.report`, without links.
 
     minddp report trace.json                      # the last 20 steps
-    minddp report trace.json --steps 100 --json report.json --picture report.svg
+    minddp report trace.json --steps 100 --json report.json
 
-The picture needs matplotlib. Files come from :func:`minddp.trace`.
+Files come from :func:`minddp.trace`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..timeline.report import TraceFileError, load
-from .advice import Gradients
-from .result import RankSteps, Report, make_report
+from .result import Report, make_report
 
 __all__ = ["main", "report_of"]
 
@@ -30,9 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(report)
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
-        if arguments.picture:
-            report.draw(arguments.picture)
-    except (OSError, ImportError, TraceFileError) as error:
+    except (OSError, TraceFileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -53,19 +50,16 @@ def report_of(trace: dict[str, Any], steps: int = 20, module: int = 0) -> Report
         raise TraceFileError(f"steps must be at least 1, got {steps}")
     ranks = [part for part in trace["ranks"] if module < len(part["modules"])]
     records = [part["modules"][module] for part in ranks]
-    parts = [RankSteps(p["rank"], p["offset_ns"], r["steps"]) for p, r in zip(ranks, records, strict=True)]
+    stamps = {part["rank"]: record["steps"] for part, record in zip(ranks, records, strict=True)}
     if any("previous_end_ns" not in step for record in records for step in record["steps"]):
         raise TraceFileError("the trace was written by an older minddp, whose steps have no moments between them")
     notes = []
     if trace["missing_ranks"]:
         notes.append(f"Ranks {trace['missing_ranks']} did not hand in their part.")
-    gradients = None
-    if records and records[0].get("nbytes") is not None:
-        gradients = Gradients(records[0]["nbytes"], records[0]["kinds"], records[0]["can_shrink"])
-    try:
-        return make_report(parts, steps, gradients, notes=notes)
-    except ValueError as error:
-        raise TraceFileError(f"module {module}: {error}") from None
+    report = make_report(stamps, steps, notes=notes)
+    if not report.steps:
+        raise TraceFileError(f"module {module}: the ranks have no finished step in common with another before it")
+    return report
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -75,5 +69,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="the last so many steps (default: 20)")
     parser.add_argument("--module", type=int, default=0, help="which wrapped module, in order of first use")
     parser.add_argument("--json", help="write the report there, too")
-    parser.add_argument("--picture", help="draw it there")
     return parser.parse_args(argv)

@@ -15,13 +15,14 @@ from typing import TypeVar
 
 from .parts import PHASES
 
-__all__ = ["MIN_STEPS", "SlowLink", "Straggler", "find_slow_link", "find_straggler", "phase_of", "typical"]
+__all__ = ["LINK_NBYTES", "MIN_STEPS", "SlowLink", "Straggler", "find_slow_link", "find_straggler"]
 
 Key = TypeVar("Key")
 MIN_STEPS = 8  # of fewer nobody is named
 _SHARE_OF_STEP, _SHARE_IN_PHASE = 0.04, 0.025
 _SHARE_OF_STEPS = 0.7
 _QUANTILE = 0.3
+LINK_NBYTES = 512 << 10  # of the message that is timed on each link
 _LINK_RATIO = 1.5
 _LINK_SHARE = 0.04
 
@@ -33,7 +34,7 @@ class Straggler:
     Attributes:
         rank: of the wrapper's group.
         phase: the phase in which its work exceeds the others' the most, see ``minddp.straggler.parts``.
-        seconds: by how much its own work, by :func:`typical`, exceeds the median of the others'.
+        seconds: by how much its own work, as three of ten steps do not exceed it, exceeds the median of the others'.
         fraction: the same as a part of a step.
         late_steps, steps: in how many of the steps it was behind.
     """
@@ -57,26 +58,23 @@ class SlowLink:
     """A link that is slower than the others.
 
     Attributes:
-        ranks: one rank whose every link is slow, or the sender and the receiver of one link.
-        direction: "sends", "receives" or "both ways"; "link" for one link.
-        seconds: what the probe's message takes there.
+        ranks: one rank, whose links are all slow in one direction or both; or a link's sender and receiver.
+        seconds: what the timed message takes there.
         usual_seconds: the median of the others.
     """
 
     ranks: tuple[int, ...]
-    direction: str
     seconds: float
     usual_seconds: float
 
     def __str__(self) -> str:
-        times = f"{self.seconds * 1e3:.2f} ms for the probe's message, elsewhere {self.usual_seconds * 1e3:.2f} ms"
-        if self.direction == "link":
-            return f"the link from rank {self.ranks[0]} to rank {self.ranks[1]} is slow: {times}"
-        what = {"sends": "sends slowly", "receives": "receives slowly", "both ways": "has a slow link"}
-        return f"rank {self.ranks[0]} {what[self.direction]}: {times}"
+        several = len(self.ranks) > 1
+        what = "the link from rank {} to rank {} is slow" if several else "rank {} has slow links"
+        seconds, usual = f"{self.seconds * 1e3:.2f}", f"{self.usual_seconds * 1e3:.2f}"
+        return f"{what.format(*self.ranks)}: {seconds} ms for {LINK_NBYTES >> 10} KiB, elsewhere {usual} ms"
 
 
-def typical(values: Sequence[float]) -> float:
+def _typical(values: Sequence[float]) -> float:
     """What three of ten values do not exceed: nearly that of an undisturbed step, and of no single one."""
     return sorted(values)[int(_QUANTILE * (len(values) - 1))]
 
@@ -86,46 +84,39 @@ def _excess(values: Sequence[float], rank: int) -> float:
     return values[rank] - statistics.median(value for other, value in enumerate(values) if other != rank)
 
 
-def find_straggler(
-    own: Sequence[Sequence[float]], step_seconds: float, phases: Sequence[Mapping[str, float]]
-) -> Straggler | None:
+def find_straggler(own: Sequence[Sequence[Mapping[str, float]]], step_seconds: float) -> Straggler | None:
     """The rank that holds the others up, if one does.
 
     Args:
-        own: by rank and step, the seconds of the rank's own work.
+        own: by rank and step, the seconds of the rank's own work by phase; the same steps of all ranks.
         step_seconds: the length of a step.
-        phases: by rank, the :func:`typical` seconds by phase.
     """
-    found: list[Straggler] = []
     steps = min((len(row) for row in own), default=0)
     if len(own) < 2 or steps < MIN_STEPS or step_seconds <= 0:
         return None
-    usual = [typical(row) for row in own]
+    found: list[Straggler] = []
+    totals = [[sum(step.values()) for step in row] for row in own]
+    usual = [_typical(row) for row in totals]
+    usual_phases = [{phase: _typical([step[phase] for step in row]) for phase in PHASES} for row in own]
     for rank in range(len(own)):
         seconds = _excess(usual, rank)
-        late = sum(_excess(step, rank) > 0 for step in zip(*own, strict=True))
-        phase = phase_of(phases, rank)
-        in_phase = _excess([row[phase] for row in phases], rank)
-        much = seconds > _SHARE_OF_STEP * step_seconds and in_phase > _SHARE_IN_PHASE * step_seconds
+        late = sum(_excess(step, rank) > 0 for step in zip(*totals, strict=True))
+        by_phase = {phase: _excess([row[phase] for row in usual_phases], rank) for phase in PHASES}
+        phase = max(PHASES, key=lambda phase: by_phase[phase])
+        much = seconds > _SHARE_OF_STEP * step_seconds and by_phase[phase] > _SHARE_IN_PHASE * step_seconds
         if much and late >= _SHARE_OF_STEPS * steps:
             found.append(Straggler(rank, phase, seconds, seconds / step_seconds, late, steps))
     return max(found, key=lambda straggler: straggler.seconds, default=None)
 
 
-def phase_of(phases: Sequence[Mapping[str, float]], rank: int) -> str:
-    """The phase in which ``rank`` exceeds the median of the others by most seconds."""
-    return max(PHASES, key=lambda phase: _excess([row[phase] for row in phases], rank))
-
-
 def find_slow_link(
-    seconds: Mapping[tuple[int, int], float], nbytes: int, step_nbytes: float, step_seconds: float
+    seconds: Mapping[tuple[int, int], float], step_nbytes: float, step_seconds: float
 ) -> SlowLink | None:
     """The link, or the rank's links, that take more than 1.5 times the median of the others, if it matters: what a
     step sends would take 4 % of it longer.
 
     Args:
-        seconds: by (sender, receiver), what a message of ``nbytes`` takes.
-        nbytes: the message's length.
+        seconds: by (sender, receiver), what a message of :data:`LINK_NBYTES` takes.
         step_nbytes: what a rank sends in one step.
         step_seconds: the length of a step.
     """
@@ -133,15 +124,11 @@ def find_slow_link(
     # A slow rank has no fast link; beside it, any other has one.
     sends = {r: min((t for (a, _), t in seconds.items() if a == r), default=math.nan) for r in ranks}
     receives = {r: min((t for (_, b), t in seconds.items() if b == r), default=math.nan) for r in ranks}
-    matters = _LINK_SHARE * step_seconds * nbytes / step_nbytes if step_nbytes > 0 else math.inf
-    slow_senders, slow_receivers = _slow(sends, matters), _slow(receives, matters)
-    found = [SlowLink((rank,), "sends", *times) for rank, times in slow_senders.items()]
-    found += [SlowLink((rank,), "receives", *times) for rank, times in slow_receivers.items()]
-    for rank in slow_senders.keys() & slow_receivers.keys():
-        found = [link for link in found if link.ranks != (rank,)]
-        found.append(SlowLink((rank,), "both ways", *max(slow_senders[rank], slow_receivers[rank])))
+    matters = _LINK_SHARE * step_seconds * LINK_NBYTES / step_nbytes if step_nbytes > 0 else math.inf
+    of_ranks = [*_slow(sends, matters).items(), *_slow(receives, matters).items()]
+    found = [SlowLink((rank,), *times) for rank, times in of_ranks]
     if not found:
-        found = [SlowLink(edge, "link", *times) for edge, times in _slow(seconds, matters).items()]
+        found = [SlowLink(edge, *times) for edge, times in _slow(seconds, matters).items()]
     return max(found, key=lambda link: link.seconds / link.usual_seconds, default=None)
 
 

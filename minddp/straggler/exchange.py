@@ -1,130 +1,186 @@
-"""What ranks exchange for a report: their stamps, their clocks, and how fast their links are. Collective."""
+""":func:`report`: what ranks exchange for it, through the process group's store.
+
+Overview
+    Each rank writes its stamps under a key of its own. Rank 0 reads those of the ranks that have come, makes the
+    report, and writes it; the others read it.
+
+What always holds
+    A rank waits a limited time for another, and returns what it has seen itself where the other does not come: so
+    one rank alone may ask. There is no collective, and the program's keep their order; only links are measured by
+    messages of the group, where all ranks have come and all have asked for it. What fails is a note of the report.
+
+A report's keys, below the wrapper's name and the iteration: ``<rank>`` (what a rank has stamped), ``links`` (whether
+they are measured: rank 0 has read what has come), ``report``.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
-from typing import Any, Protocol
+import json
+import time
+import weakref
+import zlib
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .._functions import engine_of
-from ..ranks.messages import gather_objects, ranks_text
-from ..timeline.gathering import Ranks, clock_identity
-from .advice import Gradients
-from .probe import probe
-from .result import RankSteps, Report, make_report
+from ..ranks.messages import ranks_text
+from .links import can_be_measured, measure_links
+from .result import Report, make_report
 
-__all__ = ["MAX_STEPS", "StampedReducer", "collect", "report"]
+__all__ = ["MAX_STEPS", "report"]
 
 MAX_STEPS = 32  # that a reducer keeps
-_TIMEOUT = timedelta(seconds=30)
-_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of reports, by group
+_FOR_THE_OTHERS = 0.4  # seconds in which rank 0 awaits them; they await rank 0 twice as long
+_FOR_THE_REPORT = 5.0  # seconds, once rank 0 has come
+_LONGEST_PAUSE = 0.05
+_HINT = "Call report() on all ranks at the same point, between two steps."
+_NO_LINKS = (
+    "Links were not measured: all ranks have to ask for it, of a process group of torch's own with three ranks or "
+    "more, and of a module on the CPU."
+)
 
 
-def report(ddp: torch.nn.Module, steps: int = 20, *, probe: bool = True) -> Report:
-    """Which rank holds the others up, and in what; what of communication backward hides; what would help.
+def report(ddp: Any, steps: int = 20, *, links: bool = False) -> Report:
+    """Which rank holds the others up, and in what. ``print()`` of what it returns is a table with sentences.
 
-    Collective: call it on all ranks at the same point between two steps, with the same arguments. ``print()`` of
-    what it returns is a table with sentences. Ranks are numbered as in the wrapper's process group.
+    Call it on all ranks at the same point between two steps: each gets the same report, that of rank 0, whose
+    ``steps`` counts. Ranks are numbered as in the wrapper's process group. Called on one rank alone it returns what
+    that rank has seen within a second; whoever is missing is named in ``notes``, and it raises nothing.
 
     Args:
         ddp: the wrapper.
         steps: of the last so many synchronized steps, 1 to 32. Fewer than 8 name nobody. New buckets (after the
             first step, while ``"auto"`` measures) begin anew.
-        probe: measure the links by short messages, with three ranks or more, and lone allreduces, which the
-            predictions need; takes a second or so. CPU only.
+        links: measure the links by short messages between neighbours, too, if all ranks ask for it. That takes a
+            second or so, and needs three ranks or more, parameters on the CPU and a process group of torch's own.
 
     Returns:
-        The same report on every rank, in seconds.
+        The report, in seconds. Its ``steps`` is 0, and ``notes`` says so, where there are none yet.
 
     Raises:
-        TypeError, ValueError: an argument makes no sense, or differs between ranks; on every rank.
-        RuntimeError: no step that has another before it has ended on all ranks; every parameter is delayed.
+        TypeError, ValueError: an argument makes no sense.
+        RuntimeError: every parameter's reduction is delayed.
     """
-    engine = engine_of(ddp, "report")
-    with engine.collective():
-        arguments = {"steps": steps, "probe": probe}
-        return collect(engine.reducer, engine.group, arguments, engine.gradients(), engine.parameters.device)
-
-
-class StampedReducer(Protocol):
-    """The part of the reducer that a report reads."""
-
-    def recent_steps(self, at_most: int) -> list[dict[str, Any]]: ...
-
-
-def collect(
-    reducer: StampedReducer,
-    group: Any,
-    arguments: Mapping[str, Any],
-    gradients: Gradients,
-    device: torch.device,
-) -> Report:
-    """The report, on every rank of ``group``. Collective.
-
-    Args:
-        reducer: whose steps.
-        group: its process group.
-        arguments: ``steps`` and ``probe``, as this rank was asked.
-        gradients: what travels.
-        device: where the parameters are.
-
-    Raises:
-        TypeError, ValueError: an argument makes no sense, or differs between ranks; on every rank.
-        RuntimeError: too few steps have ended on all ranks; on every rank.
-    """
-    steps = reducer.recent_steps(MAX_STEPS)
-    told = {name: repr(value) for name, value in arguments.items()}
-    everyone = gather_objects({"arguments": told, "clock": clock_identity(), "steps": steps}, group)
-    _check_equal([theirs["arguments"] for theirs in everyone])
-    _check(arguments)
-    notes: list[str] = []
-    offsets = _offsets([theirs["clock"] for theirs in everyone], group)
-    parts = [RankSteps(rank, offsets[rank], theirs["steps"]) for rank, theirs in enumerate(everyone)]
-    probed = None
-    if arguments["probe"] and group.size() > 1:
-        total = sum(gradients.nbytes)
-        probed = probe(group, device, total)
-        if probed is None:
-            notes.append("Links were not probed: that needs a process group of torch's own, and a module on the CPU.")
-    try:
-        return make_report(parts, arguments["steps"], gradients, probed, notes)
-    except ValueError as error:
-        raise RuntimeError(f"report: {error}. Train some steps first; new buckets begin anew.") from None
-
-
-def _check_equal(everyone: Sequence[Mapping[str, str]]) -> None:
-    for name in everyone[0]:
-        by_value: dict[str, list[int]] = {}
-        for rank, arguments in enumerate(everyone):
-            by_value.setdefault(arguments[name], []).append(rank)
-        if len(by_value) > 1:
-            given = "; ".join(f"{name}={value} on {ranks_text(ranks)}" for value, ranks in by_value.items())
-            raise ValueError(f"report: the ranks passed different arguments: {given}. Pass the same on all of them.")
-
-
-def _check(arguments: Mapping[str, Any]) -> None:
-    steps, probes = arguments["steps"], arguments["probe"]
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"report: steps must be a number of steps, got {steps!r}")
     if not 1 <= steps <= MAX_STEPS:
         raise ValueError(f"report: steps must be 1 to {MAX_STEPS}, which are kept, got {steps}")
-    if not isinstance(probes, bool):
-        raise TypeError(f"report: probe must be a bool, got {probes!r}")
+    if not isinstance(links, bool):
+        raise TypeError(f"report: links must be a bool, got {links!r}")
+    engine = engine_of(ddp, "report")
+    rank, size = engine.group.rank(), engine.group.size()
+    stamps = [_lean(step) for step in engine.reducer.recent_steps(steps)]
+    notes = [_NO_LINKS] if links and not can_be_measured(engine.group, engine.parameters.device) else []
+    if size == 1:
+        return make_report({rank: stamps}, steps, notes=notes)
+    mine = {"steps": stamps, "links": links and not notes}
+    try:
+        turn = _next_turn(engine)
+        if rank == 0:
+            return _lead(turn, engine, mine, steps, notes)
+        return _follow(turn, engine, mine)
+    except Exception as error:  # whatever the store, a link or a peer's words are: what observes goes on
+        notes.append(f"This is rank {rank}'s part alone: {error}")
+        return make_report({rank: stamps}, steps, notes=notes)
 
 
-def _offsets(clocks: Sequence[str], group: Any) -> list[int | None]:
-    """By rank, its clock less rank 0's in nanoseconds; ``None`` where nobody could measure it."""
-    if len(set(clocks)) == 1:
-        return [0] * len(clocks)
-    number = next(_numbers[group.group_name])  # the same on all ranks: they make their reports together
-    if type(group) is not dist.ProcessGroup or not dist.is_initialized():
-        return [0 if clock == clocks[0] else None for clock in clocks]
-    store = dist.PrefixStore(f"minddp-report/{group.group_name}/{number}", dist.distributed_c10d._get_default_store())
-    measured = Ranks(store, group.rank(), group.size()).offsets(clocks, _TIMEOUT)
-    told: list[int | None] = gather_objects(measured, group)[0]
-    return told
+def _lean(step: dict[str, Any]) -> dict[str, Any]:
+    """Without what a report does not read: a list of all parameters in each step."""
+    buckets = [{name: value for name, value in bucket.items() if name != "parameters"} for bucket in step["buckets"]]
+    return {name: value for name, value in step.items() if name != "ready_ns"} | {"buckets": buckets}
+
+
+def _lead(turn: _Turn, engine: Any, mine: dict[str, Any], steps: int, notes: list[str]) -> Report:
+    """On rank 0: the report of the ranks that have come, which the others read."""
+    ranks = list(range(engine.group.size()))
+    if turn.comes([str(rank) for rank in ranks[1:]], _FOR_THE_OTHERS):
+        come = ranks
+    else:
+        come = [rank for rank in ranks if rank == 0 or turn.comes([str(rank)], 0)]
+    everyone = {0: mine, **{rank: turn.take(str(rank)) for rank in come[1:]}}
+    asked = [theirs["links"] for theirs in everyone.values()]
+    links = all(asked) and come == ranks
+    turn.put("links", links)
+    times = _links_of(engine) if links else {}
+    if any(asked) and not links:
+        notes.append(_NO_LINKS)
+    if come != ranks:
+        notes.append(f"{ranks_text(sorted({*ranks} - {*come})).capitalize()} did not come. {_HINT}")
+    made = make_report({rank: theirs["steps"] for rank, theirs in everyone.items()}, steps, times, notes)
+    turn.put("report", made.to_dict())
+    return made
+
+
+def _follow(turn: _Turn, engine: Any, mine: dict[str, Any]) -> Report:
+    """On another rank: hands in its part, and reads the report."""
+    rank = engine.group.rank()
+    turn.put(str(rank), mine)
+    if not turn.comes(["links"], 2 * _FOR_THE_OTHERS):
+        raise TimeoutError(f"rank 0, which makes the report, did not come. {_HINT}")
+    if turn.take("links"):
+        _links_of(engine)
+    if not turn.comes(["report"], _FOR_THE_REPORT):
+        raise TimeoutError("rank 0 did not end the report.")
+    made = Report.from_dict(turn.take("report"))
+    if made.steps and rank not in [row.rank for row in made.ranks]:
+        raise TimeoutError(f"rank 0 had made the report before this rank came. {_HINT}")
+    return made
+
+
+def _links_of(engine: Any) -> dict[tuple[int, int], float]:
+    with engine.collective():
+        return measure_links(engine.group)
+
+
+class _Turn:
+    """The keys of one report of one wrapper, and this rank's part in it.
+
+    Args:
+        store: where they lie.
+        iteration, number: whose report, and how many this rank has made of that iteration before.
+    """
+
+    def __init__(self, store: dist.Store, iteration: int, number: int):
+        self.iteration, self.number = iteration, number
+        self._store: Any = store
+        self._written: list[str] = []
+
+    def put(self, key: str, value: Any) -> None:
+        self._store.set(key, zlib.compress(json.dumps(value).encode()))
+        self._written.append(key)
+
+    def forget(self) -> None:
+        for key in self._written:
+            self._store.delete_key(key)
+
+    def take(self, key: str) -> Any:
+        return json.loads(zlib.decompress(self._store.get(key)))
+
+    def comes(self, keys: list[str], seconds: float) -> bool:
+        """Whether ``keys`` are there in time. Looks ever more seldom: the store has one host, for all ranks."""
+        pause = 0.001
+        while not self._store.check(keys):
+            if seconds <= 0:  # counted in pauses, since a clock may stand still
+                return False
+            time.sleep(pause)
+            seconds, pause = seconds - pause, min(2 * pause, _LONGEST_PAUSE)
+        return True
+
+
+_turns: weakref.WeakKeyDictionary[Any, list[_Turn]] = weakref.WeakKeyDictionary()  # the last two, by reducer
+
+
+def _next_turn(engine: Any) -> _Turn:
+    """This rank's next one. What it has written two turns ago is deleted: nobody reads that any more."""
+    if engine.inspector is None:
+        raise LookupError("the process group has no store, by which ranks exchange their steps.")
+    # The program's threads may block the default store's own client for as long as they like.
+    base = engine.inspector.client() or dist.distributed_c10d._get_default_store()
+    iteration, turns = engine.reducer.iteration(), _turns.setdefault(engine.reducer, [])
+    number = turns[-1].number + 1 if turns and turns[-1].iteration == iteration else 0
+    prefix = f"minddp/report/{engine.inspector.key}/{iteration}.{number}"
+    turns.append(_Turn(dist.PrefixStore(prefix, base), iteration, number))
+    if len(turns) > 2:
+        turns.pop(0).forget()
+    return turns[-1]

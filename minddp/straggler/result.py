@@ -1,208 +1,188 @@
-"""All ranks' steps made into one :class:`Report`. Pure: stamps in, the report out."""
+"""All ranks' steps made into one :class:`Report`, and its words. Pure: stamps in, the report out."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..planner.backward_profile import Burst
-from ..planner.collective_cost import LinearCost
-from ..timeline.step_times import Stamps, on_device
-from . import picture, text
-from .advice import Advice, Gradients, advise
-from .casts import Casts
-from .diagnosis import MIN_STEPS, SlowLink, find_slow_link, find_straggler, typical
-from .findings import Findings, RankTimes
-from .parts import PHASES, Parts, last_launches, parts_of
+from ..timeline.step_times import Stamps, launched_buckets, on_device
+from .diagnosis import MIN_STEPS, SlowLink, Straggler, find_slow_link, find_straggler
+from .parts import PHASES, RankTimes, times_of
 
-__all__ = ["Probed", "RankSteps", "Report", "make_report"]
+__all__ = ["Report", "make_report"]
+
+_NO_STEPS = "No steps yet: the ranks have no finished synchronized step in common that has another before it."
 
 
 @dataclass(frozen=True)
-class RankSteps:
-    """What one rank has stamped.
+class Report:
+    """Where the steps' time went on every rank, and who holds the others up. ``str()`` is a table with sentences.
 
     Attributes:
-        rank: of the wrapper's group.
-        offset_ns: its clock less the reference's; ``None`` where that is not known.
-        steps: as the reducer's ``recent_steps()`` gives them.
+        steps: how many it is of; 0 where there are none yet.
+        first_iteration, last_iteration: which ones.
+        step_seconds: the median step, from the end of one synchronized backward to the end of the next.
+        ranks: each rank's medians.
+        straggler: who holds the others up; ``None``: nobody does, or ``notes`` says why that is not known.
+        slow_link: the link that is slower than the others, if links were measured and one is.
+        overlap: the part of all transfers that backward hides; ``None`` where it is not known.
+        notes: what is not known, and why.
     """
 
-    rank: int
-    offset_ns: int | None
-    steps: Sequence[Stamps]
-
-
-@dataclass(frozen=True)
-class Probed:
-    """What the probe has measured, with nothing beside it.
-
-    Attributes:
-        nbytes: of a message between neighbours.
-        links: its seconds, by (sender, receiver).
-        alone: allreduces.
-        casts: by ``wire``, what making gradients smaller takes.
-        taken: by ``wire``, ``None`` without, what an allreduce costs a backward beside it.
-    """
-
-    nbytes: int
-    links: Mapping[tuple[int, int], float]
-    alone: Sequence[Burst] = ()
-    casts: Mapping[str, Casts] = field(default_factory=dict)
-    taken: Mapping[str | None, LinearCost] = field(default_factory=dict)
-
-
-class Report(Findings):
-    """Where the steps' time went on every rank, and what to make of it. ``str()`` is a table with sentences."""
+    steps: int = 0
+    first_iteration: int = 0
+    last_iteration: int = 0
+    step_seconds: float = 0.0
+    ranks: tuple[RankTimes, ...] = ()
+    straggler: Straggler | None = None
+    slow_link: SlowLink | None = None
+    overlap: float | None = None
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return text.describe(self)
+        if not self.steps:
+            return "\n".join(self.notes)
+        which = f"{_count(self.steps, 'step')} (iterations {self.first_iteration} to {self.last_iteration})"
+        heading = f"{which} on {_count(len(self.ranks), 'rank')}, {_ms(self.step_seconds)} ms a step."
+        medians = "Medians in milliseconds: first each rank's own work, then what blocked it: transfers, a late rank."
+        return "\n".join([heading, medians, "", *_table(self.ranks), "", *_sentences(self)])
 
     def to_dict(self) -> dict[str, Any]:
         """The same in what JSON can hold."""
         return dataclasses.asdict(self)
 
-    def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draws each rank's median step as a bar into ``path`` (.png, .svg, .pdf).
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        picture.draw(self, path)
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Report:
+        """The report that :meth:`to_dict` gave, also where JSON has made lists of its tuples."""
+        late, link = found["straggler"], found["slow_link"]
+        facts = {
+            "ranks": tuple(RankTimes(**row) for row in found["ranks"]),
+            "straggler": late and Straggler(**late),
+            "slow_link": link and SlowLink(**(link | {"ranks": tuple(link["ranks"])})),
+            "notes": tuple(found["notes"]),
+        }
+        return cls(**{**found, **facts})
 
 
 def make_report(
-    ranks: Sequence[RankSteps],
+    ranks: Mapping[int, Sequence[Stamps]],
     steps: int,
-    gradients: Gradients | None = None,
-    probed: Probed | None = None,
+    links: Mapping[tuple[int, int], float] | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """The report of the last ``steps`` steps that all of ``ranks`` have.
+    """The report of the last ``steps`` steps that all of ``ranks`` have; one without steps where they have none.
 
     Args:
-        ranks: what each rank has stamped.
+        ranks: by rank, what it has stamped, as the reducer's ``recent_steps()`` gives it.
         steps: at most so many.
-        gradients: what travels; without it there is no advice.
-        probed: what the probe has measured.
+        links: by (sender, receiver), what a message of ``LINK_NBYTES`` takes, where that was measured.
         notes: what is not known already.
-
-    Raises:
-        ValueError: the ranks have no step in common that has another before it.
     """
-    by_rank = {part.rank: {step["iteration"]: step for step in part.steps} for part in ranks}
-    common = set.intersection(*(set(theirs) for theirs in by_rank.values())) if by_rank else set()
-    iterations = sorted(i for i in common if all(theirs[i]["previous_end_ns"] >= 0 for theirs in by_rank.values()))
-    iterations = iterations[-steps:]
-    if not iterations:
-        raise ValueError("the ranks have no finished synchronized step in common that has another before it")
-    offsets = {part.rank: part.offset_ns for part in ranks}
-    aligned = all(offset is not None for offset in offsets.values())
-    parts: dict[int, list[Parts]] = {part.rank: [] for part in ranks}
-    for iteration in iterations:
-        stamps = {rank: theirs[iteration] for rank, theirs in by_rank.items()}
-        last = last_launches({r: (s, offsets[r] or 0) for r, s in stamps.items()}) if aligned else None
-        for rank, step in stamps.items():
-            shift = offsets[rank] or 0
-            mine = None if last is None else {b: (moment + shift, r) for b, (moment, r) in last.items()}
-            parts[rank].append(parts_of(step, mine))
-    stamps_by_rank = [[theirs[iteration] for iteration in iterations] for theirs in by_rank.values()]
-    return _assemble(parts, stamps_by_rank, gradients, probed, [*notes, *_unknown(stamps_by_rank, aligned)])
+    whole = {rank: [step for step in stamps if step["previous_end_ns"] >= 0] for rank, stamps in ranks.items()}
+    by_rank = {rank: {step["iteration"]: step for step in stamps} for rank, stamps in whole.items()}
+    common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
+    if not common:
+        return Report(notes=(*notes, _NO_STEPS))
+    moments = [[theirs[iteration] for theirs in by_rank.values()] for iteration in common[-steps:]]
+    times = [_times(list(by_rank), moment) for moment in moments]
+    rows = tuple(map(_median_row, zip(*times, strict=True)))
+    lengths = (step["finalize_end_ns"] - step["previous_end_ns"] for moment in moments for step in moment)
+    step_seconds = statistics.median(lengths) * 1e-9
+    on_host = not any(on_device(step) for moment in moments for step in moment)
+    straggler = None
+    if on_host:
+        own = [[step.phases for step in theirs] for theirs in zip(*times, strict=True)]
+        straggler = find_straggler(own, step_seconds)
+        straggler = straggler and dataclasses.replace(straggler, rank=rows[straggler.rank].rank)
+    sent = sum(bucket["nbytes"] for bucket in launched_buckets(moments[-1][0]))
+    return Report(
+        steps=len(moments),
+        first_iteration=moments[0][0]["iteration"],
+        last_iteration=moments[-1][0]["iteration"],
+        step_seconds=step_seconds,
+        ranks=rows,
+        straggler=straggler,
+        slow_link=find_slow_link(links or {}, 2 * (len(rows) - 1) / len(rows) * sent, step_seconds),
+        overlap=statistics.median(map(_overlap, times)) if on_host and len(rows) > 1 else None,
+        notes=(*notes, *_unknown(len(moments), on_host)),
+    )
 
 
-def _unknown(steps: Sequence[Sequence[Stamps]], aligned: bool) -> list[str]:
+def _times(ranks: Sequence[int], moment: Sequence[Stamps]) -> list[RankTimes]:
+    """All ranks' parts of one step. What blocks one longer than the least of them is a wait for a rank."""
+    times = [times_of(rank, step) for rank, step in zip(ranks, moment, strict=True)]
+    blocked = [each.blocked_seconds for each in times if each.blocked_seconds is not None]
+    if len(times) == 1 or len(blocked) < len(times):
+        return times
+    pairs = zip(times, blocked, strict=True)
+    return [dataclasses.replace(each, waiting_seconds=seconds - min(blocked)) for each, seconds in pairs]
+
+
+def _overlap(times: Sequence[RankTimes]) -> float:
+    """The part of one step's transfers that backward hides. The least of all ranks has not waited for a rank."""
+    transfers = min(each.under_way_seconds or 0.0 for each in times)
+    exposed = min(each.blocked_seconds or 0.0 for each in times)
+    return max(0.0, 1 - exposed / transfers) if transfers > 0 else 0.0
+
+
+def _median_row(steps: Sequence[RankTimes]) -> RankTimes:
+    def median(name: str) -> Any:
+        values = [getattr(step, name) for step in steps]
+        return None if None in values else statistics.median(values)
+
+    seconds = [field.name for field in dataclasses.fields(RankTimes) if field.name.endswith("_seconds")]
+    phases = {phase: statistics.median(step.phases[phase] for step in steps) for phase in PHASES}
+    return RankTimes(steps[0].rank, phases, **{name: median(name) for name in seconds})
+
+
+def _unknown(steps: int, on_host: bool) -> list[str]:
     notes = []
-    if any(on_device(step) for rank in steps for step in rank):
+    if not on_host:
         notes.append(
             "The module is on a device: times are the host's, which enqueues the step. What collectives take, and "
             "who is late, is not known."
         )
-    elif not aligned:
-        notes.append("The ranks' clocks could not be aligned: transfers and waits for a rank are not told apart.")
-    if len(steps[0]) < MIN_STEPS:
-        notes.append(f"Nobody is named as late: {len(steps[0])} steps are too few, {MIN_STEPS} are needed.")
+    if steps < MIN_STEPS:
+        notes.append(f"Nobody is named as late: {steps} steps are too few, {MIN_STEPS} are needed.")
     return notes
 
 
-def _assemble(
-    parts: Mapping[int, Sequence[Parts]],
-    stamps: Sequence[Sequence[Stamps]],
-    gradients: Gradients | None,
-    probed: Probed | None,
-    notes: Sequence[str],
-) -> Report:
-    host_only = any(on_device(step) for rank in stamps for step in rank)
-    rows = tuple(_median_row(rank, steps) for rank, steps in parts.items())
-    step_seconds = statistics.median(part.step_seconds for steps in parts.values() for part in steps)
-    straggler = None
-    if not host_only:
-        own = [[part.own_seconds for part in steps] for steps in parts.values()]
-        phases = [{p: typical([part.own[p] for part in steps]) for p in PHASES} for steps in parts.values()]
-        straggler = find_straggler(own, step_seconds, phases)
-    hidden = sum(row.hidden_seconds or 0.0 for row in rows)
-    exposed = sum(row.exposed_seconds or 0.0 for row in rows)
-    known = len(rows) > 1 and all(row.hidden_seconds is not None for row in rows)
-    return Report(
-        steps=len(stamps[0]),
-        first_iteration=stamps[0][0]["iteration"],
-        last_iteration=stamps[0][-1]["iteration"],
-        step_seconds=step_seconds,
-        ranks=rows,
-        straggler=straggler,
-        slow_link=_slow_link(probed, stamps[0], step_seconds),
-        overlap=hidden / (hidden + exposed) if known and hidden + exposed > 0 else None,
-        exposed_buckets=_exposed_buckets(parts, step_seconds),
-        advice=None if gradients is None or host_only or len(parts) == 1 else _advice(stamps, gradients, probed),
-        notes=tuple(notes),
-    )
+# The words ------------------------------------------------------------------------------------------
 
 
-def _median_row(rank: int, steps: Sequence[Parts]) -> RankTimes:
-    def median(name: str) -> Any:
-        values = [getattr(part, name) for part in steps]
-        return None if None in values else statistics.median(values)
-
-    others = {other for part in steps for other in part.waiting_for}
-    waits = {other: sum(part.waiting_for.get(other, 0.0) for part in steps) for other in others}
-    waiting = median("waiting_seconds")
-    return RankTimes(
-        rank=rank,
-        phases={phase: statistics.median(part.own[phase] for part in steps) for phase in PHASES},
-        own_seconds=median("own_seconds"),
-        meeting_seconds=median("meeting_seconds"),
-        blocked_seconds=median("blocked_seconds"),
-        hidden_seconds=median("hidden_seconds"),
-        exposed_seconds=median("exposed_seconds"),
-        waiting_seconds=waiting,
-        waits_for=max(waits, key=lambda other: waits[other]) if waits and waiting else None,
-    )
+def _table(ranks: Sequence[RankTimes]) -> list[str]:
+    shown = [p for p in PHASES if p != "micro-batches" or any(row.phases[p] > 0 for row in ranks)]
+    meets = any(row.meeting_seconds > 1e-4 for row in ranks)
+    compared = all(row.waiting_seconds is not None for row in ranks)
+    blocked = ["exposed", "waiting"] if compared else ["blocked"]
+    rows = [["rank", *shown, *(["before forward"] if meets else []), *blocked]]
+    for row in ranks:
+        seconds: list[float | None] = [row.phases[phase] for phase in shown]
+        seconds += [row.meeting_seconds] if meets else []
+        seconds += [row.exposed_seconds, row.waiting_seconds] if compared else [row.blocked_seconds]
+        rows.append([str(row.rank), *map(_ms, seconds)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _exposed_buckets(parts: Mapping[int, Sequence[Parts]], step_seconds: float) -> tuple[tuple[int, float], ...]:
-    """Of the rank that is blocked least: what blocks others longer is a wait for a rank. From 0.5 % of a step on."""
-    by_rank = []
-    for steps in parts.values():
-        buckets = sorted({bucket for part in steps for bucket in part.exposed_by_bucket})
-        medians = {b: statistics.median(part.exposed_by_bucket.get(b, 0.0) for part in steps) for b in buckets}
-        by_rank.append({b: seconds for b, seconds in medians.items() if seconds > 0.005 * step_seconds})
-    least = min(by_rank, key=lambda medians: sum(medians.values()))
-    return tuple(sorted(least.items(), key=lambda item: -item[1]))
+def _sentences(report: Report) -> Iterator[str]:
+    yield from report.notes
+    if report.straggler is not None:
+        yield f"Late: {report.straggler}."
+    elif report.ranks[0].blocked_seconds is not None and len(report.ranks) > 1:
+        yield "Late: no rank holds the others up."
+    if report.slow_link is not None:
+        yield f"Link: {report.slow_link}."
+    if report.overlap is not None:
+        yield f"Overlap: {report.overlap:.0%} of the transfers are hidden behind computation."
 
 
-def _slow_link(probed: Probed | None, steps: Sequence[Stamps], step_seconds: float) -> SlowLink | None:
-    if probed is None or not probed.links:
-        return None
-    ranks = len({rank for edge in probed.links for rank in edge})
-    total = sum(bucket["nbytes"] for bucket in steps[-1]["buckets"] if bucket["launch_ns"] >= 0)
-    return find_slow_link(probed.links, probed.nbytes, 2 * (ranks - 1) / ranks * total, step_seconds)
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _advice(stamps: Sequence[Sequence[Stamps]], gradients: Gradients, probed: Probed | None) -> Advice | None:
-    try:
-        return advise(stamps, gradients, *(() if probed is None else (probed.alone, probed.casts, probed.taken)))
-    except ValueError:  # no times that a plan could be made from
-        return None
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f}"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..ranks.messages import gather_objects
-from .diagnosis import Straggler, find_straggler, typical
-from .exchange import StampedReducer
+from ..timeline.step_times import Stamps, on_device
+from .diagnosis import Straggler, find_straggler
 from .parts import PHASES, own_phases
 
-__all__ = ["EVERY", "StragglerWatch"]
+__all__ = ["EVERY", "StragglerWatch", "find_in_window"]
 
 log = logging.getLogger("minddp")
 
@@ -35,7 +35,7 @@ class StragglerWatch:
             self._seen = iteration
         return iteration - self._seen >= EVERY
 
-    def look(self, iteration: int, reducer: StampedReducer, group: Any) -> None:
+    def look(self, iteration: int, reducer: Any, group: Any) -> None:
         """Compares the window that ends with ``iteration``. Collective.
 
         Raises:
@@ -43,8 +43,8 @@ class StragglerWatch:
         """
         begin, self._seen = self._seen, iteration
         steps = [s for s in reducer.recent_steps(EVERY) if s["iteration"] > begin and s["previous_end_ns"] >= 0]
-        on_host = not any(bucket.get("on_device", False) for step in steps for bucket in step["buckets"])
-        found = find_in_window(gather_objects(_summary(steps) if on_host else _summary([]), group))
+        summary = {} if any(map(on_device, steps)) else {step["iteration"]: _summary(step) for step in steps}
+        found = find_in_window(gather_objects(summary, group))
         if found is None:
             return
         if group.rank() == 0:
@@ -52,26 +52,16 @@ class StragglerWatch:
         self._callback(found)
 
 
-def _summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """In microseconds, and few of them: the rank's own work by step, the median step, the typical time by phase."""
-    phases = [own_phases(step) for step in steps]
-    own = [round(sum(row.values()) * 1e6) for row in phases]
-    lengths = [(step["finalize_end_ns"] - step["previous_end_ns"]) // 1000 for step in steps]
-    return {
-        "first": steps[0]["iteration"] if steps else 0,
-        "own": own,
-        "step": round(statistics.median(lengths)) if lengths else 0,
-        "phases": [round(typical([row[p] for row in phases]) * 1e6) if phases else 0 for p in PHASES],
-    }
+def _summary(step: Stamps) -> list[int]:
+    """In microseconds: the step, and the rank's own work by phase."""
+    own = own_phases(step)
+    return [(step["finalize_end_ns"] - step["previous_end_ns"]) // 1000, *(round(own[p] * 1e6) for p in PHASES)]
 
 
-def find_in_window(everyone: list[dict[str, Any]]) -> Straggler | None:
-    """Who is late in a window, from all ranks' summaries."""
-    if any(not theirs["own"] for theirs in everyone):
+def find_in_window(everyone: Sequence[dict[str, list[int]]]) -> Straggler | None:
+    """Who is late in a window, from all ranks' summaries by iteration."""
+    common = sorted(set.intersection(*map(set, everyone)), key=int)
+    if not common:
         return None
-    first = max(theirs["first"] for theirs in everyone)
-    own = [[us * 1e-6 for us in theirs["own"][first - theirs["first"] :]] for theirs in everyone]
-    length = min(map(len, own))
-    phases = [{p: us * 1e-6 for p, us in zip(PHASES, theirs["phases"], strict=True)} for theirs in everyone]
-    step = statistics.median(theirs["step"] for theirs in everyone) * 1e-6
-    return find_straggler([row[:length] for row in own], step, phases)
+    own = [[dict(zip(PHASES, (us * 1e-6 for us in theirs[i][1:]))) for i in common] for theirs in everyone]
+    return find_straggler(own, statistics.median(theirs[i][0] for theirs in everyone for i in common) * 1e-6)

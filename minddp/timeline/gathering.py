@@ -8,7 +8,7 @@ import platform
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -58,21 +58,6 @@ class Ranks:
             warnings.warn(f"trace: rank {self.rank} could not hand in its part: {error}", stacklevel=3)
         return None
 
-    def offsets(self, clocks: Sequence[str], timeout: timedelta) -> list[int | None] | None:
-        """On rank 0 each rank's clock less its own, in nanoseconds, None where no answer came; None on other ranks.
-        All of them call it.
-
-        Args:
-            clocks: every rank's :func:`clock_identity`.
-            timeout: for each answer.
-        """
-        same = [clock == clocks[0] for clock in clocks]
-        if self.rank == 0:
-            return [0 if shared else self._ping(rank, timeout)[0] for rank, shared in enumerate(same)]
-        if not same[self.rank]:
-            self._answer(timeout)
-        return None
-
     def _receive(self, timeout: timedelta) -> Iterator[dict[str, Any]]:
         deadline = time.monotonic() + timeout.total_seconds()
         for rank in range(1, self.world_size):
@@ -114,9 +99,6 @@ class Ranks:
     def _answer_pings(self, timeout: timedelta) -> None:
         if not self._came("clock0", timeout) or self.store.get("clock0").decode() == clock_identity():
             return
-        self._answer(timeout)
-
-    def _answer(self, timeout: timedelta) -> None:
         for turn in range(_PINGS):
             if not self._came(f"ping{self.rank}.{turn}", timeout):
                 return

@@ -58,7 +58,6 @@ class _ModuleRecord:
     steps: list[dict[str, Any]] = field(default_factory=list)
     last_iteration: int = 0
     dropped: int = 0
-    gradients: dict[str, Any] = field(default_factory=dict)  # what a report is told of what travels
 
     def add(self, step: dict[str, Any], begin_ns: int, limit: int) -> None:
         """Keeps ``step`` unless it was seen before, began before the trace, or the limit is reached."""
@@ -77,7 +76,7 @@ class _ModuleRecord:
 
     def to_json(self) -> dict[str, Any]:
         facts = {"name": self.name, "parameter_names": self.parameter_names, "dropped": self.dropped}
-        return {**facts, **self.gradients, "steps": self.steps}
+        return {**facts, "steps": self.steps}
 
 
 class Trace:
@@ -159,8 +158,6 @@ class Trace:
             before.reducer = None
             record.earlier = before.earlier + len(before.steps)
             record.name += f" (remade after {record.earlier} steps)"
-        if hasattr(ddp, "gradients"):
-            record.gradients = ddp.gradients().to_json()
         self._by_module[ddp] = record
         self._records.append(record)
         return record

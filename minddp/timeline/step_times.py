@@ -11,7 +11,7 @@ import torch
 from .._functions import engine_of
 
 __all__ = [
-    "BucketTimes", "Stamps", "StepTimes", "ended", "flight", "launched_buckets", "on_device", "step_begin",
+    "BucketTimes", "Stamps", "StepTimes", "covered", "ended", "flight", "launched_buckets", "on_device", "step_begin",
     "step_times", "waits",
 ]  # fmt: skip
 
@@ -101,7 +101,7 @@ def step_times(step: Stamps) -> StepTimes:
         iteration=step["iteration"],
         forward_seconds=(origin - begin) * _NS,
         backward_seconds=(step["backward_end_ns"] - origin) * _NS,
-        communication_seconds=_covered([flight(bucket) for bucket in launched]) * _NS if seen else None,
+        communication_seconds=covered([flight(bucket) for bucket in launched]) * _NS if seen else None,
         exposed_seconds=sum(exposed.values()) * _NS if seen else None,
         step_seconds=(step["finalize_end_ns"] - begin) * _NS,
         buckets=tuple(_bucket_times(bucket, origin, exposed.get(bucket["index"], 0)) for bucket in launched),
@@ -167,7 +167,7 @@ def flight(bucket: Stamps) -> tuple[int, int]:
     return launch, next((end for end in ends if end >= launch), launch)
 
 
-def _covered(intervals: Sequence[tuple[int, int]]) -> int:
+def covered(intervals: Sequence[tuple[int, int]]) -> int:
     """The length of the intervals' union."""
     total, reached = 0, -1
     for begin, end in sorted(intervals):

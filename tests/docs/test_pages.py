@@ -66,7 +66,6 @@ WORDED_ELSEWHERE = [
     "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, causes, error)",
     "minddp/guards/stall_inspector.py: self.lost.with_traceback(None)",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
-    "minddp/straggler/command.py: TraceFileError(f'module {module}: {error}')",
     "minddp/testing.py: RankError(_text(failures), failures, {})",
     "minddp/testing.py: RankError(_text(failures), failures, results)",
 ]

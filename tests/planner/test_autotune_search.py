@@ -6,8 +6,7 @@ import pytest
 
 from minddp.planner import LinearCost, bucket_spans, capped_buckets, optimal_plan
 from minddp.planner.autotune import PlanSearch, TrialTimes, TunerSettings
-from minddp.planner.backward_profile import BackwardProfile, bursts
-from minddp.planner.simulator import simulate_step
+from minddp.planner.backward_profile import BackwardProfile, bursts, simulate_step
 
 
 class World:

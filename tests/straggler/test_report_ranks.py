@@ -1,4 +1,4 @@
-"""``minddp.report(ddp)`` and ``on_straggler=`` on real ranks."""
+"""Reports and ``on_straggler=`` on real ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ import torch.distributed as dist
 
 import minddp
 from minddp.guards import optimizer_guard
-from minddp.straggler import Report, Straggler, command, exchange, probe
+from minddp.straggler import Report, Straggler, command, exchange, report
 from minddp.testing import run_ranks
-from minddp.timeline import gathering, load
+from minddp.timeline import load
 
-DELAY = 0.016  # twice a step: what a busy machine adds is less
+DELAY = 0.04  # several steps: what a busy machine adds is less
 PHASES = ("input", "forward", "backward", "hook")
 
 
@@ -72,26 +71,35 @@ def _train(steps: int, delays: dict[str, float] | None = None, **arguments: Any)
     return ddp
 
 
+def _together(ddp: minddp.DistributedDataParallel, *arguments: Any, **more: Any) -> Report:
+    """The report, however far apart the ranks come on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for patience in ("_FOR_THE_OTHERS", "_FOR_THE_REPORT"):
+            patch.setattr(exchange, patience, 60.0)
+        return report(ddp, *arguments, **more)
+
+
 def _name_the_late(rank: int, world_size: int) -> list[tuple[str, dict[str, Any], str]]:
     found = []
     for number, phase in enumerate(PHASES):
         late = rank == number % world_size
         ddp = _train(16, {phase: DELAY} if late else {})
-        report = minddp.report(ddp, 12, probe=phase == "input")
-        found.append((phase, report.to_dict(), str(report)))
+        made = _together(ddp, 12, links=phase == "input")
+        found.append((phase, made.to_dict(), str(made)))
     return found
 
 
 def test_the_late_rank_is_named_on_every_rank():
     results = run_ranks(_name_the_late, 3)
     assert results[0] == results[1] == results[2]
-    for number, (phase, report, text) in enumerate(results[0]):
-        assert report["straggler"] is not None, text
-        assert (report["straggler"]["rank"], report["straggler"]["phase"]) == (number % 3, phase), text
-        assert report["straggler"]["seconds"] > DELAY / 2
-        assert report["steps"] == 12
-        assert report["overlap"] is not None
-    assert results[0][0][1]["advice"] is not None  # it was probed
+    for number, (phase, made, text) in enumerate(results[0]):
+        assert made["straggler"] is not None, text
+        assert (made["straggler"]["rank"], made["straggler"]["phase"]) == (number % 3, phase), text
+        assert made["straggler"]["seconds"] > DELAY / 2
+        assert made["steps"] == 12
+        assert made["overlap"] is not None
+        assert all(row["waiting_seconds"] is not None for row in made["ranks"])
+        assert "did not come" not in text and "not measured" not in text
 
 
 def _micro_batches(rank: int, world_size: int) -> dict[str, Any]:
@@ -101,13 +109,13 @@ def _micro_batches(rank: int, world_size: int) -> dict[str, Any]:
             ddp(torch.ones(2, 32)).sum().backward()
             time.sleep(DELAY * rank)
         ddp(torch.ones(2, 32)).sum().backward()
-    return minddp.report(ddp, 10, probe=False).to_dict()
+    return _together(ddp, 10).to_dict()
 
 
 def test_micro_batches_are_told_from_input():
-    report, other = run_ranks(_micro_batches, 2)
-    assert report == other
-    assert (report["straggler"]["rank"], report["straggler"]["phase"]) == (1, "micro-batches")
+    made, other = run_ranks(_micro_batches, 2)
+    assert made == other
+    assert (made["straggler"]["rank"], made["straggler"]["phase"]) == (1, "micro-batches")
 
 
 class _Twice(torch.optim.SGD):
@@ -134,60 +142,108 @@ def _step_twice(rank: int, world_size: int) -> None:
 def _misuse(rank: int, world_size: int) -> list[str]:
     ddp = _train(1)
     errors = []
-    for arguments in ({}, {"steps": 20 - rank}, {"steps": 0}, {"steps": 2.5}, {"probe": "yes"}):
-        with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
-            minddp.report(ddp, **arguments)
+    for arguments in ({"steps": 0}, {"steps": 2.5}, {"links": "yes"}):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            report(ddp, **arguments)
         errors.append(str(caught.value))
     return errors
 
 
-def test_what_is_wrong_is_said_on_every_rank():
-    results = run_ranks(_misuse, 2)
-    assert results[0] == results[1]
+def test_arguments_that_make_no_sense_are_refused():
+    (errors,) = run_ranks(_misuse, 1)
     expected = [
-        "no finished synchronized step in common",
-        "different arguments: steps=20 on rank 0; steps=19 on rank 1",
         "steps must be 1 to 32",
         "steps must be a number of steps, got 2.5",
-        "probe must be a bool, got 'yes'",
+        "links must be a bool, got 'yes'",
     ]
-    for error, words in zip(results[0], expected, strict=True):
+    for error, words in zip(errors, expected, strict=True):
         assert words in error
 
 
-def _other_clocks(rank: int, world_size: int) -> tuple[str, dict[str, Any]]:
-    """Rank 1 reads a clock that is five seconds ahead, also in its stamps."""
+def _early(rank: int, world_size: int) -> list[str]:
+    ddp = _train(0)
+    found = [str(_together(ddp))]
+    ddp(torch.ones(2, 32)).sum().backward()
+    found.append(str(_together(ddp)))
+    ddp(torch.ones(2, 32)).sum().backward()
+    return [*found, str(_together(ddp)).splitlines()[0]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_before_the_second_step_there_are_none(world_size):
+    for none, one, two in run_ranks(_early, world_size):
+        assert none == one and "No steps yet" in one
+        assert two.startswith(f"1 step (iterations 2 to 2) on {world_size} rank")
+
+
+def _alone(rank: int, world_size: int) -> list[str]:
+    """Each rank asks by itself, links included, while the other one has collectives of its own to come to."""
     ddp = _train(8)
-    skew = 5_000_000_000 * rank
-    stamps = [_ahead(step, skew) for step in ddp.reducer.recent_steps()]
-    ddp._minddp_engine.reducer.recent_steps = lambda at_most: stamps
-    saved = exchange.clock_identity, gathering.time
-    exchange.clock_identity = lambda: f"machine {rank}"
-    gathering.time = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + skew, monotonic=time.monotonic)
-    try:
-        report = minddp.report(ddp, probe=False)
-    finally:
-        exchange.clock_identity, gathering.time = saved
-    return str(report), report.to_dict()
+    found = []
+    for who in range(world_size):
+        dist.barrier()
+        if rank == who:
+            begin = time.monotonic()
+            text = str(report(ddp, links=True))
+            assert exchange._FOR_THE_OTHERS <= 0.4 and time.monotonic() - begin < 60
+            found.append(text)
+        dist.barrier()
+        ddp(torch.ones(2, 32)).sum().backward()  # another iteration
+        received = torch.tensor(float(rank))
+        dist.all_reduce(received)
+        assert received.item() == world_size - 1
+    return [*found, str(_together(ddp))]
 
 
-def _ahead(part: dict[str, Any], by: int) -> dict[str, Any]:
-    moved = {}
-    for name, value in part.items():
-        if name == "buckets":
-            value = [_ahead(bucket, by) for bucket in value]
-        elif name.endswith("_ns") and name != "optimizer_ns":
-            value = [v + by for v in value] if isinstance(value, list) else value + by
-        moved[name] = value
-    return moved
+def test_one_rank_alone_gets_its_own_part_and_the_others_are_not_disturbed():
+    (first, both), (second, same) = run_ranks(_alone, 2)
+    assert "on 1 rank" in first and "Rank 1 did not come. Call report() on all ranks" in first
+    assert "on 1 rank" in second and "rank 1's part alone: rank 0, which makes the report, did not come" in second
+    assert both == same and "on 2 ranks" in both
 
 
-def test_clocks_of_other_machines_are_measured():
-    (text, report), other = run_ranks(_other_clocks, 2)
-    assert (text, report) == other
-    assert "could not be aligned" not in text
-    assert report["overlap"] is not None
-    assert all(row["hidden_seconds"] + row["exposed_seconds"] + row["waiting_seconds"] < 1 for row in report["ranks"])
+def _without_a_store(rank: int, world_size: int) -> str:
+    ddp = _train(3)
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("the store is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "dist", Broken())
+        return str(report(ddp))
+
+
+def test_a_store_that_fails_is_a_note():
+    for rank, text in enumerate(run_ranks(_without_a_store, 2)):
+        assert f"This is rank {rank}'s part alone: the store is gone" in text and "on 1 rank" in text
+
+
+def _old_keys_go(rank: int, world_size: int) -> list[list[bool]]:
+    ddp = _train(3)
+    turns = []
+    for _ in range(4):
+        assert len(_together(ddp).ranks) == world_size
+        turns.append(exchange._turns[ddp.reducer][-1])
+    dist.barrier()
+    keys = ["report", "links", *map(str, range(1, world_size))]
+    return [[turn.comes([key], 0) for key in keys] for turn in turns]
+
+
+def test_reports_do_not_fill_the_store():
+    for there in run_ranks(_old_keys_go, 2):
+        assert there == [[False] * 3] * 2 + [[True] * 3] * 2
+
+
+def _several(rank: int, world_size: int) -> list[str]:
+    ddp = _train(10)
+    return [str(_together(ddp, steps)).splitlines()[0] for steps in (3, 5, 9)]
+
+
+def test_several_reports_between_two_steps():
+    first, second = run_ranks(_several, 2)
+    assert first == second
+    assert [line.partition(" steps")[0] for line in first] == ["3", "5", "9"]
 
 
 def _watch(rank: int, world_size: int) -> tuple[list[Straggler], list[str], list[Straggler]]:
@@ -232,7 +288,7 @@ def _with_a_receive_under_way(rank: int, world_size: int) -> list[float]:
     received = torch.empty(4)
     work = dist.irecv(received, src=0) if rank == 1 else None
     random_state = torch.get_rng_state()
-    minddp.report(ddp)
+    assert "not measured" not in str(_together(ddp, links=True))
     assert torch.equal(torch.get_rng_state(), random_state)
     if rank == 0:
         dist.send(torch.arange(4.0), dst=1)
@@ -241,21 +297,8 @@ def _with_a_receive_under_way(rank: int, world_size: int) -> list[float]:
     return received.tolist() if rank == 1 else []
 
 
-def test_the_probe_leaves_the_programs_messages_and_random_numbers_alone():
+def test_measuring_links_leaves_the_programs_messages_and_random_numbers_alone():
     assert run_ranks(_with_a_receive_under_way, 3)[1] == [0.0, 1.0, 2.0, 3.0]
-
-
-def _contention(rank: int, world_size: int) -> dict[str | None, Any]:
-    probed = probe.probe(dist.group.WORLD, torch.device("cpu"), 1 << 16)
-    assert probed is not None
-    return dict(probed.taken)
-
-
-def test_what_collectives_take_is_the_same_on_all_ranks():
-    first, second = run_ranks(_contention, 2)
-    assert first == second
-    assert first.keys() == {None, "bf16", "int8"}
-    assert first["int8"].seconds_per_byte >= first[None].seconds_per_byte >= 0
 
 
 def _kept(rank: int, world_size: int) -> dict[str, Any]:
@@ -298,14 +341,18 @@ def test_a_trace_is_reported(tmp_path, capsys):
     assert "rank 1 holds the others up" in capsys.readouterr().out
     told = json.loads((tmp_path / "report.json").read_text())
     assert (told["straggler"]["rank"], told["straggler"]["phase"]) == (1, "input")
-    report = command.report_of(load(path), 5)
-    assert isinstance(report, Report)
-    assert report.steps == 5
+    made = command.report_of(load(path), 5)
+    assert isinstance(made, Report)
+    assert made.steps == 5
 
 
 def test_a_trace_without_steps_is_refused(tmp_path, capsys):
     path = tmp_path / "trace.json"
-    for text, words in (("{}", "not a trace"), (_old_trace(), "older minddp"), (_old_trace(steps=[]), "no finished")):
+    for text, words in (
+        ("{}", "not a trace"),
+        (_old_trace(), "older minddp"),
+        (_old_trace(steps=[]), "no finished step in common"),
+    ):
         path.write_text(text)
         assert command.main([str(path)]) == 1
         assert words in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Replays a measured backward on networks and rank counts that are not at hand.
+"""What simulate.py computes with: a measured backward, replayed on networks and rank counts that are not at hand.
 
 Overview
     A :class:`~minddp.planner.backward_profile.BackwardProfile` says when gradients are ready; a topology says
@@ -9,9 +9,9 @@ Overview
 What always holds
     Nothing here communicates, sleeps or reads a clock; the same arguments give the same answer.
 
-What the model leaves out: a network shared with other jobs; and, unless ``taken`` says it, that collectives slow
-the backward beside them (:mod:`minddp.planner.contention`). How far off that leaves it on a given machine is printed
-by benchmarks/simulate.py, which measures a sweep of bucket sizes and predicts it.
+What the model leaves out: a network shared with other jobs, and that collectives slow the backward beside them. How
+far off that leaves it on a given machine is printed by simulate.py, which measures a sweep of bucket sizes and
+predicts it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,10 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from .backward_profile import BackwardProfile
-from .collective_cost import Cost, LinearCost
-from .contention import FREE, replay
-from .optimal import capped_buckets, optimal_plan
-
-__all__ = [
-    "Hierarchy",
-    "Ring",
-    "ScalingPoint",
-    "SimulatedStep",
-    "Stragglers",
-    "Topology",
-    "Tree",
-    "mean_step_seconds",
-    "scaling",
-    "simulate_step",
-]
+from minddp.planner import Cost, LinearCost, capped_buckets, optimal_plan
+from minddp.planner.backward_profile import BackwardProfile, simulate_step
 
 MIB = 1 << 20
 _FIRST_CAP, _CAP = MIB, 25 * MIB  # torch's default caps
@@ -129,47 +114,7 @@ class Hierarchy:
 Topology = Ring | Tree | Hierarchy
 
 
-# One step -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SimulatedStep:
-    """A replayed step, in seconds.
-
-    Attributes:
-        step_seconds: forward, backward with its collectives, and tail.
-        finish_seconds: when the last collective was done, since backward began.
-        exposed_seconds: how long collectives went on after backward.
-        spans: begin and end of each bucket's allreduce, since backward began.
-    """
-
-    step_seconds: float
-    finish_seconds: float
-    exposed_seconds: float
-    spans: list[tuple[float, float]] = field(repr=False)
-
-
-def simulate_step(
-    profile: BackwardProfile,
-    buckets: Sequence[Sequence[int]],
-    cost: Cost,
-    slowdown: float = 1.0,
-    taken: Cost = FREE,
-) -> SimulatedStep:
-    """Replays one step.
-
-    Args:
-        profile: the measured backward; where ``taken`` is given, without what collectives took of it.
-        buckets: positions of the profile's gradients, a list a bucket, in launch order.
-        cost: seconds of an allreduce of so many bytes.
-        slowdown: factor on all that is computed before the collectives: the slowest rank's, since a
-            collective begins when all ranks have come to it.
-        taken: seconds of backward's work that an allreduce of so many bytes costs beside it.
-    """
-    spans, backward = replay(profile.slowed(slowdown), buckets, cost, taken)
-    finish = spans[-1].end if spans else 0.0
-    step = profile.forward_seconds * slowdown + max(backward, finish) + profile.tail_seconds
-    return SimulatedStep(step, finish, max(0.0, finish - backward), [(span.begin, span.end) for span in spans])
+# Ranks that are slow --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -207,8 +152,22 @@ def mean_step_seconds(
     cost: Cost,
     slowdowns: Sequence[float] = (1.0,),
 ) -> float:
-    """The mean step time over ``slowdowns`` (see :meth:`Stragglers.slowdowns`)."""
-    return statistics.fmean(simulate_step(profile, buckets, cost, s).step_seconds for s in slowdowns)
+    """The mean step time where the slowest rank computes slower by each of ``slowdowns``.
+
+    A factor applies to all that is computed before the collectives, since these begin when all ranks have come to
+    them (see :meth:`Stragglers.slowdowns`).
+    """
+    return statistics.fmean(simulate_step(slowed(profile, s), buckets, cost).step_seconds for s in slowdowns)
+
+
+def slowed(profile: BackwardProfile, factor: float) -> BackwardProfile:
+    """The profile with forward and backward ``factor`` times as long."""
+    return replace(
+        profile,
+        ready_seconds=[seconds * factor for seconds in profile.ready_seconds],
+        backward_seconds=profile.backward_seconds * factor,
+        forward_seconds=profile.forward_seconds * factor,
+    )
 
 
 # Many ranks -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How fast each link is, by messages between neighbours on a ring; and what else predictions need. Collective.
+"""How fast each link is, by messages between neighbours on a ring. Collective.
 
 A ring's collectives end together on all ranks, so they do not tell whose link held them up; messages between two
 ranks do. A rank has one partner at a time, so that no two messages share its link. The links are gone through several
@@ -17,16 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..planner.backward_profile import Burst
-from ..planner.collective_cost import measure_allreduce
 from ..ranks.messages import gather_objects
-from .casts import Casts, measure_casts
-from .contention import measure_contention
-from .result import Probed
+from .diagnosis import LINK_NBYTES
 
-__all__ = ["probe", "rounds"]
+__all__ = ["can_be_measured", "measure_links", "rounds"]
 
-_NBYTES = 512 << 10
 _TAG = 0x6D64  # a receive of the program's own, which waits meanwhile, has another
 _REPEATS = 2  # in a turn
 _TURNS, _MORE_TURNS = 3, 12  # the links are gone through; where one seems slow
@@ -34,32 +29,11 @@ _SUSPICIOUS = 1.4
 _SECONDS = 1.0  # after which a link is believed to be slow
 _PAUSE = 0.02  # seconds, before a link that seems slow is looked at again: what has disturbed it may be over
 _LEAST_RANKS = 3  # of two, the one link has none to be compared with
-_ALONE_NBYTES, _ALONE_SECONDS = 1 << 20, 0.2
 
 
-def probe(group: Any, device: torch.device, total_nbytes: int) -> Probed | None:
-    """What links, lone allreduces and casts take, the same on all ranks; ``None`` where that cannot be measured.
-
-    Args:
-        group: the process group, of two ranks or more.
-        device: where the parameters are.
-        total_nbytes: what one step sends; no allreduce is larger.
-    """
-    if device.type != "cpu" or type(group) is not dist.ProcessGroup:
-        return None
-    largest = min(total_nbytes, _ALONE_NBYTES)
-    sizes, seconds = measure_allreduce(group, max_nbytes=largest, device=device, budget_seconds=_ALONE_SECONDS)
-    alone = [Burst(1, nbytes, taken) for nbytes, taken in zip(sizes, seconds, strict=True)]
-    links: dict[tuple[int, int], float] = {}
-    if group.size() >= _LEAST_RANKS:
-        links = _probe_links(group)
-    casts = _slowest_casts(group)
-    return Probed(_NBYTES, links, alone, casts, measure_contention(group, alone, casts))
-
-
-def _slowest_casts(group: Any) -> dict[str, Casts]:
-    everyone = gather_objects(measure_casts(), group)
-    return {wire: Casts(*map(max, *(casts[wire] for casts in everyone))) for wire in everyone[0]}
+def can_be_measured(group: Any, device: torch.device) -> bool:
+    """Whether the ranks of ``group``, whose parameters are on ``device``, have links to compare."""
+    return device.type == "cpu" and type(group) is dist.ProcessGroup and group.size() >= _LEAST_RANKS
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:
@@ -69,8 +43,11 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
     return [links for links in (even, odd, last) if links]
 
 
-def _probe_links(group: Any) -> dict[tuple[int, int], float]:
-    """Seconds by (sender, receiver). All ranks see the same times, so they stop together."""
+def measure_links(group: Any) -> dict[tuple[int, int], float]:
+    """Seconds by (sender, receiver). All ranks see the same times, so they stop together.
+
+    REQUIRES: :func:`can_be_measured`.
+    """
     shortest: dict[tuple[int, int], float] = {}
     spent = 0.0
     for turn in range(_MORE_TURNS):
@@ -89,7 +66,7 @@ def _probe_links(group: Any) -> dict[tuple[int, int], float]:
 def _turn(group: Any) -> Iterator[tuple[int, int, float]]:
     """(sender, receiver, seconds) of the links on which this rank sends."""
     rank = group.rank()
-    message, ack = torch.zeros(_NBYTES, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    message, ack = torch.zeros(LINK_NBYTES, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     for link in [link for links in rounds(group.size()) for link in links if rank in link]:
         for src, dst in (link, link[::-1]):
             if rank == src:
