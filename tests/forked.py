@@ -173,7 +173,8 @@ def _run_program(source: str, arguments: tuple[str, ...], pipe: Connection) -> N
         exec(compile(source, "<string>", "exec"), program.__dict__)
     except SystemExit as end:
         code = end.code
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error  # as the interpreter does it
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     if code is not None and not isinstance(code, int):

@@ -11,7 +11,6 @@ long: the step goes on, and what that rank says is compared at the next one.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +20,8 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
+from ..ranks.logs import log
 from . import times
-
-log = logging.getLogger("minddp")
 
 _PATIENCE = 5  # looks: for the word of a rank that may not be about to step
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
@@ -210,19 +208,20 @@ class LocalGradients:
         group's timeout says."""
         assert self._base is not None and self._store is not None
         longest = self._longest or self._base.timeout.total_seconds()  # type: ignore[attr-defined]
-        looked = begin
+        looked = slept = 0.0  # counted: a test library may stop the clock
         while not self._store.check([key]) and not self._has_joined(rank):
-            now = time.monotonic()
-            waited = now - begin
-            if now - looked >= 0.5 * times.look:
-                looked = now
+            waited = max(time.monotonic() - begin, slept)
+            if waited - looked >= 0.5 * times.look:
+                looked = waited
                 word = self._asks(rank, waited)
                 if word in (Word.LEFT, Word.PASSED):
                     # Meanwhile it may have come, and gone on; or this machine, or the store, was blocked.
                     return Word.SAID if self._store.check([key]) else word
                 if waited >= longest or (word is Word.OPEN and waited >= patience):
                     return Word.OPEN
-            time.sleep(min(0.001 + waited / 10, 0.25 * times.look))
+            pause = min(0.001 + waited / 10, 0.25 * times.look)
+            time.sleep(pause)
+            slept += pause
         return Word.SAID
 
     def _has_joined(self, rank: int) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 import re
 import threading
 import time
@@ -30,6 +29,7 @@ import torch.distributed as dist
 
 from .. import _C, environment
 from ..ranks import waiting
+from ..ranks.logs import log
 from . import device_waits, optimizer_guard, times, watchdog
 from .evidence import (
     CERTAIN,
@@ -49,8 +49,6 @@ from .evidence import (
 from .local_gradients import Word
 from .location import exception_text
 from .watchdog import Watchdog
-
-log = logging.getLogger("minddp")
 
 _PHASES = ("forward", "loss", "backward", "backward", "between")  # after each of the reducer's moments
 _LOST_PEER = re.compile(
@@ -107,9 +105,9 @@ class StallInspector:
         self._forward_ended_ns = -1  # by an exception, which the reducer does not see
         self._dog: Watchdog | None = watchdog.current(group)
         if self._dog is not None:
-            weakref.finalize(self, self._dog.add_place(_weak_place(self))).atexit = False
+            weakref.finalize(self, self._dog.add_place(_weakly(self.place))).atexit = False
             if has_streams:
-                weakref.finalize(self, self._dog.listen(_weak_heed(self))).atexit = False
+                weakref.finalize(self, self._dog.listen(_weakly(self.heed_loss))).atexit = False
         _inspectors.add(self)
 
     def rename(self, key: str) -> str:
@@ -307,25 +305,15 @@ class StallInspector:
         return optimizer_guard.steps_since(self._parameter_ids, ended)
 
 
-def _weak_place(inspector: StallInspector) -> watchdog.Place:
-    itself = weakref.ref(inspector)
+def _weakly(method: Callable[[], Any]) -> Callable[[], Any]:
+    """``method``, which does not keep its inspector; None once that is gone."""
+    itself = weakref.WeakMethod(method)
 
-    def place() -> tuple[str, dict[str, Any]] | None:
+    def call() -> Any:
         alive = itself()
-        return None if alive is None else alive.place()
+        return None if alive is None else alive()
 
-    return place
-
-
-def _weak_heed(inspector: StallInspector) -> Callable[[], None]:
-    itself = weakref.ref(inspector)
-
-    def heed() -> None:
-        alive = itself()
-        if alive is not None:
-            alive.heed_loss()
-
-    return heed
+    return call
 
 
 def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> None:
@@ -408,15 +396,17 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
         gone = begin if kind is Kind.STOPPED else max(begin, time.monotonic() - dog.seconds_gone([fact.rank]))
         return fact.failure is None and not dog.has_heard_since(gone)
 
+    slept = 0.0  # counted: a test library may stop the clock
     while True:
         dog.waits(wait, urgent=True)
         judged = judge(dog.facts(wait.others(), wait.wrapper), wait)
         causes = [(fact, kind) for fact, kind in judged if kind in {*CERTAIN, Kind.GONE, Kind.STOPPED}]
         unread = any(may_have_words(fact, kind) for fact, kind in causes)
         patience = times.NAMING * times.look * suspicious
-        if (causes and not unread) or dog.lost or time.monotonic() - begin >= patience:
+        if (causes and not unread) or dog.lost or max(time.monotonic() - begin, slept) >= patience:
             break
         time.sleep(0.05)
+        slept += 0.05
     absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
     if not causes and suspicious:
         causes = absent
@@ -478,7 +468,8 @@ def _abandon(group: dist.ProcessGroup) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     else:  # another may get its number
         weakref.finalize(group, _abandoned.discard, id(group)).atexit = False
-    threading.Thread(target=_abort, args=(group,), name="minddp: abort", daemon=True).start()
+    with suppress(RuntimeError):  # the process may have no more threads
+        threading.Thread(target=_abort, args=(group,), name="minddp: abort", daemon=True).start()
 
 
 def _waits_in_its_end(group: dist.ProcessGroup) -> bool:

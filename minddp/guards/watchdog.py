@@ -11,20 +11,19 @@ What always holds
     The waiting thread never waits for the store: it may be gone, or its host stopped. The thread has a connection of
     its own, keeps no process group alive, and ends with the group, the store or the interpreter.
 
-A process that ends reports so (``atexit``), with the exception that ended it if one did; one that nobody catches is
-reported at once, since other threads may hold the process. A process that is killed cannot.
+A process that ends reports so (``atexit``), with the exception that ended it if one did. Where an exception has ended
+the main thread, which trained, and other threads hold the process, the watchdog's thread sees that. A process that is
+killed cannot report.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
+import socket
 import sys
 import threading
 import time
-import traceback
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,12 +33,11 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import environment
+from ..ranks.logs import log
 from ..ranks.processes import Process, here, look
 from . import location, times
 from .evidence import Fact, Wait, reached
 from .reports import Report, Reports, file_of, innermost
-
-log = logging.getLogger("minddp")
 
 _EXIT_SECONDS = 1.0
 
@@ -126,17 +124,6 @@ class Watchdog:
         """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
         self._trains, self._native_id = threading.current_thread(), threading.get_native_id()
         self._wait = None
-
-    def note_uncaught(self, error: BaseException) -> None:
-        """An exception has ended the thread that trains, and not the process where other threads hold that.
-
-        Without the main thread a program is over; without another one it may begin again.
-        """
-        thread = threading.current_thread()
-        if thread is self._trains and thread is threading.main_thread():
-            self.tell(f"its program ended with {location.exception_text(error)}")
-        elif thread is self._trains:
-            self.note_words(f"{location.exception_text(error)}, which ended the thread that trained")
 
     def note_words(self, words: str) -> None:
         """Of an exception that the program may handle: reported only to those who ask where this rank is."""
@@ -281,6 +268,8 @@ class Watchdog:
         self._turn_began = time.monotonic()
         if (later := self._later) is not None and self._turn_began >= later[0]:
             self.tell(*later[1:])
+        if self._trains is threading.main_thread() and not (self._trains.is_alive() or "" in self._told):
+            self._tell_of_exception()
         self._send(reports)
         reports.turn(self._report, self._is_waiting() or bool(self.failed), self._hear)
         self._heard = self._turn_began
@@ -354,16 +343,38 @@ class Watchdog:
         self._stopping = True
         self._wake.set()
         self._join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
+        if self._thread.is_alive() and self._port is not None:
+            _cut_connections(self._port)
+            self._join(_EXIT_SECONDS)
+
+    def _tell_of_exception(self) -> bool:
+        """Of the one that has ended the program, if one did."""
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is None or environment.prompts():
+            return False
+        self.tell(f"its program ended with {location.exception_text(error)}")
+        return True
 
     def _say_goodbye(self) -> None:
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is not None and not environment.prompts():
-            self.tell(f"its program ended with {location.exception_text(error)}")
-        elif self._later is not None:
+        if self._tell_of_exception():
+            return
+        if self._later is not None:
             self.tell(*self._later[1:])
         else:
             first = "" if self._group_is_there() else "it has destroyed its process group, and "
             self._outbox.append(self._message(f"{first}its program has ended", left=True))
+
+
+def _cut_connections(port: int) -> None:
+    """Ends this process's connections to a port, and with them the requests that wait there for a stopped host."""
+    for fd in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError):  # closed meanwhile, or no socket, or not connected
+            link = socket.socket(fileno=fd)
+            try:
+                if link.getpeername()[1] == port:
+                    link.shutdown(socket.SHUT_RDWR)
+            finally:
+                link.detach()
 
 
 def _when_gone(dog: Watchdog) -> Callable[[object], None]:
@@ -389,39 +400,9 @@ def current(group: Any) -> Watchdog | None:
     store = dist.distributed_c10d._get_default_store()
     if dist.get_world_size() == 1:
         return None
-    if _current is None:
-        _hear_uncaught()
     if _current is None or not _current.same_group(store):
         _current = Watchdog(store, dist.get_rank(), dist.get_world_size())
     return _current
-
-
-def _hear_uncaught() -> None:
-    """From now on, before what else is called then. Who sets these hooks later may call what was there before."""
-    of_main, of_threads = sys.excepthook, threading.excepthook
-
-    def main_ends(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if _current is not None and not environment.prompts() and not _is_called_by_the_program(error):
-            with suppress(Exception):
-                _current.note_uncaught(error)
-        of_main(kind, error, trace)
-
-    def thread_ends(arguments: Any) -> None:
-        ends_well = isinstance(arguments.exc_value, (SystemExit, type(None)))
-        if _current is not None and not ends_well:
-            with suppress(Exception):
-                _current.note_uncaught(arguments.exc_value)
-        of_threads(arguments)
-
-    sys.excepthook, threading.excepthook = main_ends, thread_ends
-
-
-def _is_called_by_the_program(error: BaseException) -> bool:
-    """``sys.excepthook``, to show an exception, after which the program goes on: the frame that has caught it is
-    still there. The interpreter calls it when all frames are gone."""
-    caught_in = None if error.__traceback__ is None else error.__traceback__.tb_frame
-    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
-    return caught_in in frames or any(frame.f_code.co_name == "<module>" for frame in frames)
 
 
 def introduce(group: Any, processes: Sequence[Process]) -> None:

@@ -6,7 +6,6 @@ have no such backward, they wait for each other, or add up gradients of differen
 
 from __future__ import annotations
 
-import logging
 import sys
 import types
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from ..ranks.logs import log
 from ..reduction.reducer import Reducer
 
-log = logging.getLogger("minddp")
 _TEXT = (
     "DistributedDataParallel around %s: a backward on rank %d went past it, with gradients of %s, while a ddp(...) "
     "waited for its backward. As with torch's class it counts as that one's, and its gradients are averaged. Where "

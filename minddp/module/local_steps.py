@@ -6,15 +6,14 @@ micro-batches are forwarded before the first goes back. Logged, since a program 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
 
 from ..guards.optimizer_guard import Guarded
+from ..ranks.logs import log
 from ..reduction.reducer import Reducer
 
-log = logging.getLogger("minddp")
 _TEXT = (
     "DistributedDataParallel: optimizer.step() on rank {} uses gradients of this rank alone, of {}: their forward "
     "ran inside of no_sync(), and backward() outside of it. As in torch, where forward ran decides. Put both "

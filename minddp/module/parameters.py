@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -13,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._utils import _get_device_index
 
+from ..ranks.logs import log
 from ..reduction.members import all_parameters, every_name, of_each_module, registered
-
-log = logging.getLogger("minddp")
 
 
 def localize_shards(module: torch.nn.Module, group: dist.ProcessGroup) -> None:

@@ -7,7 +7,6 @@ outside of its forward's ``no_sync()``.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +19,10 @@ from ..guards import optimizer_guard
 from ..guards.finite_check import FiniteCheck
 from ..guards.local_gradients import LocalGradients, has_values
 from ..guards.stall_inspector import StallInspector
+from ..ranks.logs import log
 from ..reduction.reducer import Reducer
 from .local_steps import LocalSteps
 from .parameters import Parameters
-
-log = logging.getLogger("minddp")
 
 
 class StepCheck:

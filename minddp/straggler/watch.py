@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..ranks.logs import log
 from ..ranks.messages import gather_objects
 from ..timeline.step_times import Stamps, on_device
 from .diagnosis import Straggler, find_straggler
@@ -14,7 +14,6 @@ from .parts import PHASES, own_phases
 
 __all__ = ["EVERY", "StragglerWatch", "find_in_window"]
 
-log = logging.getLogger("minddp")
 
 EVERY = 20  # steps
 

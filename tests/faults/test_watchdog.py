@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -315,3 +316,33 @@ def test_a_spawned_rank_that_ends_is_named(ends):
         program.kill()
     assert "rank 1 will not take part" in told, told + errors
     assert "a first attempt" not in told
+
+
+_HELD = """
+import sys, threading, time, torch, torch.distributed as dist, minddp
+from minddp.guards import times
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+times.set_look(0.2)
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4))
+ddp(torch.ones(1, 4)).sum().backward()
+if rank == 1:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    raise ValueError("no such file")
+ddp(torch.ones(1, 4)).sum().backward()
+"""
+
+
+def test_a_rank_whose_process_another_thread_holds_is_named_with_its_exception():
+    port = str(free_port())
+    held = subprocess.Popen([sys.executable, "-c", _HELD, "1", port], stderr=subprocess.DEVNULL)
+    try:
+        command = [sys.executable, "-c", _HELD, "0", port]
+        waits = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=100)
+        assert held.poll() is None
+    finally:
+        held.kill()
+        held.wait()
+    assert "LostPeer: rank 1 will not take part" in waits.stderr
+    assert "says: its program ended with ValueError: no such file" in waits.stderr
