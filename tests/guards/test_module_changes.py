@@ -367,7 +367,9 @@ def _builtin_hook(ddp):
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
 
 
-def _remade(rank, world_size, remake):
+@pytest.mark.parametrize("remake", [_refresh, _builtin_hook])
+@on_ranks(2)
+def test_a_reducer_goes_on_where_the_one_before_ended(rank, world_size, remake):
     """What is known of gradients outlives the reducer: local ones, and results."""
     torch.manual_seed(0)
     ddp = minddp.DistributedDataParallel(nn.Linear(2, 1))
@@ -381,8 +383,3 @@ def _remade(rank, world_size, remake):
     remake(summed)
     with pytest.raises(RuntimeError, match="holds the result of an earlier"):
         summed(torch.ones(1, 1)).sum().backward()
-
-
-@pytest.mark.parametrize("remake", [_refresh, _builtin_hook])
-def test_a_reducer_goes_on_where_the_one_before_ended(remake):
-    run_ranks(_remade, 2, remake)

@@ -10,7 +10,6 @@ from torch import nn
 
 import minddp
 from minddp import DistributedDataParallel as DDP
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 
 DELAYED = ("head.weight", "head.bias")
@@ -52,7 +51,8 @@ def _train(ddp, rank, steps):
     return [p.detach().clone() for p in ddp.module.parameters()]
 
 
-def _as_if_not_delayed(rank, world_size):
+@on_ranks(2, 3)
+def test_it_trains_as_what_is_not_delayed_and_so_do_copies(rank, world_size):
     plain = _train(DDP(Branch()), rank, 4)
     for how in (lambda ddp: ddp, copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))):
         ddp = how(_wrapped())
@@ -61,12 +61,8 @@ def _as_if_not_delayed(rank, world_size):
         assert in_buckets == {"first.weight", "first.bias", "side.weight", "side.bias"}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_it_trains_as_what_is_not_delayed_and_so_do_copies(world_size):
-    run_ranks(_as_if_not_delayed, world_size)
-
-
-def _uneven(rank, world_size):
+@on_ranks(2, 3)
+def test_uneven_inputs(rank, world_size):
     for initial in (True, False):
         trained = []
         for wrap in (lambda: DDP(Branch()), _wrapped):
@@ -78,11 +74,6 @@ def _uneven(rank, world_size):
         _train(ddp, rank, 2)  # and no rank waits after it
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_uneven_inputs(world_size):
-    run_ranks(_uneven, world_size)
-
-
 @on_ranks(2)
 def test_uneven_inputs_where_every_parameter_is_delayed_are_refused(rank, world_size):
     ddp = _wrapped(delayed=[name for name, _ in Branch().named_parameters()])
@@ -90,7 +81,8 @@ def test_uneven_inputs_where_every_parameter_is_delayed_are_refused(rank, world_
         ddp.join()
 
 
-def _uneven_accumulation(rank, world_size):
+@on_ranks(2, 3)
+def test_accumulation_with_uneven_inputs(rank, world_size):
     """Under no_sync what is delayed is averaged all the same: a joined rank sends the average with the next."""
     for initial in (True, False):
         trained = []
@@ -106,11 +98,6 @@ def _uneven_accumulation(rank, world_size):
                     optimizer.step()
             trained.append([p.detach().clone() for p in ddp.module.parameters()])
         torch.testing.assert_close(trained[1], trained[0])
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_accumulation_with_uneven_inputs(world_size):
-    run_ranks(_uneven_accumulation, world_size)
 
 
 @on_ranks(2)
@@ -156,7 +143,8 @@ def test_delays_beside_other_wrappers_tied_and_frozen_parameters(rank, world_siz
     torch.testing.assert_close(_train(_wrapped(frozen), rank, 3), _train(DDP(plain), rank, 3))
 
 
-def _refused_steps(rank, world_size):
+@on_ranks(2, 3)
+def test_a_step_on_gradients_that_no_collective_averaged_is_refused(rank, world_size):
     # The trigger takes no part.
     ddp = _wrapped(trigger="side.weight", find_unused_parameters=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
@@ -178,11 +166,6 @@ def _refused_steps(rank, world_size):
     optimizer.zero_grad()
     ddp.module.head.weight.pow(2).sum().backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_step_on_gradients_that_no_collective_averaged_is_refused(world_size):
-    run_ranks(_refused_steps, world_size)
 
 
 @on_ranks(2)

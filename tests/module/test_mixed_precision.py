@@ -14,7 +14,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from minddp import DistributedDataParallel
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 DOUBLE = _MixedPrecision(param_dtype=torch.float64, reduce_dtype=torch.float64)
 
@@ -120,7 +120,9 @@ def _grads(program, rank: int, reentrant: bool | None, **options: Any) -> list[t
     return found + [value.clone() for value in ddp.state_dict().values()]
 
 
-def _alike(rank, world_size, reentrant):
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@on_ranks(2)
+def test_as_without_it(rank, world_size, reentrant):
     for program in PROGRAMS:
         if reentrant and program in (saliency, penalty, probed_between):
             continue  # autograd.grad() cannot go through a reentrant checkpoint
@@ -128,9 +130,3 @@ def _alike(rank, world_size, reentrant):
             plain = _grads(program, rank, reentrant, **options)
             mixed = _grads(program, rank, reentrant, mixed_precision=DOUBLE, **options)
             torch.testing.assert_close(mixed, plain, msg=lambda text: f"{program.__name__}, {options}: {text}")
-    return True
-
-
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_as_without_it(reentrant):
-    assert run_ranks(_alike, 2, reentrant) == [True, True]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import minddp
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 
 class Net(torch.nn.Module):
@@ -66,7 +65,8 @@ def _steps(rank):
     return seen, list(ddp.state_dict()), modes, isinstance(ddp.module.body, minddp.DistributedDataParallel)
 
 
-def _both(rank, world_size):
+@on_ranks(2, 3)
+def test_a_subclass_that_skips_the_constructor(rank, world_size):
     theirs = _steps(rank)
     minddp.install()
     try:
@@ -77,8 +77,3 @@ def _both(rank, world_size):
     assert theirs[1:3] == ours[1:3]
     torch.testing.assert_close(ours[0], theirs[0])
     dist.barrier()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_subclass_that_skips_the_constructor(world_size):
-    run_ranks(_both, world_size)

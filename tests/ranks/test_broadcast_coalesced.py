@@ -11,6 +11,7 @@ import torch.distributed as dist
 import minddp
 from minddp.ranks.broadcast import broadcast_coalesced
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 TORCH = torch.nn.parallel.DistributedDataParallel
 OURS = minddp.DistributedDataParallel
@@ -95,7 +96,8 @@ def test_every_rank_has_rank_0s_buffers_whatever_they_are(world_size):
                     assert torch.equal(got.to(torch.complex128), value.to(torch.complex128)), (name, key)
 
 
-def _sources_and_cuts(rank: int, world_size: int):
+@on_ranks(2, 3)
+def test_any_source_and_any_size_of_message(rank: int, world_size: int) -> None:
     """Every root, with messages of one tensor, of some, of all; the root's tensors are untouched."""
     for src in range(world_size):
         for limit in (1, 50, 1 << 20):
@@ -110,11 +112,6 @@ def _sources_and_cuts(rank: int, world_size: int):
                 assert [tensor._version for tensor in tensors] == versions
     broadcast_coalesced(dist.group.WORLD, [], 10, 0)
     broadcast_coalesced(dist.group.WORLD, [torch.empty(0)], 10, 0)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_source_and_any_size_of_message(world_size):
-    run_ranks(_sources_and_cuts, world_size)
 
 
 def _sparse(rank: int, world_size: int, ranks_with_one: tuple[int, ...]):

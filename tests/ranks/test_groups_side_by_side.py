@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import minddp
 from minddp import functional
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 STEPS = 4
 
@@ -102,7 +102,12 @@ def _truth(world_size, norm_sets, share_sets):
     return gradients
 
 
-def _side_by_side(rank, world_size, options):
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}],
+    ids=lambda options: next(iter(options), "default"),
+)  # fmt: skip
+@on_ranks(2, 3)
+def test_gradients_are_those_of_one_process(rank, world_size, options):
     norm_sets, share_sets = _sets(world_size)
     truth = _truth(world_size, norm_sets, share_sets)
     norm_group, share_group = _own_group(norm_sets, rank), _own_group(share_sets, rank)
@@ -113,12 +118,3 @@ def _side_by_side(rank, world_size, options):
             Mixed(norm_group, share_group), rank, world_size,
         )  # fmt: skip
         torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5, msg=lambda text: f"{wrap.__module__}: {text}")
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}],
-    ids=lambda options: next(iter(options), "default"),
-)  # fmt: skip
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_are_those_of_one_process(world_size, options):
-    run_ranks(_side_by_side, world_size, options)
