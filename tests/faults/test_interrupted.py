@@ -10,13 +10,16 @@ from torch import nn
 
 import minddp
 from minddp.testing import RankError, run_ranks, shutdown
+from tests.on_ranks import on_ranks
 
 
 class Boom(Exception):
     pass
 
 
-def _swallowed(rank, world_size, other_reducer_waits):
+@pytest.mark.parametrize("other_reducer_waits", [False, True])
+@on_ranks(2)
+def test_the_others_learn_of_a_swallowed_exception(rank, world_size, other_reducer_waits):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     ddp = minddp.DistributedDataParallel(net)  # one bucket, which is never complete
     second = minddp.DistributedDataParallel(nn.Linear(4, 4))
@@ -37,12 +40,8 @@ def _swallowed(rank, world_size, other_reducer_waits):
             waits(torch.ones(1, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("other_reducer_waits", [False, True])
-def test_the_others_learn_of_a_swallowed_exception(other_reducer_waits):
-    run_ranks(_swallowed, 2, other_reducer_waits)
-
-
-def _mended(rank, world_size):
+@on_ranks(2)
+def test_failures_that_are_over_are_forgotten(rank, world_size):
     """What a rank has reported is forgotten when it goes on: a slow rank is waited for."""
     ddp = minddp.DistributedDataParallel(nn.Linear(4, 4))
     ddp(torch.ones(1, 4)).sum().backward()
@@ -58,11 +57,6 @@ def _mended(rank, world_size):
         time.sleep(3)
     ddp(torch.full((1, 4), float(rank))).sum().backward()
     assert torch.equal(ddp.module.weight.grad, torch.full((4, 4), (world_size - 1) / 2))
-    return True
-
-
-def test_failures_that_are_over_are_forgotten():
-    assert run_ranks(_mended, 2) == [True, True]
 
 
 def _raises(grad):
@@ -157,8 +151,14 @@ def test_two_wrappers_after_one_exception():
     assert run_ranks(_two_wrappers, 2) == [True, True]
 
 
-def _zeroed(rank, world_size, wrap, set_to_none):
-    """An exception that every rank catches; the gradients are zeroed, and a step finds none."""
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("wrap", [torch.nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel])
+@on_ranks(2)
+def test_a_step_without_gradients_is_nobodys_mistake(rank, world_size, wrap, set_to_none):
+    """The next forward tells of the exception, as with torch's class; a step that changes nothing need not.
+
+    An exception that every rank catches; the gradients are zeroed, and a step finds none.
+    """
     torch.manual_seed(0)
     ddp = wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
@@ -174,14 +174,6 @@ def _zeroed(rank, world_size, wrap, set_to_none):
     assert torch.equal(ddp.module[0].weight, before)
     with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
         ddp(torch.ones(1, 4))
-    return True
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("wrap", [torch.nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel])
-def test_a_step_without_gradients_is_nobodys_mistake(wrap, set_to_none):
-    """The next forward tells of the exception, as with torch's class; a step that changes nothing need not."""
-    assert run_ranks(_zeroed, 2, wrap, set_to_none) == [True, True]
 
 
 class _Raises(torch.optim.SGD):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import minddp.shm
 from minddp.testing import RankError, run_ranks, shutdown
+from tests.on_ranks import on_ranks
 
 # How long a survivor may take to hear of a peer's end, on a machine with more to do than cores.
 SOON = 120.0
@@ -184,7 +185,8 @@ def test_a_late_rank_leaves_the_survivors_tensor_alone(world_size: int) -> None:
     assert "gave up" in texts[-1]
 
 
-def peers_memory(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_the_peers_heaps_cannot_be_written_to(rank: int, world_size: int) -> None:
     def mapped() -> set[tuple[bool, str, str]]:
         found = set()
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -199,10 +201,6 @@ def peers_memory(rank: int, world_size: int) -> None:
     dist.barrier(group)
     heaps = [protection for large, protection, _ in mapped() - before if large]
     assert sorted(heaps) == ["r--s"] * (world_size - 1) + ["rw-s"]
-
-
-def test_the_peers_heaps_cannot_be_written_to() -> None:
-    run_ranks(peers_memory, 3)
 
 
 def late_rank(rank: int, world_size: int) -> str:
@@ -299,7 +297,8 @@ def test_a_message_of_another_size_raises() -> None:
     assert "rank 0 sent 12 bytes with tag 0" in run_ranks(message_of_another_size, 2)[1]
 
 
-def many_sends(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sends_without_a_receive_are_queued(rank: int, world_size: int) -> None:
     """Both send first and receive afterwards: more than the table holds, without a receive posted."""
     group = shm_group()
     peer, count = 1 - rank, 500
@@ -312,10 +311,6 @@ def many_sends(rank: int, world_size: int) -> None:
     for work in [*reversed(works), *sends]:
         work.wait()
     assert all(torch.equal(a, b) for a, b in zip(out, received, strict=True))
-
-
-def test_sends_without_a_receive_are_queued() -> None:
-    run_ranks(many_sends, 2)
 
 
 def sends_that_nobody_takes(rank: int, world_size: int) -> str:
@@ -351,7 +346,8 @@ def test_a_rank_that_has_left_sends_nothing() -> None:
     assert "rank 0 sends to rank 1" in run_ranks(sends_after_leaving, 2)[0]
 
 
-def destroys_in_callback(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_callback_may_destroy_the_group(rank: int, world_size: int) -> None:
     for case in ("waited for", "by the worker", "of a receive", "nested", "twice"):
         group = shm_group()
         sent = threading.Event()
@@ -399,10 +395,6 @@ def wait_until(condition) -> None:
         gc.collect()
         time.sleep(0.05)
     assert condition()
-
-
-def test_a_callback_may_destroy_the_group() -> None:
-    run_ranks(destroys_in_callback, 2)
 
 
 def leaving_rank(rank: int, world_size: int) -> str:
@@ -466,7 +458,8 @@ def test_a_rank_that_never_joins_is_named() -> None:
     assert "rank 1 did not come to join the group within 1000 ms" in run_ranks(missing_rank, 2)[0]
 
 
-def same_store_again(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_a_group_made_again_on_the_same_store(rank: int, world_size: int) -> None:
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     for round in range(4):
         if rank == round % world_size:
@@ -477,10 +470,6 @@ def same_store_again(rank: int, world_size: int) -> None:
         assert float(tensor[0]) == sum(range(world_size)) + round * world_size
         backend.shutdown()
         del backend
-
-
-def test_a_group_made_again_on_the_same_store() -> None:
-    run_ranks(same_store_again, 3)
 
 
 def attempts(rank: int, world_size: int, kind: str) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import minddp
 import minddp.shm
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 CHILD_TIME = 250.0
 LARGE = 20_000_000  # float32: more than from where on a freed block gives its pages back
@@ -57,7 +57,8 @@ def still_works(world_size: int) -> None:
     assert torch.equal(tensor, torch.full((100_000,), float(world_size)))
 
 
-def child_frees(rank: int, world_size: int) -> None:
+@on_ranks(2, backend='shm')
+def test_a_child_that_frees_memory_leaves_the_parents(rank: int, world_size: int) -> None:
     blocks = [minddp.shm.empty(LARGE).fill_(3.0), minddp.shm.empty(10).fill_(4.0)]
 
     def free_all() -> None:
@@ -70,11 +71,8 @@ def child_frees(rank: int, world_size: int) -> None:
     still_works(world_size)
 
 
-def test_a_child_that_frees_memory_leaves_the_parents() -> None:
-    run_ranks(child_frees, 2, backend="shm")
-
-
-def child_destroys(rank: int, world_size: int) -> None:
+@on_ranks(3, backend='shm')
+def test_a_child_that_destroys_the_group_evicts_nobody(rank: int, world_size: int) -> None:
     works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(20)]  # and a worker thread
     in_child(dist.destroy_process_group)
     for work in works:
@@ -85,11 +83,8 @@ def child_destroys(rank: int, world_size: int) -> None:
     still_works(world_size)
 
 
-def test_a_child_that_destroys_the_group_evicts_nobody() -> None:
-    run_ranks(child_destroys, 3, backend="shm")
-
-
-def child_writes(rank: int, world_size: int) -> None:
+@on_ranks(2, backend='shm')
+def test_what_a_child_writes_is_its_own(rank: int, world_size: int) -> None:
     tensor = minddp.shm.empty(100_000).fill_(3.0)
 
     def write() -> None:
@@ -107,11 +102,8 @@ def child_writes(rank: int, world_size: int) -> None:
     still_works(world_size)
 
 
-def test_what_a_child_writes_is_its_own() -> None:
-    run_ranks(child_writes, 2, backend="shm")
-
-
-def child_calls(rank: int, world_size: int) -> None:
+@on_ranks(2, backend='shm')
+def test_calls_in_a_child_raise(rank: int, world_size: int) -> None:
     tensor = torch.ones(3)
     pending = dist.irecv(torch.ones(1), (rank + 1) % world_size)
 
@@ -134,10 +126,6 @@ def child_calls(rank: int, world_size: int) -> None:
     dist.send(tensor[:1], (rank + 1) % world_size)
     pending.wait()
     still_works(world_size)
-
-
-def test_calls_in_a_child_raise() -> None:
-    run_ranks(child_calls, 2, backend="shm")
 
 
 class Gradients(torch.utils.data.Dataset):
@@ -172,11 +160,8 @@ def train(workers: int) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def loaders(rank: int, world_size: int) -> None:
+@on_ranks(2, backend='shm')
+def test_dataloader_workers_forked_in_training(rank: int, world_size: int) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # which may have no children
     expected = train(0)
     assert all(torch.equal(a, b) for a, b in zip(expected, train(2), strict=True))
-
-
-def test_dataloader_workers_forked_in_training() -> None:
-    run_ranks(loaders, 2, backend="shm")

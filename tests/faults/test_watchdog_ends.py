@@ -16,6 +16,7 @@ from torch import nn
 from minddp import DistributedDataParallel as DDP
 from minddp.guards import reports, times, watchdog
 from minddp.testing import RankPool, free_port, run_ranks
+from tests.on_ranks import on_ranks
 
 SECONDS = 120  # less than a store's own timeout
 
@@ -66,17 +67,14 @@ def test_python_ends_after_the_threads_of_all_groups():
         pool.close()
 
 
-def _file_is_removed(rank, world_size):
+@on_ranks(2)
+def test_a_file_that_is_removed_is_not_made_anew(rank, world_size):
     path = _wrapped(rank, world_size)
     dist.barrier()
     if rank == 0:
         os.remove(path)
     assert _watchdogs_left(rank, world_size) == 0
     assert not os.path.exists(path)  # nor made anew
-
-
-def test_a_file_that_is_removed_is_not_made_anew():
-    run_ranks(_file_is_removed, 2)
 
 
 def _groups_at_one_address(rank, world_size, port, folder):

@@ -20,6 +20,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import minddp
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 from tests.reducer.test_reducer_contracts import Complex
 
 DDP = minddp.DistributedDataParallel
@@ -106,7 +107,8 @@ REMAKE = [_refresh, _static, _new_group, _builtin, _hook, _unpickled, _copied]
 ARGUMENTS = [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"check_finite": True}]
 
 
-def _remade(rank, world_size):
+@on_ranks(2, 3)
+def test_after_each_remaking_one_reducer_is_hooked_and_right(rank, world_size):
     warnings.simplefilter("ignore")
     for remake in REMAKE:
         for arguments in ARGUMENTS:
@@ -119,15 +121,10 @@ def _remade(rank, world_size):
             for i in range(3):
                 _same(_step(same, rank, i), _truth(same.module, world_size, i))
             del ddp, same
-    return True
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_after_each_remaking_one_reducer_is_hooked_and_right(world_size):
-    assert run_ranks(_remade, world_size) == [True] * world_size
-
-
-def _tuned_and_mixed(rank, world_size):
+@on_ranks(2)
+def test_the_tuner_and_mixed_precision_follow_the_reducer(rank, world_size):
     mixed = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     auto = DDP(_net(), bucket_cap_mb="auto")
     auto._set_static_graph()
@@ -138,11 +135,6 @@ def _tuned_and_mixed(rank, world_size):
         low = ddp.mixed_precision is not None
         for i in range(3):
             _same(_step(ddp, rank, i), _truth(ddp.module, world_size, i), 2e-1 if low else 1e-5)
-    return True
-
-
-def test_the_tuner_and_mixed_precision_follow_the_reducer():
-    assert run_ranks(_tuned_and_mixed, 2) == [True, True]
 
 
 def _leaks(rank, world_size):
@@ -172,7 +164,8 @@ def test_nothing_outlives_its_wrapper():
     assert run_ranks(_leaks, 2) == [[], []]
 
 
-def _failed_constructor(rank, world_size):
+@on_ranks(2)
+def test_a_constructor_that_failed_leaves_no_hooks(rank, world_size):
     net = _net()
     other = minddp.bucket_plan(DDP(nn.Linear(3, 3)))
     with pytest.raises(ValueError, match="plan"):
@@ -183,11 +176,6 @@ def _failed_constructor(rank, world_size):
     ddp = DDP(net)
     assert _reducers_hooked_on(net[0].weight) == 1
     _same(_step(ddp, rank), _truth(net, world_size))
-    return True
-
-
-def test_a_constructor_that_failed_leaves_no_hooks():
-    assert run_ranks(_failed_constructor, 2) == [True, True]
 
 
 # ---- sums and weights
@@ -237,7 +225,8 @@ def test_sums_and_weights(case, world_size):
     assert run_ranks(case, world_size) == [True] * world_size
 
 
-def _on_one_rank(rank, world_size):
+@on_ranks(1)
+def test_a_weight_divides_once(rank, world_size):
     for reduction, expected in (("sum", 2.0), ("weighted", None)):
         ddp = DDP(nn.Linear(1, 1, bias=False), reduction=reduction)
         for i in range(2):
@@ -249,10 +238,6 @@ def _on_one_rank(rank, world_size):
         assert expected is None or ddp.module.weight.grad.item() == expected
 
 
-def test_a_weight_divides_once():
-    run_ranks(_on_one_rank, 1)
-
-
 class OneOfTwo(nn.Module):
     def __init__(self):
         super().__init__()
@@ -262,7 +247,8 @@ class OneOfTwo(nn.Module):
         return getattr(self, which)(x)
 
 
-def _sum_used_on_one_rank(rank, world_size):
+@on_ranks(2)
+def test_a_sum_that_one_rank_adds_to(rank, world_size):
     ddp = DDP(OneOfTwo(), reduction="sum", find_unused_parameters=True)
     x = torch.ones(1, 1)
     for _ in range(2):
@@ -272,11 +258,6 @@ def _sum_used_on_one_rank(rank, world_size):
         ddp(x, "a" if rank == 0 else "b").sum().backward()
         assert ddp.module.a.weight.grad.item() == world_size + 1
         assert ddp.module.b.weight.grad.item() == world_size - 1
-    return True
-
-
-def test_a_sum_that_one_rank_adds_to():
-    assert run_ranks(_sum_used_on_one_rank, 2) == [True, True]
 
 
 # ---- plans
@@ -331,7 +312,8 @@ def _raise_after(backward_calls):
     return hook
 
 
-def _errors_have_exits(rank, world_size):
+@on_ranks(2, 3)
+def test_after_an_exception_that_all_ranks_met(rank, world_size):
     for index in (-1, 0):  # before the first gradient of a backward, and in its midst
         net = _net()
         ddp = DDP(net, bucket_cap_mb_list=[1e-5] * 2)
@@ -356,15 +338,10 @@ def _errors_have_exits(rank, world_size):
         for i in range(3):
             _same(_step(ddp, rank, i), _truth(net, world_size, i))
             optimizer.step()
-    return True
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_after_an_exception_that_all_ranks_met(world_size):
-    assert run_ranks(_errors_have_exits, world_size) == [True] * world_size
-
-
-def _unused_then_abort(rank, world_size):
+@on_ranks(2)
+def test_an_unfinished_iteration_can_be_given_up(rank, world_size):
     ddp = DDP(OneOfTwo())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.0)
     x = torch.ones(1, 1)
@@ -384,11 +361,6 @@ def _unused_then_abort(rank, world_size):
     optimizer.zero_grad()
     again(x, "a").sum().backward()
     optimizer.step()
-    return True
-
-
-def test_an_unfinished_iteration_can_be_given_up():
-    assert run_ranks(_unused_then_abort, 2) == [True, True]
 
 
 # ---- kinds of gradients
@@ -404,7 +376,8 @@ class Sparse(nn.Module):
         return self.head(self.table(i).mean(1)) if use else self.head(torch.ones(len(i), 3))
 
 
-def _sparse(rank, world_size):
+@on_ranks(2, 3)
+def test_sparse_gradients_on_one_rank_and_under_join(rank, world_size):
     ddp = DDP(Sparse(), find_unused_parameters=True)
     for i in range(3):
         ddp.zero_grad()
@@ -419,15 +392,10 @@ def _sparse(rank, world_size):
         for i in range(2 + rank):
             joined.zero_grad()
             joined(torch.tensor([[i, 2]])).sum().backward()
-    return True
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sparse_gradients_on_one_rank_and_under_join(world_size):
-    assert run_ranks(_sparse, world_size) == [True] * world_size
-
-
-def _complex(rank, world_size):
+@on_ranks(2)
+def test_complex_parameters_with_hooks_and_checks(rank, world_size):
     for arguments, hook in (({"check_finite": True}, None), ({}, default_hooks.allreduce_hook)):
         torch.manual_seed(0)
         weights = nn.ParameterList([torch.randn(3, dtype=torch.complex64), torch.randn(2)])
@@ -451,14 +419,10 @@ def _complex(rank, world_size):
             torch.optim.SGD(ddp.parameters(), 0.1).step()
             found.append([p.detach().clone() for p in ddp.parameters()])
         _same(*found)
-    return True
 
 
-def test_complex_parameters_with_hooks_and_checks():
-    assert run_ranks(_complex, 2) == [True, True]
-
-
-def _finite(rank, world_size):
+@on_ranks(2)
+def test_the_finite_check_beside_skipped_buckets_and_join(rank, world_size):
     """The last bucket is skipped as unused; and ranks that are out of data take part in the question."""
     ddp = DDP(OneOfTwo(), check_finite=True, find_unused_parameters=True, skip_all_reduce_unused_params=True,
               bucket_cap_mb_list=[1e-6] * 2)  # fmt: skip
@@ -475,11 +439,6 @@ def _finite(rank, world_size):
         for i in range(2 + 2 * rank):
             _step(ddp, rank, i)
             optimizer.step()
-    return True
-
-
-def test_the_finite_check_beside_skipped_buckets_and_join():
-    assert run_ranks(_finite, 2) == [True, True]
 
 
 # ---- what forward returns, what it is given
@@ -508,7 +467,8 @@ class Unusual(nn.Module):
         return "nothing"
 
 
-def _outputs(rank, world_size):
+@on_ranks(2)
+def test_outputs_of_any_shape(rank, world_size):
     for mode in ({}, {"gradient_as_bucket_view": True}):
         ddp = DDP(Unusual(), **mode)
         for kind in ("unset", "cycle", "hidden") * 2:
@@ -517,14 +477,10 @@ def _outputs(rank, world_size):
             y = out.logits if kind == "unset" else out[0] if kind == "cycle" else ddp.module.kept
             y.pow(2).sum().backward()
             _same([p.grad for p in ddp.parameters()], _truth(ddp.module.net, world_size))
-    return True
 
 
-def test_outputs_of_any_shape():
-    assert run_ranks(_outputs, 2) == [True, True]
-
-
-def _odd_parameters(rank, world_size):
+@on_ranks(2)
+def test_odd_parameters_and_names(rank, world_size):
     net = _net()
     if hasattr(net[0].weight, "grad_dtype"):
         net.half()
@@ -544,11 +500,6 @@ def _odd_parameters(rank, world_size):
     state = mixed.state_dict()
     assert {t.dtype for t in state.values()} == {torch.float32}
     mixed.load_state_dict(pickle.loads(pickle.dumps(state)))
-    return True
-
-
-def test_odd_parameters_and_names():
-    assert run_ranks(_odd_parameters, 2) == [True, True]
 
 
 # ---- process groups written in Python
@@ -598,7 +549,8 @@ class PythonGroup(dist.ProcessGroup):
         return Work(tensors)
 
 
-def _python_group(rank, world_size):
+@on_ranks(1, 2, 3)
+def test_a_process_group_written_in_python(rank, world_size):
     for arguments in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
         group = PythonGroup()
         net = _net()
@@ -610,12 +562,6 @@ def _python_group(rank, world_size):
             _same(_step(ddp, rank, i), _truth(net, world_size, i))
         assert {"broadcast", "allreduce"} <= set(group.calls)
         assert net.count.item() == 0.0
-    return True
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_process_group_written_in_python(world_size):
-    assert run_ranks(_python_group, world_size) == [True] * world_size
 
 
 class RealGroup(PythonGroup):
@@ -626,7 +572,8 @@ class RealGroup(PythonGroup):
         return super().allreduce(tensors, options)
 
 
-def _complex_and_real(rank, world_size):
+@on_ranks(2)
+def test_complex_gradients_travel_as_pairs_of_real_ones(rank, world_size):
     ddp = DDP(Complex(), process_group=RealGroup())
     for _ in range(3):
         ddp.zero_grad()
@@ -635,14 +582,11 @@ def _complex_and_real(rank, world_size):
         assert torch.equal(ddp.module.weight.grad, torch.full((4,), 2 * squares, dtype=torch.complex64))
 
 
-def test_complex_gradients_travel_as_pairs_of_real_ones():
-    run_ranks(_complex_and_real, 2)
-
-
 # ---- what is made anew has all that the first had
 
 
-def _delayed_and_another_group(rank, world_size):
+@on_ranks(3)
+def test_another_group_for_delayed_parameters(rank, world_size):
     """Where every parameter is delayed there is no reducer; the one collective goes over the new group, too."""
     pair = dist.new_group([0, 1])
     for all_delayed in (True, False):
@@ -654,11 +598,6 @@ def _delayed_and_another_group(rank, world_size):
         ddp._update_process_group(pair)
         assert ddp.process_group is pair
         _same(_step(ddp, rank), _truth(net, 2))
-    return True
-
-
-def test_another_group_for_delayed_parameters():
-    assert run_ranks(_delayed_and_another_group, 3) == [True] * 3
 
 
 def _refreshed(rank, world_size):

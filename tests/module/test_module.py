@@ -11,6 +11,7 @@ import torch.nn as nn
 
 import minddp
 from minddp.testing import RankError, run_ranks
+from tests.on_ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -643,18 +644,16 @@ def test_arguments_that_differ_between_ranks_raise_on_all(name, values, told):
         assert told in text
 
 
-def _without_a_group(rank, world_size):
+@on_ranks(1, backend=None)
+def test_no_process_group(rank, world_size):
     from minddp import DistributedDataParallel
 
     with pytest.raises(ValueError, match="init_process_group"):
         DistributedDataParallel(Net())
 
 
-def test_no_process_group():
-    run_ranks(_without_a_group, 1, backend=None)
-
-
-def _group_and_mesh(rank, world_size):
+@on_ranks(2)
+def test_device_mesh(rank, world_size):
     from torch.distributed.device_mesh import init_device_mesh
 
     from minddp import DistributedDataParallel
@@ -668,10 +667,6 @@ def _group_and_mesh(rank, world_size):
     ddp = DistributedDataParallel(Net(), device_mesh=mesh)
     ddp(_data(rank)).sum().backward()
     assert ddp.device_mesh is mesh
-
-
-def test_device_mesh():
-    run_ranks(_group_and_mesh, 2)
 
 
 def _fails_on_one_rank(rank, world_size):

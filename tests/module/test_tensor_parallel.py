@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from minddp import DistributedDataParallel
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -98,7 +99,8 @@ def test_a_state_dict_resumes() -> None:
     assert run_ranks(resume, 4, timeout=900) == [True] * 4
 
 
-def errors(rank: int, world_size: int) -> bool:
+@on_ranks(4, timeout=900)
+def test_what_cannot_work_is_named(rank: int, world_size: int) -> None:
     net, mesh = parallelized(Net())
     early = torch.optim.SGD(net.parameters(), lr=0.1)
     ddp = DistributedDataParallel(net, device_mesh=mesh)
@@ -118,11 +120,6 @@ def errors(rank: int, world_size: int) -> bool:
     assert [name for name, _ in ddp.module.named_parameters()] == NAMES  # a forward that raised leaves nothing behind
     ddp(torch.ones(2, 8)).sum().backward()
     torch.optim.SGD(ddp.parameters(), lr=0.1).step()
-    return True
-
-
-def test_what_cannot_work_is_named() -> None:
-    assert run_ranks(errors, 4, timeout=900) == [True] * 4
 
 
 def sequence_parallel(rank: int, world_size: int) -> float:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.testing import run_ranks
 from tests.module.test_questions import same_everywhere
+from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import MODES, those_that_differ
 from tests.programs.test_own_classes import batch, trained
 
@@ -163,7 +163,8 @@ def _averaged(ddp, world_size):
     return all(same_everywhere(p.grad, world_size) for p in ddp.parameters() if p.requires_grad)
 
 
-def _refused(rank, world_size):
+@on_ranks(2)
+def test_a_backward_that_would_leave_a_gradient_local_is_refused(rank, world_size):
     for forward in CASES:
         ddp = minddp.DistributedDataParallel(Frozen())
         trained(ddp, rank)
@@ -181,11 +182,8 @@ def _refused(rank, world_size):
         assert _averaged(ddp, world_size), forward.__name__
 
 
-def test_a_backward_that_would_leave_a_gradient_local_is_refused():
-    run_ranks(_refused, 2)
-
-
-def _mended(rank, world_size):
+@on_ranks(2)
+def test_what_was_mended_goes_on(rank, world_size):
     """One layer alone is cast for evaluations, and back. After each forward one parameter is looked at."""
     ddp = minddp.DistributedDataParallel(Frozen())
     trained(ddp, rank)
@@ -199,7 +197,3 @@ def _mended(rank, world_size):
         ddp.zero_grad()
         ddp(batch(rank)).square().sum().backward()
         assert _averaged(ddp, world_size)
-
-
-def test_what_was_mended_goes_on():
-    run_ranks(_mended, 2)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import minddp
 from minddp.guards import local_gradients, times
 from minddp.testing import RankError, run_ranks, shutdown
+from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import those_that_differ
 
 
@@ -815,7 +816,8 @@ def test_a_sparse_gradient_of_two_wrappers_is_the_mean(world_size):
 # ---- reductions of minddp's own
 
 
-def _assigned_by_hand(rank, world_size):
+@on_ranks(2, 3)
+def test_a_gradient_assigned_by_hand_is_summed(rank, world_size):
     """A gradient that the program has put there is this rank's own, whatever was there before."""
     for reduction in ("sum", "weighted"):
         model = minddp.DistributedDataParallel(nn.Linear(1, 1, bias=False), reduction=reduction)
@@ -828,12 +830,6 @@ def _assigned_by_hand(rank, world_size):
             total = world_size + (sum(range(1, world_size + 1)) if i else 0)
             expected = total / (0.5 * world_size if reduction == "weighted" else 1)
             assert weight.grad.item() == pytest.approx(expected), (reduction, i)
-    return True
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_gradient_assigned_by_hand_is_summed(world_size):
-    assert run_ranks(_assigned_by_hand, world_size) == [True] * world_size
 
 
 # ---- two wrappers of one parameter, both in one loss

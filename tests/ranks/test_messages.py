@@ -9,12 +9,14 @@ import torch.distributed as dist
 
 from minddp.ranks import messages, waiting
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 from tests.ranks.own_group import OwnGroup
 
 VALUES = ("", "größe", {"a": [1, None, True]}, [0.1, float("inf")], 2**53 - 1, "x" * 100_000)
 
 
-def _gathered(rank, world_size):
+@on_ranks(1, 2, 3)
+def test_every_rank_has_every_ranks_value(rank, world_size):
     for value in VALUES:
         assert messages.gather_objects({"rank": rank, "value": value}, dist.group.WORLD) == [
             {"rank": r, "value": value} for r in range(world_size)
@@ -22,23 +24,14 @@ def _gathered(rank, world_size):
     assert messages.gather_objects("x" * rank, dist.group.WORLD) == ["x" * r for r in range(world_size)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_has_every_ranks_value(world_size):
-    run_ranks(_gathered, world_size)
-
-
-def _one_after_the_other(rank, world_size):
+@on_ranks(2, 3)
+def test_through_a_groups_own_class_in_python(rank, world_size):
     group = OwnGroup("messages")
     for i in range(200):
         assert messages.gather_objects(rank + i, group) == [i + r for r in range(world_size)]
         message = torch.tensor([rank + i])
         waiting.broadcast_from(group, message, 1, "the message")
         assert message.item() == 1 + i
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_through_a_groups_own_class_in_python(world_size):
-    run_ranks(_one_after_the_other, world_size)
 
 
 class Bomb:

@@ -19,6 +19,7 @@ import minddp
 from minddp import _C
 from minddp.guards import times
 from minddp.testing import RankError, run_ranks, shutdown
+from tests.on_ranks import on_ranks
 
 TORCH = nn.parallel.DistributedDataParallel
 TORCH_HAS_IT = hasattr(TORCH, "finalize_backward")
@@ -232,7 +233,9 @@ CASES = [
 ]  # fmt: skip
 
 
-def _all_transcripts(rank, world_size):
+@on_ranks(1, 2, 3, timeout=900)
+def test_the_same_calls_have_the_same_outcome(rank, world_size):
+    """As in torch's class, error by error and gradient by gradient; gradients are those of automatic backwards."""
     for kwargs in CASES:
         ours = Transcript(_wrap(manual=False, **kwargs), rank, True)
         for label, error in ours.seen:
@@ -245,12 +248,6 @@ def _all_transcripts(rank, world_size):
                 assert label in TOO_LATE or mine == other, (kwargs, label, mine, other)
             for mine, other in zip(ours.grads, one.grads, strict=True):
                 _assert_same(mine, other)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_same_calls_have_the_same_outcome(world_size):
-    """As in torch's class, error by error and gradient by gradient; gradients are those of automatic backwards."""
-    run_ranks(_all_transcripts, world_size, timeout=900)
 
 
 # ---- the numbers of automatic backwards
@@ -336,7 +333,9 @@ PROGRAMS = [
 ]
 
 
-def _numbers(rank, world_size):
+@on_ranks(1, 2, 3, timeout=900)
+def test_the_numbers_are_those_of_automatic_backwards(rank, world_size):
+    """Finalized after backward, or within it, from what comes before the module."""
     for program, kwargs, ways, beside_torch in PROGRAMS:
         expected = program(OURS, rank, False, False, **kwargs)
         for within in ways:
@@ -344,12 +343,6 @@ def _numbers(rank, world_size):
             if beside_torch:
                 tolerance = {"atol": 2e-2, "rtol": 2e-2} if kwargs is MIXED else {}
                 _assert_same(program(TORCH, rank, True, within, **kwargs), expected, **tolerance)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_numbers_are_those_of_automatic_backwards(world_size):
-    """Finalized after backward, or within it, from what comes before the module."""
-    run_ranks(_numbers, world_size, timeout=900)
 
 
 # ---- each of these on two ranks

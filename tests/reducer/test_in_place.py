@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.testing import RankError, run_ranks
+from tests.on_ranks import on_ranks
 from tests.reducer.late import LateGroup, LateWork
 
 ALONE = {"bucket_cap_mb_list": [1e-6] * 2}  # every gradient has a bucket of its own
@@ -122,7 +123,9 @@ class Shared(nn.Module):
         return torch.cat([self.c, self.d]) * x + (self.a.view(-1) + self.b.view(-1)).view(8, 4) * x
 
 
-def _shared_memory(rank, world_size, kwargs):
+@pytest.mark.parametrize("kwargs", [{}, ALONE, {**ALONE, "gradient_as_bucket_view": True}])
+@on_ranks(2)
+def test_gradients_that_share_memory(rank, world_size, kwargs):
     module = Shared()
     ddp = minddp.DistributedDataParallel(module, **kwargs)
     for iteration in range(3):
@@ -132,15 +135,10 @@ def _shared_memory(rank, world_size, kwargs):
         ddp(x).sum().backward()
         assert kwargs or module.a.grad.data_ptr() == module.b.grad.data_ptr()  # else nothing is tested here
         _assert_grads(module, expected)
-    return True
 
 
-@pytest.mark.parametrize("kwargs", [{}, ALONE, {**ALONE, "gradient_as_bucket_view": True}])
-def test_gradients_that_share_memory(kwargs):
-    assert run_ranks(_shared_memory, 2, kwargs) == [True, True]
-
-
-def _kept_by_a_hook(rank, world_size):
+@on_ranks(2)
+def test_what_a_hook_has_kept_is_left_alone(rank, world_size):
     """Of a gradient that a tensor hook has kept, what was kept stays this rank's own."""
     module = nn.Linear(6, 3)
     kept = []
@@ -151,14 +149,10 @@ def _kept_by_a_hook(rank, world_size):
         ddp(torch.full((1, 6), float(rank + iteration))).sum().backward()
         assert torch.equal(kept[-1], torch.full((3, 6), float(rank + iteration)))
         assert torch.equal(module.weight.grad, torch.full((3, 6), iteration + 0.5))
-    return True
 
 
-def test_what_a_hook_has_kept_is_left_alone():
-    assert run_ranks(_kept_by_a_hook, 2) == [True, True]
-
-
-def _accumulated(rank, world_size):
+@on_ranks(2)
+def test_accumulation_in_place(rank, world_size):
     """The second gradient is added to the first: with no_sync, without, and to zeros."""
     module = nn.Linear(6, 3, bias=False)
     ddp = minddp.DistributedDataParallel(module, **ALONE)
@@ -176,11 +170,6 @@ def _accumulated(rank, world_size):
         module.zero_grad(set_to_none=False)
         ddp(torch.full((1, 6), 1.0 * rank)).sum().backward()
         assert module.weight.grad is held and torch.equal(held, ones * 0.5)
-    return True
-
-
-def test_accumulation_in_place():
-    assert run_ranks(_accumulated, 2) == [True, True]
 
 
 class TwoHeads(nn.Module):
@@ -193,7 +182,9 @@ class TwoHeads(nn.Module):
         return getattr(self, side)(x)
 
 
-def _unused(rank, world_size, static):
+@pytest.mark.parametrize("static", [False, True])
+@on_ranks(2)
+def test_what_no_rank_used_is_left_alone(rank, world_size, static):
     """What no rank used stays as it was, to the bit and different on every rank; used on one: a mean with zeros."""
     module = TwoHeads()
     ddp = minddp.DistributedDataParallel(module, find_unused_parameters=not static, static_graph=static, **ALONE)
@@ -209,12 +200,6 @@ def _unused(rank, world_size, static):
         ddp(torch.ones(1, 4), "left" if rank == 0 else "right").sum().backward()
         assert torch.equal(module.left.weight.grad, ones * 0.5)
         assert torch.equal(module.right.weight.grad, ones * 0.5)
-    return True
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_what_no_rank_used_is_left_alone(static):
-    assert run_ranks(_unused, 2, static) == [True, True]
 
 
 def _other_result(state, bucket):
@@ -223,7 +208,11 @@ def _other_result(state, bucket):
     return future
 
 
-def _moved(rank, world_size, arguments):
+@pytest.mark.parametrize(
+    "arguments", [{}, {"gradient_as_bucket_view": True}, {**ALONE, "gradient_as_bucket_view": True}]
+)
+@on_ranks(2)
+def test_gradients_that_a_module_has_moved(rank, world_size, arguments):
     """module.to(memory_format=...) moves the gradients that there are, windows on a bucket among them."""
     module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 4, 3))
     ddp = minddp.DistributedDataParallel(module, **arguments)
@@ -241,13 +230,6 @@ def _moved(rank, world_size, arguments):
         _assert_grads(module, expected)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{}, {"gradient_as_bucket_view": True}, {**ALONE, "gradient_as_bucket_view": True}]
-)
-def test_gradients_that_a_module_has_moved(arguments):
-    run_ranks(_moved, 2, arguments)
-
-
 def _in_place_hook(state, bucket):
     assert bucket.buffer().shape == (bucket.parameters()[0].numel(),)
     assert bucket.gradients()[0].shape == bucket.parameters()[0].shape
@@ -255,7 +237,8 @@ def _in_place_hook(state, bucket):
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def _with_hook(rank, world_size):
+@on_ranks(2)
+def test_hooks_see_the_gradients_own_memory(rank, world_size):
     results = []
     for hook in (_other_result, _in_place_hook):
         module = nn.Conv2d(4, 6, 3, bias=False).to(memory_format=torch.channels_last)
@@ -270,14 +253,10 @@ def _with_hook(rank, world_size):
             if hook is _in_place_hook:
                 _assert_grads(module, expected)
     assert torch.equal(results[1], torch.full((6, 4, 3, 3), 7.0))
-    return True
 
 
-def test_hooks_see_the_gradients_own_memory():
-    assert run_ranks(_with_hook, 2) == [True, True]
-
-
-def _second_derivative(rank, world_size):
+@on_ranks(2)
+def test_a_gradient_with_a_graph_is_copied(rank, world_size):
     """A gradient with a graph of its own is copied: its graph must stay what it is."""
     module = nn.Linear(3, 1, bias=False)
     ddp = minddp.DistributedDataParallel(module, **ALONE)
@@ -290,11 +269,6 @@ def _second_derivative(rank, world_size):
             x = torch.full((1, 3), 1.0 + r)
             expected[0] += 3 * module.weight.detach().mul(x).sum() ** 2 * x / world_size
         torch.testing.assert_close(module.weight.grad.detach(), expected[0])
-    return True
-
-
-def test_a_gradient_with_a_graph_is_copied():
-    assert run_ranks(_second_derivative, 2) == [True, True]
 
 
 # ---- packed before the bucket is complete

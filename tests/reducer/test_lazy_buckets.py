@@ -11,6 +11,7 @@ from torch import nn
 import minddp
 import minddp.shm
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 TORCH = nn.parallel.DistributedDataParallel
 TORCH_HAS_IT = "lazy_bucket_allocation" in inspect.signature(TORCH).parameters
@@ -126,18 +127,14 @@ OURS_ALONE = [
 ]
 
 
-def _numbers(rank, world_size):
+@on_ranks(1, 2, 3, timeout=900)
+def test_lazy_buckets_change_no_number(rank, world_size):
     """Lazy gives the bits of eager; and torch's numbers."""
     for program, kwargs in BESIDE_TORCH + OURS_ALONE:
         lazy = program(OURS, rank, **kwargs, **LAZY)
         _assert_same(lazy, program(OURS, rank, **kwargs))
         if TORCH_HAS_IT and (program, kwargs) in BESIDE_TORCH:
             _assert_same(lazy, program(TORCH, rank, **kwargs, **LAZY), exactly=False)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_lazy_buckets_change_no_number(world_size):
-    run_ranks(_numbers, world_size, timeout=900)
 
 
 # ---- each of these on two ranks
@@ -278,7 +275,8 @@ def test_on_two_ranks(check):
     run_ranks(check, 2)
 
 
-def _from_shared_memory(rank, world_size):
+@on_ranks(2, backend='shm')
+def test_from_the_transports_memory(rank, world_size):
     """The transport's memory, taken and given back: more than there is of it, over all iterations."""
     ddp = _wrap(net=nn.Linear(1024, 2048, bias=False), **LAZY)  # 8 MiB
     reference = OURS(pickle.loads(pickle.dumps(ddp.module)))
@@ -292,7 +290,3 @@ def _from_shared_memory(rank, world_size):
     reference(_x(rank, 39, 1024)).sum().backward()
     torch.testing.assert_close(ddp.module.weight.grad, reference.module.weight.grad)
     assert shared == [True] * 40
-
-
-def test_from_the_transports_memory():
-    run_ranks(_from_shared_memory, 2, backend="shm")

@@ -435,11 +435,8 @@ def test_prepare_for_backward_arms_one_backward(rank, world_size):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_bypass_after_create_graph_is_local():
-    run_ranks(_bypass_after_create_graph, 2)
-
-
-def _bypass_after_create_graph(rank, world_size):
+@on_ranks(2)
+def test_a_bypass_after_create_graph_is_local(rank, world_size):
     ddp = DDP(Two())
     for step in range(2):
         ddp.zero_grad()
@@ -768,7 +765,8 @@ def test_what_ranks_use_within_a_bucket_may_differ(rank, world_size):
     torch.testing.assert_close(grads[1], grads[0])
 
 
-def _skipping_and_uneven(rank, world_size):
+@on_ranks(2, 3)
+def test_uneven_inputs_where_unused_buckets_are_skipped(rank, world_size):
     """A joined rank cannot know what the others skip; after the join unused buckets are skipped again."""
     weights = []
     for skip in (False, True):
@@ -787,12 +785,8 @@ def _skipping_and_uneven(rank, world_size):
     assert (len(sent), len(ddp.reducer.buckets())) == (2, 4)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_uneven_inputs_where_unused_buckets_are_skipped(world_size):
-    run_ranks(_skipping_and_uneven, world_size)
-
-
-def _exchanged_windows(rank, world_size):
+@on_ranks(2, 3)
+def test_gradients_that_have_changed_places(rank, world_size):
     """As without views: a program may move gradients from one parameter to another, also between buckets."""
     for caps in ({}, ALONE):
         for set_to_none in (None, False):
@@ -810,11 +804,6 @@ def _exchanged_windows(rank, world_size):
                         ddp.zero_grad(set_to_none=set_to_none)
                 seen.append(grads)
             torch.testing.assert_close(seen[1], seen[0])
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_that_have_changed_places(world_size):
-    run_ranks(_exchanged_windows, world_size)
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minddp import DistributedDataParallel
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 # Which rows each rank looks up; a rank may look up none.
 ROWS = {
@@ -39,7 +39,18 @@ def loss_of(model: nn.Module, rows: list[int]) -> torch.Tensor:
     return model(torch.tensor(rows, dtype=torch.long)).abs().pow(2).sum()
 
 
-def compare(rank: int, world_size: int, dtype: torch.dtype, backend: str, reduction: str) -> None:
+@pytest.mark.parametrize(
+    "dtype, backend, reduction",
+    [
+        (torch.float32, "gloo", "mean"),
+        (torch.float64, "gloo", "sum"),
+        (torch.float32, "shm", "mean"),
+    ],
+)
+@on_ranks(2, 3)
+def test_sparse_gradients_are_averaged(
+    rank: int, world_size: int, dtype: torch.dtype, backend: str, reduction: str
+) -> None:
     torch.manual_seed(0)
     group = dist.new_group(backend=backend)
     net = Tables(dtype)
@@ -60,20 +71,10 @@ def compare(rank: int, world_size: int, dtype: torch.dtype, backend: str, reduct
             assert averaged[key].is_sparse == p.grad.is_sparse
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    "dtype, backend, reduction",
-    [
-        (torch.float32, "gloo", "mean"),
-        (torch.float64, "gloo", "sum"),
-        (torch.float32, "shm", "mean"),
-    ],
-)
-def test_sparse_gradients_are_averaged(world_size: int, dtype: torch.dtype, backend: str, reduction: str) -> None:
-    run_ranks(compare, world_size, dtype, backend, reduction)
-
-
-def train(rank: int, world_size: int, steps: int) -> None:
+@pytest.mark.parametrize("steps", [100, pytest.param(400, marks=pytest.mark.all)])
+@on_ranks(2)
+def test_sparse_beside_dense_buckets_step_after_step(rank: int, world_size: int, steps: int) -> None:
+    """Gloo's own sparse all-reduce corrupts the heap here, sooner or later."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Tables(), bucket_cap_mb_list=[1e-5] * 2)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
@@ -85,9 +86,3 @@ def train(rank: int, world_size: int, steps: int) -> None:
     everyone = [torch.empty_like(weights) for _ in range(world_size)]
     dist.all_gather(everyone, weights)
     assert all(torch.equal(weights, theirs) for theirs in everyone)
-
-
-@pytest.mark.parametrize("steps", [100, pytest.param(400, marks=pytest.mark.all)])
-def test_sparse_beside_dense_buckets_step_after_step(steps: int) -> None:
-    """Gloo's own sparse all-reduce corrupts the heap here, sooner or later."""
-    run_ranks(train, 2, steps)

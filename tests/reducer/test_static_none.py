@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import minddp
 from minddp import DistributedDataParallel as DDP
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 
 class Skips(torch.autograd.Function):
@@ -55,18 +56,17 @@ def made(rank):
     return ddp, optimizer
 
 
-def _comes_later(rank, world_size):
+@on_ranks(2)
+def test_a_gradient_that_comes_later_raises(rank, world_size):
     ddp, _ = made(rank)
     with pytest.raises(RuntimeError, match="training graph has changed.*'book' got a gradient"):
         ddp(x_of(rank, 2), brings=True).backward()
     minddp.abort_iteration(ddp)
 
 
-def test_a_gradient_that_comes_later_raises():
-    run_ranks(_comes_later, 2)
-
-
-def _kept_local(rank, world_size, past):
+@pytest.mark.parametrize("past", [False, True], ids=["no_sync", "past_the_wrapper"])
+@on_ranks(2)
+def test_a_local_gradient_of_it_is_not_taken_for_an_average(rank, world_size, past):
     """A local gradient of it, and a backward that sends the others'."""
     ddp, optimizer = made(rank)
     if past:
@@ -83,11 +83,6 @@ def _kept_local(rank, world_size, past):
     ddp(x_of(rank, 4)).backward()
     optimizer.step()
     minddp.check_replicas(ddp)
-
-
-@pytest.mark.parametrize("past", [False, True], ids=["no_sync", "past_the_wrapper"])
-def test_a_local_gradient_of_it_is_not_taken_for_an_average(past):
-    run_ranks(_kept_local, 2, past)
 
 
 class Branch(nn.Module):

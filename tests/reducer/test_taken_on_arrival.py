@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 MODES = {
     "default": {},
@@ -240,7 +241,8 @@ def test_a_gradient_that_a_hook_moves_is_no_change_of_the_graph():
     assert run_ranks(_moved, 2) == [[], []]
 
 
-def _appears(rank, world_size):
+@on_ranks(2)
+def test_a_moved_gradient_that_was_not_there_at_first_raises(rank, world_size):
     """The promise is broken where autograd made nothing before, whatever a hook makes of it now."""
     module = Two()
     for parameter in module.b.parameters():
@@ -250,8 +252,3 @@ def _appears(rank, world_size):
     a, b = ddp(batch(rank, 1))
     with pytest.raises(RuntimeError, match=r"training graph has changed.*'b\."):
         (a.sum() + b.sum()).backward()
-    return True
-
-
-def test_a_moved_gradient_that_was_not_there_at_first_raises():
-    assert run_ranks(_appears, 2) == [True, True]

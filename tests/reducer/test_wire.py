@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import minddp
 from minddp import Wire
 from minddp.testing import RankError, run_ranks
+from tests.on_ranks import on_ranks
 
 SHAPES = {"wide": (9, 300), "square": (32, 48), "vector": (700,), "small": (3, 2)}
 
@@ -538,7 +539,8 @@ def _refused(kind: type[Exception], words: str) -> Iterator[None]:
         yield
 
 
-def _refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_makes_no_sense_is_refused(rank: int, world_size: int) -> None:
     ddp = minddp.DistributedDataParallel
     with _refused(ValueError, "wire must be 'bf16', 'fp16', 'int8' or None, got 'int4'"):
         ddp(Given(), wire="int4")
@@ -572,10 +574,6 @@ def _refusals(rank: int, world_size: int) -> None:
     wrapped(gradients(rank)).backward()
     small = [gradients(r)["small"] / world_size for r in range(world_size)]
     assert torch.equal(wrapped.module.small.grad, in_order(small))
-
-
-def test_what_makes_no_sense_is_refused() -> None:
-    run_ranks(_refusals, 2)
 
 
 def _alone(rank: int, world_size: int) -> bool:

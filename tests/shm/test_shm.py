@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import minddp.shm
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -97,7 +98,8 @@ def test_allreduce_of_every_type_and_operation(world_size: int) -> None:
     assert min(run_ranks(check_allreduce, world_size)) == len(supported()) * len(SIZES)
 
 
-def check_same_bits_as_gloo(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_two_ranks_get_gloos_bits(rank: int, world_size: int) -> None:
     group = shm_group()
     for dtype in [*FLOATS, torch.int32, torch.int64, torch.uint8, torch.int8]:
         for op in [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]:
@@ -109,11 +111,8 @@ def check_same_bits_as_gloo(rank: int, world_size: int) -> None:
                 assert torch.equal(ours, gloo), (dtype, op, numel)
 
 
-def test_two_ranks_get_gloos_bits() -> None:
-    run_ranks(check_same_bits_as_gloo, 2)
-
-
-def check_special_values(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_nan_wins(rank: int, world_size: int) -> None:
     group = shm_group()
     nan, inf = float("nan"), float("inf")
     for dtype in FLOATS:
@@ -125,11 +124,8 @@ def check_special_values(rank: int, world_size: int) -> None:
         assert tensor[2].isnan()
 
 
-def test_nan_wins() -> None:
-    run_ranks(check_special_values, 2)
-
-
-def check_signed_zeros_and_nans(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_minimum_and_maximum_of_signed_zeros_and_nans(rank: int, world_size: int) -> None:
     """A NaN wins, -0 is less than +0: wherever they are, on any path (flat, in pieces, in place, rooted)."""
     group = shm_group()
     nan, inf = float("nan"), float("inf")
@@ -164,11 +160,6 @@ def check_paths(mine: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.Pro
     return [private, shared, scattered]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_minimum_and_maximum_of_signed_zeros_and_nans(world_size: int) -> None:
-    run_ranks(check_signed_zeros_and_nans, world_size)
-
-
 def both(call, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """``call(group, *copies)`` on Gloo and on shm; the copies afterwards."""
     results = []
@@ -186,7 +177,8 @@ def assert_same(call, *tensors: torch.Tensor) -> None:
         assert torch.equal(expected, value), call
 
 
-def check_collectives(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_collectives_against_gloo(rank: int, world_size: int) -> None:
     both.group = shm_group()
     for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
         for numel in (0, 1, 7, 8192, 70_001, 300_007):
@@ -257,12 +249,8 @@ def check_reduce_scatter(rank: int, world_size: int, mine: torch.Tensor) -> None
     assert torch.equal(output, expected)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_collectives_against_gloo(world_size: int) -> None:
-    run_ranks(check_collectives, world_size)
-
-
-def check_uneven(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_uneven_sizes(rank: int, world_size: int) -> None:
     group = shm_group()
     sizes = [3, 0, 100_001][:world_size]
     outputs = [torch.empty(size) for size in sizes]
@@ -284,12 +272,8 @@ def check_uneven(rank: int, world_size: int) -> None:
     assert [float(t.sum()) for t in received] == [i * (10.0 * i + rank) for i in range(world_size)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_uneven_sizes(world_size: int) -> None:
-    run_ranks(check_uneven, world_size)
-
-
-def check_strides_and_objects(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_strides_objects_and_coalescing(rank: int, world_size: int) -> None:
     group = shm_group()
     for numel in (8, 300_000):  # transposed, and every other element
         base = torch.arange(2.0 * numel).view(2, numel) * (rank + 1)
@@ -317,12 +301,8 @@ def check_strides_and_objects(rank: int, world_size: int) -> None:
     assert [float(t[0]) for t in many] == [float(sum(range(world_size)))] * 3
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_strides_objects_and_coalescing(world_size: int) -> None:
-    run_ranks(check_strides_and_objects, world_size)
-
-
-def check_messages(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_messages(rank: int, world_size: int) -> None:
     group = shm_group()
     to, back = (rank + 1) % world_size, (rank - 1) % world_size
     for numel in (0, 1, 500_000):
@@ -376,12 +356,8 @@ def check_many_messages(rank: int, group: dist.ProcessGroup) -> None:
         assert [int(tensor) for tensor in receives] == list(range(300))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_messages(world_size: int) -> None:
-    run_ranks(check_messages, world_size)
-
-
-def check_asynchronous(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_asynchronous_works_and_futures(rank: int, world_size: int) -> None:
     group = shm_group()
     tensors = [torch.full((n,), 1.0) for n in (10, 200_000, 10, 50_000)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
@@ -415,12 +391,8 @@ def check_callbacks_that_block(world_size: int, group: dist.ProcessGroup) -> Non
     assert later[0].wait()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_asynchronous_works_and_futures(world_size: int) -> None:
-    run_ranks(check_asynchronous, world_size)
-
-
-def check_groups(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_several_groups(rank: int, world_size: int) -> None:
     """Groups of their own: a subgroup, and two over all ranks used in another order by each rank."""
     pairs = [dist.new_group([0, r], backend="shm") for r in range(1, world_size)]
     for r, pair in enumerate(pairs, start=1):
@@ -437,12 +409,8 @@ def check_groups(rank: int, world_size: int) -> None:
     assert [float(tensor[0]) for tensor in tensors] == [1.0 * world_size, 2.0 * world_size]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_several_groups(world_size: int) -> None:
-    run_ranks(check_groups, world_size)
-
-
-def check_shared_tensors(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_tensors_in_shared_memory(rank: int, world_size: int) -> None:
     group = shm_group()
     for dtype in (torch.float32, torch.float16, torch.complex128, torch.uint8):
         for numel in (1, 8193, 300_007):
@@ -488,12 +456,8 @@ def check_lifetime(group: dist.ProcessGroup) -> None:
     assert float(survivor.sum()) == 700_000.0
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_tensors_in_shared_memory(world_size: int) -> None:
-    run_ranks(check_shared_tensors, world_size)
-
-
-def check_arguments(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_wrong_arguments_raise_before_anything_is_sent(rank: int, world_size: int) -> None:
     group = shm_group()
     with pytest.raises(TypeError, match="BAND of Float"):
         dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND, group=group)
@@ -517,11 +481,8 @@ def check_arguments(rank: int, world_size: int) -> None:
     assert torch.equal(tensor, torch.full((3,), float(world_size)))
 
 
-def test_wrong_arguments_raise_before_anything_is_sent() -> None:
-    run_ranks(check_arguments, 2)
-
-
-def check_alone(rank: int, world_size: int) -> None:
+@on_ranks(1, backend='shm')
+def test_world_of_one(rank: int, world_size: int) -> None:
     tensor = torch.arange(5.0)
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
         dist.all_reduce(tensor, op)
@@ -538,10 +499,6 @@ def check_alone(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_world_of_one() -> None:
-    run_ranks(check_alone, 1, backend="shm")
-
-
 def train(ddp_class, group: dist.ProcessGroup, rank: int, **options) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.ReLU(), torch.nn.Linear(300, 10))
@@ -555,7 +512,8 @@ def train(ddp_class, group: dist.ProcessGroup, rank: int, **options) -> list[tor
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def check_training(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_training_ends_with_gloos_weights(rank: int, world_size: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     group = shm_group()
@@ -566,11 +524,8 @@ def check_training(rank: int, world_size: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True)), ddp_class
 
 
-def test_training_ends_with_gloos_weights() -> None:
-    run_ranks(check_training, 2)
-
-
-def check_bucket_memory(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buckets_lie_in_the_transports_memory(rank: int, world_size: int) -> None:
     groups = {True: shm_group(), False: dist.group.WORLD}
     for shared, group in groups.items():
         ddp = minddp.DistributedDataParallel(
@@ -582,11 +537,8 @@ def check_bucket_memory(rank: int, world_size: int) -> None:
             assert minddp.shm.is_shared(parameter.grad, groups[True]) is shared
 
 
-def test_buckets_lie_in_the_transports_memory() -> None:
-    run_ranks(check_bucket_memory, 2)
-
-
-def check_wait_with_limit(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_wait_with_a_limit_leaves_the_work_going(rank: int, world_size: int) -> None:
     group = shm_group()
     tensor = torch.ones(3)
     if rank == 0:
@@ -599,7 +551,3 @@ def check_wait_with_limit(rank: int, world_size: int) -> None:
         dist.recv(torch.ones(1), 0)
         dist.all_reduce(tensor, group=group)
     assert torch.equal(tensor, torch.full((3,), 2.0))
-
-
-def test_wait_with_a_limit_leaves_the_work_going() -> None:
-    run_ranks(check_wait_with_limit, 2)
