@@ -170,7 +170,7 @@ def _refused_rightly(program: Program, theirs: Results, step: int, error: str) -
     verb, arguments = program["steps"][step]
     if verb != "step" or "gradients that were never averaged" not in error:
         return False
-    nets = "|".join(str(program["wrappers"][w]["net"]) for w in program["optimizers"][arguments["opt"]]["of"])
+    nets = "|".join(str(w) for w in program["optimizers"][arguments["opt"]]["of"])
     names = "|".join(re.escape(name) for name in re.findall(r"'([^']+)'", error))
     first, *others = (
         {label: value for at, label, value in result["observations"] if at == step} for result in theirs

@@ -99,23 +99,18 @@ class Net(nn.Module):
         self.parts = nn.ModuleList()
         self.group: Any = None
         for block in spec["blocks"]:
-            block, part = self._resolve(block, earlier)
+            part = None
+            if block["kind"] == "same":
+                other = earlier[block["net"]]
+                index = block["block"] % len(other.specs)
+                block, part = other.specs[index], other.parts[index]
             self.specs.append(block)
-            self.parts.append(part)
+            self.parts.append(_part(block) if part is None else part)
         if self.out != "tensor":
             self.a = nn.Linear(WIDTH, WIDTH)
             self.b = nn.Linear(WIDTH, WIDTH)
         if "tells" in spec:
             own.tell(self, spec["tells"])
-
-    def _resolve(self, block: dict[str, Any], earlier: list[Net]) -> tuple[dict[str, Any], nn.Module]:
-        if block["kind"] != "same":
-            return block, _part(block)
-        if block["net"] < len(earlier) and earlier[block["net"]].specs:
-            other = earlier[block["net"]]
-            index = block["block"] % len(other.specs)
-            return other.specs[index], other.parts[index]
-        return {"kind": "linear"}, _part({"kind": "linear"})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "group": None}

@@ -8,17 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .origins import (
-    asks_for_local,
-    ended_by_a_hook,
-    frozen,
-    holders,
-    kin,
-    left_by_join,
-    may_be_divided,
-    net_of,
-    other_forward_waits,
-)
+from . import origins
+from .origins import holders, kin, may_be_divided
 from .program import Program, to_json
 
 __all__ = ["Difference", "Numbers", "Results", "has_low_precision", "same", "show", "tolerance_of"]
@@ -149,7 +140,9 @@ class Numbers:
         if self._of_corrected(label):
             return True
         everyone = [value for _, value in self._values(self.ours, step, label)]
-        return frozen(self.program, step, label) and not any(value is None or np.any(value) for value in everyone)
+        return origins.frozen(self.program, step, label) and not any(
+            value is None or np.any(value) for value in everyone
+        )
 
     def _about_to_go_wrong(self, step: int) -> bool:
         steps = self.program["steps"]
@@ -163,11 +156,16 @@ class Numbers:
         verb, a = self.program["steps"][step] if step >= 0 else ("", {})
         if self.corrected:
             if label.startswith("hook"):
-                return self._of_corrected(f"net{self._net_of_hook(label)}.")
+                placed = int(label.removeprefix("hook").split()[0])  # as step 3: "hook3 reads 0"
+                return self._of_corrected(f"net{self.program['steps'][placed][1]['w']}.")
             if verb == "clip" and self._clips(a, label):
                 self.corrected |= {label} - {"norm"}
                 return True
-        if not label.endswith(".grad") or not label.startswith("net") or asks_for_local(self.program, step, label):
+        if (
+            not label.endswith(".grad")
+            or not label.startswith("net")
+            or origins.asks_for_local(self.program, step, label)
+        ):
             return False
         if self._is_mean(label, step, self.theirs, self.ours):
             self.corrected.add(label)
@@ -182,14 +180,9 @@ class Numbers:
 
     def _clips(self, a: dict[str, Any], label: str) -> bool:
         """Whether this is the norm of, or is scaled by, a gradient that is corrected."""
-        nets = kin(self.program, net_of(self.program, a.get("w", 0)))
+        nets = kin(self.program, a["w"])
         clipped = label == "norm" or (label.endswith(".grad") and any(label.startswith(f"net{net}.") for net in nets))
         return clipped and any(self._of_corrected(f"net{net}.") for net in nets)
-
-    def _net_of_hook(self, label: str) -> int:
-        """The net of the hook that the label's step has placed: ``hook3 reads 0``."""
-        step = int(label.removeprefix("hook").split()[0])
-        return net_of(self.program, self.program["steps"][step][1].get("w", 0))
 
     def _of_corrected(self, label: str) -> bool:
         """Whether a gradient of the same net, or of one that shares a block with it, is corrected."""
@@ -244,13 +237,15 @@ class Numbers:
         what = _kind_of(label)
         if what != "a gradient":
             return what
-        if other_forward_waits(self.program, step, label) and self._is_mean(label, step, self.ours, self.theirs):
+        if origins.other_forward_waits(self.program, step, label) and self._is_mean(
+            label, step, self.ours, self.theirs
+        ):
             return "a gradient under no_sync, while another wrapper's forward waits"
-        if ended_by_a_hook(self.program, step, label) and self._is_mean(label, step, self.ours, self.theirs):
+        if origins.ended_by_a_hook(self.program, step, label) and self._is_mean(label, step, self.ours, self.theirs):
             return "a gradient of a backward that a hook ended, averaged"
         if may_be_divided(self.program, label) and self._is_local_divided(label, step):
             return "a gradient that was divided and never sent"
-        if left_by_join(self.program, step) and self._is_mean(label, step, self.ours, self.theirs):
+        if origins.left_by_join(self.program, step) and self._is_mean(label, step, self.ours, self.theirs):
             before = [self._values(self.ours, at, label) for at in (step - 1, step)]
             if all(same(old, new, (0.0, 0.0)) for (_, old), (_, new) in zip(*before)):
                 return "a gradient that join left and nobody uses, averaged"

@@ -1,6 +1,7 @@
 """What a program's text says about a parameter's gradient: which forwards it comes from, and who holds it.
 
 A label is an observation's: ``net0.parts.1.weight.grad``. A forward is (wrapper, way, whether it is synchronized).
+A wrapper has its net's number.
 """
 
 from __future__ import annotations
@@ -12,21 +13,17 @@ from typing import Any
 from .program import Program
 
 __all__ = [
-    "asks_for_local", "ended_by_a_hook", "frozen", "holders", "kin", "left_by_join", "may_be_divided", "net_of",
+    "asks_for_local", "ended_by_a_hook", "frozen", "holders", "kin", "left_by_join", "may_be_divided",
     "other_forward_waits", "under_no_sync",
 ]  # fmt: skip
 
 Ways = list[tuple[int, str, bool]]
 
 
-def net_of(program: Program, w: int) -> int:
-    return int(program["wrappers"][w]["net"])
-
-
 def _block(program: Program, net: int, index: int) -> tuple[int, int]:
     """The (net, block) that the block of ``net`` is: another one's, where it is the ``same``."""
     block = program["nets"][net]["blocks"][index]
-    if block["kind"] != "same" or block["net"] >= net or not program["nets"][block["net"]]["blocks"]:
+    if block["kind"] != "same":
         return net, index
     return _block(program, block["net"], block["block"] % len(program["nets"][block["net"]]["blocks"]))
 
@@ -63,9 +60,9 @@ def may_be_divided(program: Program, label: str) -> bool:
         net, index = _block(program, int(found[1]), int(found[2]))
         if program["nets"][net]["blocks"][index].get("sparse"):
             return True
-    given = [(net_of(program, w), spec.get("args", {})) for w, spec in enumerate(program["wrappers"])]
-    given += [(net_of(program, a.get("w", 0)), a.get("args", {})) for verb, a in program["steps"] if verb == "rewrap"]
-    return any(net in nets and arguments.get("gradient_as_bucket_view") for net, arguments in given)
+    given = [(w, spec["args"]) for w, spec in enumerate(program["wrappers"])]
+    given += [(a["w"], a["args"]) for verb, a in program["steps"] if verb == "rewrap"]
+    return any(w in nets and arguments.get("gradient_as_bucket_view") for w, arguments in given)
 
 
 def _backwards(program: Program, step: int) -> Iterator[tuple[str, dict[str, Any], Ways]]:
@@ -100,10 +97,10 @@ def asks_for_local(program: Program, step: int, label: str) -> bool:
     waiting: set[int] = set()
     nets = holders(program, label)
     for verb, a, ways in _backwards(program, step):
-        if verb == "zero" and net_of(program, a.get("w", 0)) in nets:
+        if verb == "zero" and a["w"] in nets:
             local = False
         elif verb == "backward" and a.get("inputs") != "x":  # which comes to no parameter
-            own = [way for way in ways if net_of(program, way[0]) in nets]
+            own = [way for way in ways if way[0] in nets]
             if own:
                 local = all(sync is False or (via != "ddp" and w not in waiting) for w, via, sync in own)
             waiting -= {w for w, _, _ in ways}
@@ -133,14 +130,14 @@ def other_forward_waits(program: Program, step: int, label: str) -> bool:
         elif verb == "rewrap":
             old |= waiting & {a.get("w", 0)}  # kept on purpose, or by a hook, an output, a cycle
         elif verb == "backward":
-            others = {w for w in waiting if net_of(program, w) in nets}
-            own = [(w, sync) for w, _, sync in ways if net_of(program, w) in nets]
+            others = {w for w in waiting if w in nets}
+            own = [(w, sync) for w, _, sync in ways if w in nets]
             found = found or any(not sync and (w in old or others - {w}) for w, sync in own)
             if a.get("inputs") != "x":  # which comes to no parameter
                 waiting -= {w for w, via, _ in ways if via == "ddp" and w not in raising | frozen}
         elif verb == "freeze" and a.get("p") == "all":
             (frozen.discard if a.get("value") else frozen.add)(a.get("w", 0))
-        elif verb == "zero" and net_of(program, a.get("w", 0)) in nets:
+        elif verb == "zero" and a["w"] in nets:
             found = False
     return found
 
@@ -148,7 +145,7 @@ def other_forward_waits(program: Program, step: int, label: str) -> bool:
 def frozen(program: Program, step: int, label: str) -> bool:
     """Whether parameters of a net that holds this one were frozen before a step."""
     nets = holders(program, label)
-    return any(verb == "freeze" and net_of(program, a.get("w", 0)) in nets for verb, a in program["steps"][:step])
+    return any(verb == "freeze" and a["w"] in nets for verb, a in program["steps"][:step])
 
 
 def ended_by_a_hook(program: Program, step: int, label: str) -> bool:
@@ -158,10 +155,10 @@ def ended_by_a_hook(program: Program, step: int, label: str) -> bool:
     raising = _with_a_hook_that_raises(program)
     ended = False
     for verb, a, ways in _backwards(program, step):
-        if verb == "zero" and net_of(program, a.get("w", 0)) in nets:
+        if verb == "zero" and a["w"] in nets:
             ended = False
         elif verb == "backward" and a.get("inputs") != "x":
-            ended = ended or any(w in raising and sync and net_of(program, w) in nets for w, _, sync in ways)
+            ended = ended or any(w in raising and sync and w in nets for w, _, sync in ways)
     return ended and any(len(kin(program, net)) > 1 for net in nets)
 
 
@@ -173,7 +170,7 @@ def under_no_sync(program: Program, step: int, label: str) -> bool:
     for verb, a, ways in _backwards(program, step):
         if verb == "backward" and a.get("inputs") != "x":
             inside = a.get("sync") is False
-            own = [way for way in ways if net_of(program, way[0]) in nets]
+            own = [way for way in ways if way[0] in nets]
             last = [not sync or (inside and via != "ddp") for _, via, sync in own] or last
     return any(last)
 

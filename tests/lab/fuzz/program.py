@@ -7,8 +7,8 @@ A program is a dict:
 ``nets``
     Models, each ``{"blocks": [block, ...], "out": "tensor" | "tuple" | ..., "tells": ...}``; see ``nets.py``.
 ``wrappers``
-    One for each net, ``{"net": index, "args": {constructor arguments}}``; ``process_group: "own"`` stands for a new
-    group of all ranks. With ``own``: of a class of the program's, see ``own.py``.
+    One for each net, ``{"args": {constructor arguments}}``; ``process_group: "own"`` stands for a new group of all
+    ranks. With ``own``: of a class of the program's, see ``own.py``.
 ``optimizers``
     ``{"kind": "sgd" | "adam", "of": [wrapper, ...]}``.
 ``dtype``

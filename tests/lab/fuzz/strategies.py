@@ -26,7 +26,7 @@ _KINDS = 8 * _PLAIN + 2 * _RARE
 _SCENES = {
     "train": 3, "several": 4, "watch": 4, "gan": 3, "attack": 3, "accumulate": 2, "twice": 2, "saliency": 2,
     "evaluate": 2, "probe": 2, "penalty": 2, "param_grads": 2, "freeze": 2, "mishap": 2, "uneven": 2, "rewrap": 2,
-    "copied": 2, "jacobian": 1, "func_grad": 1, "functional": 1, "retain": 1, "unfinished": 1,
+    "copied": 2, "derivative": 2, "functional": 1, "retain": 1, "unfinished": 1,
 }  # fmt: skip
 _PERCENT, _KEPT = st.integers(0, 99), st.integers(0, 299)
 
@@ -37,10 +37,11 @@ class _Drawing:
     def __init__(self, draw: Callable[[Any], Any], world: int):
         self.draw, self.world = draw, world
         self.steps: list[list[Any]] = []
-        self.names = 0
+        self.names: list[str] = []
         self.nets: list[dict[str, Any]] = []
         self.wrappers: list[dict[str, Any]] = []
         self.optimizers: list[dict[str, Any]] = []
+        self.build()
 
     def chance(self, percent: int) -> bool:
         return bool(self.draw(_PERCENT) >= 100 - percent)
@@ -61,8 +62,8 @@ class _Drawing:
         return list(order[: least + self.below((most or count) - least + 1)])
 
     def name(self, prefix: str) -> str:
-        self.names += 1
-        return f"{prefix}{self.names}"
+        self.names.append(prefix)
+        return f"{prefix}{len(self.names)}"
 
     def add(self, verb: str, **arguments: Any) -> None:
         if self.draw(_KEPT):  # seldom a step is missing; where hypothesis shrinks, each that can be missed
@@ -138,7 +139,7 @@ class _Drawing:
         loose = bool(self.kinds(w) & {"branch", "idle"}) or "out" in net
         if "out" in net and self.chance(40):
             net["out"] = self.pick(*OUTPUTS)
-        wrapper = {"net": w, "args": self.arguments(net, loose)}
+        wrapper: dict[str, Any] = {"args": self.arguments(net, loose)}
         if self.chance(12):
             wrapper["own"] = self.pick(*OWN)
         return wrapper
@@ -149,14 +150,11 @@ class _Drawing:
             self.wrappers.append(self.wrap(w))
         everyone = list(range(len(self.wrappers)))
         together = len(everyone) > 1 and self.chance(40)
-        kind = "adam" if self.chance(30) and not self.sparse() and not self.of_kind("complex") else "sgd"
+        blocks = [block for net in self.nets for block in net["blocks"]]
+        self.sparse = any(block.get("sparse") for block in blocks)
+        plain = not self.sparse and all(block["kind"] != "complex" for block in blocks)
+        kind = "adam" if plain and self.chance(30) else "sgd"
         self.optimizers = [{"kind": kind, "of": of} for of in ([everyone] if together else [[w] for w in everyone])]
-
-    def of_kind(self, kind: str) -> bool:
-        return any(block["kind"] == kind for net in self.nets for block in net["blocks"])
-
-    def sparse(self) -> bool:
-        return any(block.get("sparse") for net in self.nets for block in net["blocks"])
 
     # --- pieces of scenes ------------------------------------------------------------------------------
 
@@ -187,27 +185,26 @@ class _Drawing:
     def backward(self, *of: str, **more: Any) -> None:
         self.add("backward", loss=self.loss(*of), **more)
 
-    def zero(self, w: int) -> None:
+    def zero(self, w: int) -> int:
         self.add("zero", w=w, to_none=self.maybe(20, False))
+        return w
 
     def step(self, w: int) -> None:
-        if self.chance(15) and not self.sparse():
+        if self.chance(15) and not self.sparse:
             self.add("clip", w=w, max=0.5)
-        if self.chance(5) and not self.sparse():
+        if self.chance(5) and not self.sparse:
             self.add("scale_grad", w=w, by=0.5)
         self.add("step", opt=self.opt(w))
 
     # --- scenes ----------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        w = self.w()
-        self.zero(w)
+        w = self.zero(self.w())
         self.backward(self.forward(w))
         self.step(w)
 
     def accumulate(self) -> None:
-        w = self.w()
-        self.zero(w)
+        w = self.zero(self.w())
         for _ in range(1 + self.below(2)):
             self.backward(self.forward(w, sync=False), sync=False)
         self.backward(self.forward(w))
@@ -215,8 +212,7 @@ class _Drawing:
 
     def twice(self) -> None:
         """Two forwards, one or two losses and backwards."""
-        w = self.w()
-        self.zero(w)
+        w = self.zero(self.w())
         outs = [self.forward(w), self.forward(w)]
         if self.chance(50):
             self.backward(*outs)
@@ -234,7 +230,7 @@ class _Drawing:
             self.zero(w)
         for w in ws:
             outs.append(self.forward(w, input=outs[-1] if chain and outs else None))
-        losses = [self.loss(*of) for of in ([[out] for out in outs] if self.chance(40) else [outs])]
+        losses = [self.loss(out) for out in outs] if self.chance(40) else [self.loss(*outs)]
         for loss in losses:
             self.add("backward", loss=loss, retain_graph=None if loss == losses[-1] else True)
         for opt in sorted({self.opt(w) for w in ws}):
@@ -247,8 +243,7 @@ class _Drawing:
         if self.chance(70):
             self.zero(d)
             outs = [self.forward(d), self.forward(d, input=self.forward(g), detach=True)]
-            losses = [self.loss(*of) for of in ([outs] if self.chance(50) else [[out] for out in outs])]
-            for loss in losses:
+            for loss in [self.loss(*outs)] if self.chance(50) else [self.loss(out) for out in outs]:
                 self.add("backward", loss=loss)
             self.step(d)
         self.zero(g)
@@ -279,8 +274,7 @@ class _Drawing:
             self.grad(loss, **more)
 
     def saliency(self) -> None:
-        w = self.w()
-        self.zero(w)
+        w = self.zero(self.w())
         self.backward(self.forward(w))
         self.input_gradient(self.loss(self.forward(w, eval=True, xgrad=True)), 50)
         self.step(w)
@@ -302,16 +296,13 @@ class _Drawing:
             self.zero(w)
         self.train()
 
-    def jacobian(self) -> None:
+    def derivative(self) -> None:
+        """A Jacobian, or torch.func.grad, then training goes on."""
         w = self.w()
-        if not self.kinds(w) & {"bn", "collective"}:
-            self.add("jacobian", w=w, eval=self.maybe(50))
-        self.train()
-
-    def func_grad(self) -> None:
-        w = self.w()
-        if not self.kinds(w) & {"collective", "checkpoint", "embedding", "scripted"}:
+        if self.chance(50) and not self.kinds(w) & {"collective", "checkpoint", "embedding", "scripted"}:
             self.add("func_grad", w=w)
+        elif not self.kinds(w) & {"bn", "collective"}:
+            self.add("jacobian", w=w, eval=self.maybe(50))
         self.train()
 
     def functional(self) -> None:
@@ -349,8 +340,7 @@ class _Drawing:
         self.train()
 
     def retain(self) -> None:
-        w = self.w()
-        self.zero(w)
+        w = self.zero(self.w())
         loss = self.loss(self.forward(w))
         self.add("backward", loss=loss, retain_graph=True)
         if self.chance(50):
@@ -453,7 +443,6 @@ def _scene(draw: Callable[[Any], Any], drawing: _Drawing) -> None:
 def programs(draw: Callable[[Any], Any], worlds: tuple[int, ...] = (2,)) -> dict[str, Any]:
     """See ``program.py``; ``worlds`` are the numbers of ranks."""
     drawing = _Drawing(draw, draw(st.sampled_from(worlds)))
-    drawing.build()
     if drawing.chance(8):
         drawing.add("comm_hook", w=drawing.w(), hook=drawing.pick("allreduce", "fp16", "bf16", "python"))
     draw(st.lists(_scene(drawing), min_size=1, max_size=4))

@@ -14,7 +14,7 @@ LEFT = {**BOTH, WEIGHT: LOCAL}
 def _judged(steps, theirs, ours):
     """The verdict where the runs saw this (label: each rank's value) in a backward, and in the ``steps`` after it."""
     start = [["forward", {"out": "o"}], ["loss", {"of": ["o"], "out": "l"}], ["backward", {"loss": "l"}]]
-    nets, wrappers = [{"blocks": [{"kind": "linear"}]}] * 2, [{"net": 0, "args": {}}, {"net": 1, "args": {}}]
+    nets, wrappers = [{"blocks": [{"kind": "linear"}]}] * 2, [{"args": {}}] * 2
     program = {"world": 2, "nets": nets, "wrappers": wrappers, "optimizers": [], "steps": start + steps}
 
     def results(seen):
