@@ -167,10 +167,9 @@ def _refused_rightly(program: Program, theirs: Results, step: int, error: str) -
 
     Their parameters may be the same by chance: Adam's first step goes by the signs.
     """
-    verb, arguments = program["steps"][step]
-    if verb != "step" or "gradients that were never averaged" not in error:
+    if "gradients that were never averaged" not in error or program["steps"][step][0] != "step":
         return False
-    nets = "|".join(str(w) for w in program["optimizers"][arguments["opt"]]["of"])
+    nets = "|".join(str(w) for w in program["optimizers"][program["steps"][step][1]["opt"]]["of"])
     names = "|".join(re.escape(name) for name in re.findall(r"'([^']+)'", error))
     first, *others = (
         {label: value for at, label, value in result["observations"] if at == step} for result in theirs
