@@ -10,7 +10,6 @@ variable                       meaning
 ``MINDDP_SHM_HOST_ID``         distinct from other machines' (read by ``csrc/shm``; tests)
 ``MINDDP_CUDA``                while building: ``0`` leaves CUDA out, ``1`` insists on it (``setup.py``)
 ``MINDDP_SHM``                 while building: ``0`` leaves the shared-memory transport out (``setup.py``)
-``SLURM_*``, ``OMPI_*``         ranks, for ``minddp run --slurm`` and ``--mpi`` (read by ``launching/cluster.py``)
 ``MASTER_ADDR``                where rank 0 is, for the same two where several machines take part
 ``PMIX_NAMESPACE``             the job's name, for ``--mpi``
 ``TORCHELASTIC_RUN_ID``        torchrun's, beside which the two are refused
