@@ -10,9 +10,6 @@ variable                       meaning
 ``MINDDP_SHM_HOST_ID``         distinct from other machines' (read by ``csrc/shm``; tests)
 ``MINDDP_CUDA``                while building: ``0`` leaves CUDA out, ``1`` insists on it (``setup.py``)
 ``MINDDP_SHM``                 while building: ``0`` leaves the shared-memory transport out (``setup.py``)
-``MASTER_ADDR``                where rank 0 is, for the same two where several machines take part
-``PMIX_NAMESPACE``             the job's name, for ``--mpi``
-``TORCHELASTIC_RUN_ID``        torchrun's, beside which the two are refused
 ``RANK``, ``LOCAL_RANK``       a launcher's: ``minddp tune`` without them starts its own ranks (``launching/tune.py``)
 ``NCCL_*``, ``GLOO_*``         the transports', for what ``ddp.logger`` tells (read by ``module/logging_data.py``)
 ``PYTHONINSPECT``              Python's: a prompt follows the script, whose exception is no end
