@@ -15,17 +15,23 @@ namespace minddp {
 namespace cuda {
 namespace {
 
-// A kernel's parameters may take 4,096 bytes, and 32,764 from CUDA 12.1 on. Two capacities, because the
-// driver copies all of them at each launch and most buckets need the small one.
-constexpr int kSmallTable = 126;
-#if CUDART_VERSION >= 12010
-constexpr int kLargeTable = 1022;
-#else
-constexpr int kLargeTable = kSmallTable;
-#endif
+// Older toolkits compile no larger one.
+constexpr size_t kLargestTable = CUDART_VERSION >= kLargeTablesFrom ? kLargeTable : kSmallTable;
 constexpr size_t kOtherParameters = sizeof(double) + sizeof(uint32_t*);
 static_assert(sizeof(InlineTable<kSmallTable>) + kOtherParameters <= 4096);
 static_assert(sizeof(InlineTable<kLargeTable>) + kOtherParameters <= 32764);
+
+// By the driver, which may be older than the toolkit that this was built with.
+size_t most_in_parameters(c10::DeviceIndex device) {
+  static const int driver = [] {
+    int version = 0;
+    C10_CUDA_CHECK(cudaDriverGetVersion(&version));
+    return version;
+  }();
+  int major = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return std::min(kLargestTable, largest_table(driver, major));
+}
 
 bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status;
@@ -39,13 +45,14 @@ struct Launcher {
   double scale;
   uint32_t* nonfinite_flags;
   c10::cuda::CUDAStream stream;
+  size_t most;  // pieces that fit into the parameters
 
   void operator()(const SegmentTable& table) const {
     const size_t count = table.pieces.size();
     if (count <= kSmallTable)
       in_parameters<kSmallTable>(table, 0, count);
-    else if (count <= kLargeTable)
-      in_parameters<kLargeTable>(table, 0, count);
+    else if (count <= most)
+      in_parameters<kLargestTable>(table, 0, count);
     else if (is_capturing(stream))
       in_batches(table);
     else
@@ -72,8 +79,11 @@ struct Launcher {
   // to keep; parameters are part of the graph. Its launches cost little when they are replayed.
   void in_batches(const SegmentTable& table) const {
     const size_t count = table.pieces.size();
-    for (size_t begin = 0; begin < count; begin += kLargeTable)
-      in_parameters<kLargeTable>(table, begin, std::min(begin + kLargeTable, count));
+    for (size_t begin = 0; begin < count; begin += most) {
+      const size_t end = std::min(begin + most, count);
+      most == kSmallTable ? in_parameters<kSmallTable>(table, begin, end)
+                          : in_parameters<kLargestTable>(table, begin, end);
+    }
   }
 
   // Too many for the parameters: one upload, one launch. Both buffers may be let go at once: torch's
@@ -128,7 +138,7 @@ void scaled_copy(const std::vector<CopySegment>& segments, at::ScalarType src_ty
   dispatch(segments, src_type, dst_type, scale, nonfinite_flags,
       [&](auto src, auto dst, auto scaled, const SegmentTable& table) {
         using Launch = Launcher<typename decltype(src)::type, typename decltype(dst)::type, decltype(scaled)::value>;
-        Launch{scale, nonfinite_flags, c10::cuda::getCurrentCUDAStream(device)}(table);
+        Launch{scale, nonfinite_flags, c10::cuda::getCurrentCUDAStream(device), most_in_parameters(device)}(table);
       });
 }
 

@@ -6,6 +6,7 @@
 // a table that fits into a cache, where a block-to-segment map would have to be uploaded each time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -16,6 +17,16 @@ namespace cuda {
 
 constexpr int kThreads = 256;              // a block
 constexpr int64_t kChunk = 16 * kThreads;  // elements of a block's work; a multiple of any vector width
+
+// Pieces that fit into a kernel's parameters. Those may take 4,096 bytes; 32,764 where toolkit and driver are of CUDA
+// 12.1 or newer, on devices of compute capability 7.0 or more. Two capacities, because the driver copies all of the
+// parameters at each launch and most buckets need the small one.
+constexpr size_t kSmallTable = 126, kLargeTable = 1022;
+constexpr int kLargeTablesFrom = 12010;  // CUDA 12.1, as it numbers its versions
+
+inline size_t largest_table(int driver, int capability_major) {
+  return driver >= kLargeTablesFrom && capability_major >= 7 ? kLargeTable : kSmallTable;
+}
 
 struct Piece {
   const void* src;

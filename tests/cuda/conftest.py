@@ -74,6 +74,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library.emulate.argtypes = [ctypes.POINTER(Segment), ctypes.c_int64, ctypes.c_int, ctypes.c_int]
     library.emulate.argtypes += [ctypes.c_double, ctypes.c_void_p, ctypes.c_int64]
     library.error.restype = ctypes.c_char_p
+    library.emulate_largest_table.restype = ctypes.c_int64
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.emulate_quantize.argtypes = [pointer, ctypes.c_int, number, ctypes.c_double, pointer, pointer]
     library.emulate_dequantize.argtypes = [pointer, ctypes.c_double, pointer, ctypes.c_int, number]

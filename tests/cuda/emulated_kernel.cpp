@@ -91,6 +91,10 @@ extern "C" int emulate(
   }
 }
 
+extern "C" int64_t emulate_largest_table(int driver, int capability_major) {
+  return int64_t(largest_table(driver, capability_major));
+}
+
 // The functions of block_quantization.h.
 extern "C" void emulate_quantize(
     const void* src, int type, int64_t numel, double scale, QuantizedBlock* lost, QuantizedBlock* blocks) {

@@ -197,6 +197,14 @@ def test_a_device_that_the_build_has_no_code_for(emulated: Any, covered: bool) -
         assert "TORCH_CUDA_ARCH_LIST=7.0" in emulated.library.error().decode()
 
 
+@pytest.mark.parametrize(
+    "driver, major, most", [(12000, 9, 126), (12010, 9, 1022), (13000, 7, 1022), (13000, 6, 126)]
+)
+def test_an_old_driver_gets_small_parameters(emulated: Any, driver: int, major: int, most: int) -> None:
+    """It may be older than the toolkit: CUDA allows any of the same major version. A larger launch would fail."""
+    assert emulated.library.emulate_largest_table(driver, major) == most
+
+
 # --- how the GPU is used ---------------------------------------------------------------------------------
 
 
