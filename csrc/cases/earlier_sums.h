@@ -28,6 +28,7 @@ class EarlierSums : public Case {
 
  private:
   void refuse(size_t index);
+  bool may_hold(size_t index) const;  // whether `.grad` is the tensor that held the last sum
 
   ReducerState& state_;
 };

@@ -1,29 +1,52 @@
-// Memory for buckets that the group's CPU transport reaches without a copy, where it has such.
+// Memory for buckets that the group's transport reaches without a copy, where it has such.
+//
+// On a device the program asks for it as torch's class lets it, by DDP_DISABLE_COMM_MEM=0: NCCL registers it with
+// all ranks, which takes a while, and reduces it in place by NVLS where the machine has that.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <cstdlib>
 #include <functional>
+#include <string>
+#include <string_view>
 
 namespace minddp {
 
 using Allocate = std::function<at::Tensor(int64_t numel, const at::TensorOptions& options)>;
 
 // Null where the group has none: one for other devices, or one written in Python.
-inline c10::intrusive_ptr<c10d::Backend> cpu_backend(c10d::ProcessGroup& group) {
+inline c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group, c10::DeviceType type) {
   try {
-    return group.getBackend(c10::DeviceType::CPU);
+    return group.getBackend(type);
   } catch (const c10::Error&) {
     return nullptr;
   }
 }
 
-// Empty where the transport has no memory of its own.
+// As torch's class reads it: set, and not "1".
+inline bool asks_for_device_memory() {
+  const char* disabled = std::getenv("DDP_DISABLE_COMM_MEM");
+  return disabled != nullptr && std::string_view(disabled) != "1";
+}
+
+inline void warn_of_no_device_memory(const std::string& why, at::Device device) {
+  TORCH_WARN_ONCE("DDP_DISABLE_COMM_MEM=0 asks for buckets in the process group's own memory, and ", why, " ", device,
+      ": they are allocated as usual.");
+}
+
+// Empty where the transport has no memory of its own, or is not asked for it. Warns once where it is asked in vain.
 inline Allocate transport_memory(const c10::intrusive_ptr<c10d::ProcessGroup>& group, at::Device device) {
-  if (!device.is_cpu()) return nullptr;
-  auto backend = cpu_backend(*group);
-  if (backend == nullptr || !backend->supportsTensorAlloc(0)) return nullptr;
+  const bool on_host = device.is_cpu();
+  if (!on_host && !asks_for_device_memory()) return nullptr;
+  auto backend = backend_for(*group, device.type());
+  if (backend == nullptr || !backend->supportsTensorAlloc(on_host ? 0 : device.index())) {
+    const std::string why = backend == nullptr ? "the group has no backend of torch's for"
+                                               : "its backend " + backend->getBackendName() + " has none on";
+    if (!on_host) warn_of_no_device_memory(why, device);
+    return nullptr;
+  }
   return
       [backend](int64_t numel, const at::TensorOptions& options) { return backend->allocateTensor(numel, options); };
 }

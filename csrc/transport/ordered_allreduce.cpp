@@ -13,6 +13,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -27,7 +28,7 @@ struct Chunk {
   int64_t begin;        // its first unit
   at::Tensor place;     // bytes of the buffer
   at::Tensor bytes;     // the same; or a copy with as many units for each rank, where `place` has not
-  at::Tensor received;  // every rank's copy of this rank's piece; then the sum, once for each rank
+  at::Tensor received;  // every rank's copy of this rank's piece; then the sum, first
   c10::intrusive_ptr<c10d::Work> scattered;
 };
 
@@ -70,15 +71,18 @@ struct Job : std::enable_shared_from_this<Job> {
 };
 
 // At least four, so that transfers and sums overlap also where a bucket is small; but none so small that starting it
-// takes longer than sending it.
+// takes longer than sending it. All pieces are multiples of 16 bytes, so that all begin at one where the buffer does:
+// NCCL copies 16 bytes at a time where both addresses are such, otherwise an element, which is one byte here
+// (reduceCopy in its src/device/common_kernel.h).
 std::vector<Chunk> cut(const at::Tensor& bytes, int64_t unit, int64_t ranks, int64_t chunk_bytes) {
-  constexpr int64_t kParts = 4, kSmallest = 1 << 16;
+  constexpr int64_t kParts = 4, kSmallest = 1 << 16, kAligned = 16;
   const int64_t units = bytes.numel() / unit;
   const int64_t size = std::min(chunk_bytes, std::max(bytes.numel() / kParts, kSmallest));
-  const int64_t most = std::max<int64_t>(size / unit / ranks, 1) * ranks;
+  const int64_t step = kAligned / std::gcd(kAligned, unit) * ranks;  // units, by which chunks grow
+  const int64_t most = std::max<int64_t>(size / unit / step, 1) * step;
   std::vector<Chunk> chunks;
   for (int64_t begin = 0; begin < units; begin += most) {
-    const int64_t part = std::min(most, units - begin), padded = (part + ranks - 1) / ranks * ranks;
+    const int64_t part = std::min(most, units - begin), padded = (part + step - 1) / step * step;
     Chunk chunk{begin, bytes.narrow(0, begin * unit, part * unit), {}, {}, {}};
     chunk.bytes = chunk.place;
     if (padded != part) {
@@ -91,17 +95,20 @@ std::vector<Chunk> cut(const at::Tensor& bytes, int64_t unit, int64_t ranks, int
   return chunks;
 }
 
-// Adds the ranks' copies of a piece up, and makes one copy of the sum for each rank. The second all-to-all sends
-// them: backends' all-gathers go round a ring, and copy more.
-void add(const PieceSum& sum, const Chunk& chunk, int64_t ranks, int64_t rank) {
-  const std::vector<at::Tensor> pieces = chunk.received.chunk(ranks);
+// Adds the ranks' copies of a piece up; the first of the pieces it returns is the sum.
+std::vector<at::Tensor> add(const PieceSum& sum, const Chunk& chunk, int64_t ranks, int64_t rank) {
+  std::vector<at::Tensor> pieces = chunk.received.chunk(ranks);
   sum.add(pieces, chunk.begin + rank * (pieces[0].numel() / sum.unit));
-  for (int64_t r = 1; r < ranks; ++r) copy_bytes(pieces[0], pieces[size_t(r)]);
+  return pieces;
 }
 
 c10::intrusive_ptr<c10d::Work> all_to_all(c10d::Backend& backend, at::Tensor output, at::Tensor input) {
   std::vector<int64_t> even;
   return backend.alltoall_base(output, input, even, even, c10d::AllToAllOptions());
+}
+
+c10::intrusive_ptr<c10d::Work> all_gather(c10d::Backend& backend, at::Tensor output, at::Tensor input) {
+  return backend._allgather_base(output, input, c10d::AllgatherOptions());
 }
 
 // Works on jobs one after the other, on a thread of its own.
@@ -185,7 +192,9 @@ struct HostOrderedAllreduce::Worker {
 
   void reduce(Job& job, Chunk& chunk) {
     chunk.scattered->wait();
-    add(job.sum, chunk, ranks, rank);
+    // Gloo's all-gather goes round a ring, and copies more than an all-to-all of copies of the sum.
+    const std::vector<at::Tensor> pieces = add(job.sum, chunk, ranks, rank);
+    for (size_t r = 1; r < pieces.size(); ++r) copy_bytes(pieces[0], pieces[r]);
     auto done = [job = job.shared_from_this(), &chunk](Future& future) {
       if (future.hasError())
         job->fail(future.exception_ptr());
@@ -243,8 +252,8 @@ c10::intrusive_ptr<Future> DeviceOrderedAllreduce::start(const at::Tensor& buffe
   for (size_t i = 0; i < chunks.size(); ++i) {
     scatter(i + 1);
     order_streams(*chunks[i].scattered);
-    add(sum, chunks[i], ranks, group_->getRank());
-    gathered.push_back(all_to_all(*backend, chunks[i].bytes, chunks[i].received));
+    const std::vector<at::Tensor> pieces = add(sum, chunks[i], ranks, group_->getRank());
+    gathered.push_back(all_gather(*backend, chunks[i].bytes, pieces[0]));
   }
   for (size_t i = 0; i < chunks.size(); ++i) {
     order_streams(*gathered[i]);

@@ -3,7 +3,7 @@
 //
 //   all-to-all     every rank gets the others' copies of one piece, which is its own to sum
 //   sum            in the order of ranks, as PieceSum says: float32 sums of bfloat16, of blocks of codes
-//   all-to-all     every rank gets all pieces' sums, so that all have the same bits
+//   all-to-all     every rank gets all pieces' sums, so that all have the same bits; on a device an all-gather
 //
 // That sends as many bytes as a ring all-reduce, and the wire's dtype need not be one that can be summed. A buffer
 // goes in chunks: one is summed while the next is on its way. A buffer under way takes its memory once more. Threads:
@@ -14,7 +14,8 @@
 // have the same order on all ranks.
 //
 // On a device (DeviceOrderedAllreduce) start() enqueues all of it, on a stream of the object's own. All collectives
-// have one order then, and are the process group's. NCCL's all-to-all is grouped sends and receives.
+// have one order then, and are the process group's. NCCL's all-to-all is grouped sends and receives. Its all-gather
+// needs no copies of the sum, and has NVLS.
 #pragma once
 
 #include "piece_sum.h"

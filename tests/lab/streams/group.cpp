@@ -102,6 +102,12 @@ class Group : public c10d::Backend {
     Tensors inputs = {input};
     return allgather(outputs, inputs, options);
   }
+  // Memory that this group reaches without a copy, as NCCL's ncclMemAlloc.
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return futures_order_; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    Device::get().count("memory of the group's");
+    return at::empty({size}, options);
+  }
   // The other rank has the same, so what it sends of this rank's piece is this rank's other piece.
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>&,
       std::vector<int64_t>&, const c10d::AllToAllOptions&) override {
@@ -138,6 +144,8 @@ class Group : public c10d::Backend {
       on_cpu.push_back(at::from_blob(
           const_cast<void*>(t.const_data_ptr()), t.sizes(), t.options().device(at::kCPU).requires_grad(false)));
     }
+    Device::get().count(what);
+    if (what != "all-reduce" && what != "broadcast") count_unaligned(ranges);
     Device::get().enqueue(stream_->id(), what, ranges, [body, on_cpu] {
       at::AutoDispatchBelowADInplaceOrView below;
       body(on_cpu);
@@ -146,6 +154,16 @@ class Group : public c10d::Backend {
     auto work = c10::make_intrusive<Collective>(tensors, futures_order_);
     flying_.push_back(work);
     return work;
+  }
+
+  // Each rank has a part of the longer ones; NCCL copies a part byte by byte where it does not begin at 16 bytes.
+  void count_unaligned(const std::vector<Range>& ranges) const {
+    size_t part = ranges[0].nbytes;
+    for (const Range& range : ranges) part = std::min(part, range.nbytes);
+    if (ranges.size() == 2 && ranges[0].nbytes == ranges[1].nbytes) part /= size_t(getSize());  // an all-to-all
+    for (const Range& range : ranges)
+      if (part % 16 != 0 || reinterpret_cast<uintptr_t>(range.begin) % 16 != 0)
+        return Device::get().count("unaligned");
   }
 
   const bool futures_order_;

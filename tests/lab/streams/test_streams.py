@@ -244,6 +244,79 @@ def test_the_host_neither_waits_nor_copies_pageable_memory(name: str) -> None:
         assert counts.get("pageable copy", 0) == 0, counts
 
 
+def _waits_of_zeroed(rank: int, world_size: int, reduction: str) -> list[int]:
+    """How often the host waits in a step whose gradients were zeroed in place, but the first two."""
+    device = extension.load()
+    device.seed(0)
+    waits = []
+    with programs.group():
+        model = minddp.DistributedDataParallel(programs.Branches(extension.NAME), reduction=reduction)
+        for x, side_x in programs.batches(extension.NAME):
+            model.zero_grad(set_to_none=False)
+            if reduction == "weighted":
+                minddp.add_weight(model, 2.0)
+            torch.accelerator.synchronize()
+            device.take_counts()
+            model(x, side_x).square().mean().backward()
+            waits.append(dict(device.take_counts()).get("synchronize", 0))
+            torch.accelerator.synchronize()
+    return waits[2:]
+
+
+@pytest.mark.parametrize("reduction, waits", [("sum", 1), ("weighted", 2)])
+def test_one_answer_says_whether_gradients_were_zeroed(reduction: str, waits: int) -> None:
+    """For all of them, where sums of an earlier iteration may still be there; weights take the other wait."""
+    assert run_ranks(_waits_of_zeroed, 1, reduction, backend=None) == [[waits, waits]]
+
+
+def _sends(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, int]:
+    """What the group was given in the last step."""
+    device = extension.load()
+    x, side_x = programs.batches(extension.NAME)[0]
+    with programs.group():
+        model = minddp.DistributedDataParallel(programs.Branches(extension.NAME), **options)
+        for _ in range(3):
+            device.take_counts()
+            model(x, side_x).square().mean().backward()
+    return dict(device.take_counts())
+
+
+@pytest.mark.parametrize("options", [{"ordered": True}, {"wire": "bf16"}, {"wire": "int8"}], ids=str)
+def test_pieces_are_aligned_and_sums_are_gathered(options: dict[str, Any]) -> None:
+    """NCCL's copies are 16 bytes wide then, and its all-gather wants one copy of a sum, not one for each rank."""
+    counts = run_ranks(_sends, 1, {**programs.SMALL, **options}, backend=None)[0]
+    assert counts["all-to-all"] == counts["all-gather"] >= 3
+    assert counts.get("unaligned", 0) == 0
+
+
+def _bucket_memory(rank: int, world_size: int, backend: str, asked: str | None) -> int:
+    """How many buckets lie in the group's memory."""
+    device = extension.load()
+    x, side_x = programs.batches(extension.NAME)[0]
+    with programs.group(backend), pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DDP_DISABLE_COMM_MEM", raising=False)
+        if asked is not None:
+            patch.setenv("DDP_DISABLE_COMM_MEM", asked)
+        device.take_counts()
+        model = minddp.DistributedDataParallel(programs.Branches(extension.NAME), **programs.SMALL)
+        model(x, side_x).square().mean().backward()
+        model(x, side_x).square().mean().backward()
+        return dict(device.take_counts()).get("memory of the group's", 0)
+
+
+def test_buckets_lie_in_the_groups_memory_where_it_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    """As with torch's class; where the group has none, the log says so once."""
+    shutdown()  # a warning that is given once is given to a new process
+    for asked in (None, "1"):
+        assert run_ranks(_bucket_memory, 1, extension.NAME, asked, backend=None) == [0]
+    assert run_ranks(_bucket_memory, 1, extension.NAME, "0", backend=None)[0] >= 3
+    assert "DDP_DISABLE_COMM_MEM" not in capfd.readouterr().err
+    assert run_ranks(_bucket_memory, 1, extension.PLAIN, "0", backend=None) == [0]
+    told = capfd.readouterr().err
+    assert told.count("DDP_DISABLE_COMM_MEM") == 1, told
+    assert "its backend streams has none on streams:0: they are allocated as usual" in told
+
+
 def _enqueues(rank: int, world_size: int, views: bool) -> list[int]:
     """Of a bucket of 80 gradients, beyond what backward enqueues without a wrapper; and of one whose are empty."""
     device = extension.load()
