@@ -21,6 +21,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "arguments": "docs/arguments.md",
         "wrapper": "docs/wrapper.md",
         "launching": "docs/launching.md",
+        "gpus": "docs/gpus.md",
         "configuration": "",
         "troubleshooting": "docs/troubleshooting.md",
         "timeline": "docs/timeline.md",
