@@ -106,7 +106,7 @@ PieceSum QuantizedBucket::sum_of_pieces() {
       const at::Tensor lost =
           feeds_back ? blocks_of(part.residual, from - part.begin, to - part.begin) : at::Tensor();
       if (feeds_back && !lost.is_cpu()) record_current_stream(lost);
-      add_quantized(its, {how.stochastic, how.seed + uint64_t(from)}, lost);
+      add_quantized(its, {how.stochastic, how.seed, uint64_t(from)}, lost);
     }
   };
   return {kBytes, std::move(add)};

@@ -120,7 +120,7 @@ void encode(const float* x, uint32_t largest, Rounding rounding, uint64_t positi
   }
   const auto [scale, inverse] = scale_for(largest);
   if (rounding.stochastic && scale > 0) {
-    const uint64_t mixed = (rounding.seed * 0xbf58476d1ce4e5b9u + position) * 0x9e3779b97f4a7c15u;
+    const uint64_t mixed = (rounding.seed * 0xbf58476d1ce4e5b9u + rounding.first + position) * 0x9e3779b97f4a7c15u;
     encode_stochastic(x, scale, inverse, uint32_t(mixed >> 32), block);
   } else
     encode_nearest(x, scale, inverse, block);

@@ -29,7 +29,8 @@ static_assert(sizeof(QuantizedBlock) == 260);
 // the nearest code, ties upwards). Or, with a seed, up or down at random, so that the expected value is exact.
 struct Rounding {
   bool stochastic = false;
-  uint64_t seed = 0;  // the same seed gives the same codes
+  uint64_t seed = 0;   // the same seed gives the same codes
+  uint64_t first = 0;  // the position of the first block: however blocks are shared out, each is rounded alike
 };
 
 // Encodes src * scale as blocks; the rest of the last one is zero. If `lost` is defined, it is added first, and

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import minddp
 from minddp import Wire
+from minddp.reduction import wire as wire_formats
 from minddp.testing import RankError, run_ranks
 from tests.on_ranks import on_ranks
 
@@ -138,6 +140,19 @@ def _in_chunks(rank: int, world_size: int) -> list[bool]:
 
 def test_a_large_bucket_goes_in_chunks() -> None:
     assert run_ranks(_in_chunks, 3) == [[True] * 4] * 3
+
+
+def _rounded_at_random(rank: int, world_size: int, chunk_bytes: int) -> torch.Tensor:
+    with mock.patch.object(wire_formats, "_CHUNK_BYTES", chunk_bytes):
+        wire = Wire("int8", stochastic=True, error_feedback=False)
+        ddp = minddp.DistributedDataParallel(Given({"large": (1031, 257)}), wire=wire)
+        ddp(gradients(rank, shapes={"large": (1031, 257)})).backward()
+    return averages(ddp)["large"]
+
+
+def test_chunks_change_no_bit_of_what_is_rounded_at_random() -> None:
+    small, large = (run_ranks(_rounded_at_random, 2, chunk_bytes)[0] for chunk_bytes in (1 << 16, 1 << 20))
+    assert torch.equal(small, large)
 
 
 def _special(rank: int, world_size: int, wire: str) -> list[Any]:
