@@ -206,7 +206,7 @@ def who_loads(path: Path) -> None:
 #
 # *Where.* On two machines, rank 0's disk is not rank 1's. `if path.exists()` is true on one of them alone: one goes
 # on where it was, the other begins with epoch 0, and they are not even in the same loop any more. Only one rank may
-# look; the others are told.
+# look; the others receive the answer.
 #
 # *Onto what.* A tensor that was saved from `cuda:0` is loaded onto `cuda:0`, by every rank. With
 # `map_location="cpu"`, as here, it costs no GPU's memory, and `load_state_dict` copies to where the model is;

@@ -29,9 +29,9 @@ CLASSES = {"torch": nn.parallel.DistributedDataParallel, "minddp": minddp.Distri
 # %% [markdown]
 # ## How it is watched
 #
-# A program is a generator that says how far it has come. What it raises is noted, too. A rank that has ended stays
-# until the others have, or until the time is up, as a process that trains on would. What a rank raises after that
-# is not its own doing: it has waited for the other one all the time.
+# A program is a generator that yields how far it has come. An exception that it raises is noted, too. A rank that has
+# ended stays until the others have ended, or until the time is up, as a process that trains on would. An exception after
+# that counts as a wait: the rank has waited for the other one all the time.
 
 # %%
 
@@ -224,8 +224,8 @@ def break_models() -> None:
 #
 # Rank 1 calls `ddp.module(x)` in place of `ddp(x)`, in an `if rank == 1` that was meant for a print. That goes past
 # the wrapper: its gradients are its own. With torch's class rank 1 takes a step of its own and trains on, while
-# rank 0 waits. With minddp's, rank 1 asks rank 0 for its gradients, hears that rank 0 is in its next forward, waiting
-# for rank 1, and raises before the step. Rank 0 is told.
+# rank 0 waits. With minddp's, rank 1 asks rank 0 for its gradients. Rank 0 is in its next forward, waiting for rank 1,
+# so rank 1 raises before the step. Rank 0 then raises, too, and names rank 1.
 
 # %%
 
@@ -286,8 +286,8 @@ def break_second_backward() -> None:
 # ## 8. An exception in one rank's backward
 #
 # Rank 1 meets an exception in backward, catches it, and goes to the next batch, as a loop that skips bad batches
-# does. It
-# never sends its buckets. With torch's class rank 0 waits until the group's timeout. With minddp's it is told.
+# does. It never sends its buckets. With torch's class rank 0 waits until the group's timeout. With minddp's, rank 0
+# raises within seconds, and names rank 1.
 
 # %%
 
