@@ -30,8 +30,8 @@ CLASSES = {"torch": nn.parallel.DistributedDataParallel, "minddp": minddp.Distri
 # ## How it is watched
 #
 # A program is a generator that yields how far it has come. An exception that it raises is noted, too. A rank that has
-# ended stays until the others have ended, or until the time is up, as a process that trains on would. An exception after
-# that counts as a wait: the rank has waited for the other one all the time.
+# ended stays until the others have ended, or until the time is up, as a process that trains on would. An exception
+# after that counts as a wait: the rank has waited for the other one all the time.
 
 # %%
 
@@ -224,8 +224,8 @@ def break_models() -> None:
 #
 # Rank 1 calls `ddp.module(x)` in place of `ddp(x)`, in an `if rank == 1` that was meant for a print. That goes past
 # the wrapper: its gradients are its own. With torch's class rank 1 takes a step of its own and trains on, while
-# rank 0 waits. With minddp's, rank 1 asks rank 0 for its gradients. Rank 0 is in its next forward, waiting for rank 1,
-# so rank 1 raises before the step. Rank 0 then raises, too, and names rank 1.
+# rank 0 waits. With minddp's, rank 1 asks rank 0 for its gradients. Rank 0 is in its next forward, and waits for
+# rank 1, so rank 1 raises before the step. Rank 0 then raises, too, and names rank 1.
 
 # %%
 
