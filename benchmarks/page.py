@@ -68,10 +68,10 @@ sweeps below it. The command also writes a report (`.html`) with all of it.
 _WIRES = """
 ## Fewer bytes
 
-What a step takes by what gradients travel as ([arguments](arguments.md#fewer-bytes)). "MB sent" is what a rank's
-network interface has sent in a step. PowerSGD runs under minddp's class, since with torch's class over Gloo its
-buckets wait for each other. The last two tables are losses: of a classifier of handwritten digits in training, and
-of a small GPT on held-out text.
+The time of a step, by the type in which gradients travel ([arguments](arguments.md#fewer-bytes)). "MB sent" counts
+the bytes that a rank's network interface has sent in a step. PowerSGD runs under minddp's class, since with torch's
+class over Gloo its buckets wait for each other. The last two tables are losses: of a classifier of handwritten
+digits in training, and of a small GPT on held-out text.
 """
 
 _WIRE_POINTS = (wire.TORCH, wire.DEFAULT, *(Point(f"minddp-{dtype}", "default") for dtype in ("bf16", "int8")))
@@ -83,8 +83,8 @@ one machine without a link (loopback) fewer bytes save nothing. `make lab ARGS="
 _SIMULATOR = """
 ## The simulator
 
-From one measured backward the simulator predicts the step with other buckets. It predicts the default and six sizes,
-seven choices, within {worst} %, median {median} %. It also predicts other networks, and up to 4,096 ranks
+From one measured backward the simulator computes the step with other buckets. For the default and six sizes its
+error is at most {worst} %, median {median} %. It also computes steps on other networks, and with up to 4,096 ranks
 ([plot](../benchmarks/results/simulate-mlp38-scaling.png)):
 `python benchmarks/simulate.py --model mlp38 --link 1gbit --hop 5us,100gbit --speedup 40`.
 """
@@ -107,11 +107,11 @@ times as fast where the tensor itself lies in shared memory, as buckets do.
 _GPU = """
 ## On a GPU
 
-One {gpu}, one rank through NCCL. There is no other rank, so this is what the class itself costs: launches, copies,
-the host's time. It says nothing about overlap between GPUs. "added" is what a step takes beyond the local one,
-variants taking turns; "ours" counts launches of minddp's kernel. "device" is the time between two events around a
-step, "enqueue" the host's until it has enqueued it. There the variants ran one after the other: differences below a
-tenth say little.
+One {gpu}, one rank through NCCL. There is no other rank, so these are the costs of the class itself: launches,
+copies, the host's time. They say nothing about overlap between GPUs. "added" is the time of a step beyond the local
+one, with variants that take turns; "ours" counts launches of minddp's kernel. "device" is the time between two
+events around a step, "enqueue" the host's until it has enqueued it. There the variants ran one after the other, so
+differences below a tenth say little.
 """
 
 

@@ -42,7 +42,8 @@ def _ddp() -> str:
         rows.append(("together", len(tests), len(tests) - listed.total(), listed.total()))
         heads = (f"torch {_release(path.name)}: theme", "pass with torch's class", "with minddp's", "listed")
         parts.append("\n" + _table(heads, rows))
-    parts.append("\nListed:\n\n" + "".join(f"- `{test}`: {why}\n" for test, why in sorted(exceptions.items())))
+    if exceptions:
+        parts.append("\nListed:\n\n" + "".join(f"- `{test}`: {why}\n" for test, why in sorted(exceptions.items())))
     return "".join(parts)
 
 
