@@ -92,7 +92,7 @@ FEW = (KERNEL, BLOCKS, "-k", "gpu and (in_place or special or complex or bits)",
 SYNC_BATCH_NORM = "tests/sync_batchnorm/test_sync_batchnorm.py::test_equals_batch_norm_over_the_whole_batch"
 STEPS = "tests/cuda/test_cuda_steps.py"
 CONTROL = ("many", "control")
-CONFORM = ("--jobs", "4", "-k", "no_sync|static|uneven_inputs|comm_hook|unused|SyncBatch|buffers|get_future")
+CONFORM = ("--jobs", "4", "--first", "no_sync|static|uneven_inputs|comm_hook|unused|SyncBatch|buffers|get_future")
 
 
 def _ranks(what: str, seconds: int, *command: str) -> Part:

@@ -185,11 +185,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=150, help="seconds for all of them")
     parser.add_argument("--timeout", type=float, default=40, help="seconds for one")
     parser.add_argument("-k", default="", help="of tests with this in their names: a regular expression")
+    parser.add_argument("--first", default="", help="those that begin, since not all may be reached: likewise")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args(argv)
     began, test_class = time.monotonic(), test_class_for(options)
     passes = [c.name for c in cases.read_passes() if (c.module, c.world_size) == ("distributed_test", WORLD_SIZE)]
     names = [name for name in passes if re.search(options.k, name) and hasattr(test_class, name)]
+    names.sort(key=lambda name: re.search(options.first, name) is None)
     print(f"{len(names)} of PyTorch's tests with {options.impl}'s class, {options.jobs} at a time", flush=True)
     answers = run_all(test_class, names, options)
     found = {kind: [a["name"] for a in answers if a["outcome"] == kind] for kind in ("passed", "failed", "skipped")}
