@@ -8,8 +8,8 @@ for one, but runs none of its code: every method is defined here (a test makes t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.utils import _cast_forward_inputs
-from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation, _MixedPrecision
 
 from .._C import GraphMode
 from .._functions import FUNCTIONS
 from ..config import make_config
 from ..guards import lifetime, optimizer_guard
 from ..guards.stall_inspector import construction
+from ..ranks.broadcast import broadcast_coalesced
 from ..ranks.messages import work_on
 from ..ranks.waiting import wait_for
 from ..reduction.members import all_parameters
@@ -33,24 +34,23 @@ from ..reduction.wire import WireFormat
 from ..straggler.diagnosis import Straggler
 from ..wire import Wire
 from . import delayed_params
-from .buffers import BufferSync
 from .comm_hooks import HookRegistration
-from .copies import Copies
 from .engine import Engine
-from .finalization import ManualFinalization
 from .find_tensors import find_tensors
 from .groups import choose_group
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .joined_outputs import join_outputs
 from .parameters import Parameters, localize_shards
 from .replicas import check_now_and_then
-from .sync_switch import SyncSwitch
 from .torch_base import TorchBase
 from .torch_names import TorchNames
 
 __all__ = ["DistributedDataParallel"]
 
 _NO_RANGE = nullcontext()
+# Given up when the interpreter ends; `device` and the like stay.
+_GIVEN_UP = ("process_group", "_minddp_engine", "_minddp_delayed")
+_TIED_TO_GROUP = (*_GIVEN_UP, "_minddp_wrapped")  # made anew where the module is unpickled or copied
 
 
 def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 class DistributedDataParallel(  # type: ignore[override,misc]
-    BufferSync, Copies, HookRegistration, ManualFinalization, SyncSwitch, TorchNames, TorchBase,
+    HookRegistration, TorchNames, TorchBase,
 ):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
@@ -129,6 +129,8 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         ValueError, TypeError: no process group; arguments that contradict each other, make no sense or differ
             between ranks (on every rank), each named.
     """
+
+    _minddp_has_joined = False
 
     def __init__(
         self,
@@ -213,7 +215,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         if self._minddp_delayed is not None and token is not None:
             self._minddp_delayed.name(token)
         self._assign_modules_buffers()
-        self._minddp_engine: Engine | None = None
+        self._minddp_engine: Any = None  # stays None if every parameter's reduction is delayed
         if not wrapped.all_delayed:
             devices = (self.device_ids, self.output_device)
             self._minddp_engine = Engine(self.module, self._minddp_config, wrapped, self.process_group, devices)
@@ -335,6 +337,201 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         return inputs, kwargs
 
     # ----------------------------------------------------------------------------------------
+    # Synchronization: when, and how a backward ends
+    # ----------------------------------------------------------------------------------------
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the backward of a forward that runs now is synchronized; ``no_sync`` sets it, libraries too.
+
+        It stands among the instance's attributes, as with torch's class: a class's attribute does not hide it.
+        """
+        return bool(self.__dict__.get("require_backward_grad_sync", True))
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.__dict__["require_backward_grad_sync"] = value
+        self._minddp_synchronizes()
+
+    @require_backward_grad_sync.deleter
+    def require_backward_grad_sync(self) -> None:
+        """What ``unittest.mock.patch.object`` does at its end."""
+        self.require_backward_grad_sync = True
+
+    def _minddp_synchronizes(self) -> bool:
+        """What holds now, which the reducer is told. A subclass may have an attribute of its own for it."""
+        synchronizes = bool(self.require_backward_grad_sync)
+        engine = self.__dict__.get("_minddp_engine")
+        if engine is not None:
+            engine.reducer.sync_enabled = synchronizes
+        return synchronizes
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of forwards inside accumulate locally; the next backward of one outside averages all of it.
+
+        What counts is where *forward* runs, as in torch: a backward outside of a forward that ran inside stays local,
+        and an optimizer's step on it warns. Steps on local gradients (local SGD) are fine.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        self._minddp_synchronizes()
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+            self._minddp_synchronizes()
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether the caller ends each synchronized backward, once, by :meth:`finalize_backward`.
+
+        Collectives begin as ever; what waits for them and writes to ``.grad`` is left to the caller, so that other
+        work can run beside them. Until then the next forward and ``optimizer.step()`` raise. Set it before forward.
+
+        Raises:
+            RuntimeError: set between a forward and the end of its backward, or where every parameter's reduction is
+                delayed.
+        """
+        return bool(self._minddp_config.manual_finalization)
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        engine = self._minddp_engine
+        if engine is None:
+            self._minddp_check_not_delayed(bool(required))
+            return
+        engine.reducer._set_manual_finalization_required(bool(required))
+        self._minddp_config = engine.config = engine.replaced(manual_finalization=bool(required))
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether :meth:`finalize_backward` has to wait until the backward of the last forward has returned.
+
+        True for a module's first synchronized backward, which tells the order of gradients, and under
+        ``mixed_precision``. Else a hook in backward may call it too, once all gradients of the module are there.
+        """
+        if not self.require_manual_backward_finalization:
+            return False
+        engine = self._minddp_engine
+        return engine.mixed is not None or bool(engine.reducer._should_finalize_after_backward())
+
+    def finalize_backward(self) -> None:
+        """Waits for the collectives of a synchronized backward and writes the averages to ``.grad``. Exactly once.
+
+        Raises:
+            RuntimeError: ``require_manual_backward_finalization`` is not set, gradients are still to come, nothing is
+                to be finalized (under ``no_sync``, or a second time), or every parameter's reduction is delayed.
+        """
+        self._minddp_check_not_delayed(True)
+        self._minddp_engine.reducer._finalize_backward_manual()
+
+    def _minddp_check_not_delayed(self, required: bool) -> None:
+        if required and self._minddp_engine is None:
+            raise RuntimeError(
+                "Manual backward finalization is not supported when all DDP parameters use "
+                "delay_all_reduce_named_params: that reduction ends with backward."
+            )
+
+    # ----------------------------------------------------------------------------------------
+    # Buffers: rank 0's on every rank, before forward or after it; the last rank's once there was a join, as in torch
+    # ----------------------------------------------------------------------------------------
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def _assign_modules_buffers(self) -> None:
+        self.named_module_buffers = self._minddp_wrapped.buffers(self.module)
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        location = _BufferCommHookLocation.PRE_FORWARD
+        return self.will_sync_module_buffers() and self._minddp_buffer_hook_location(location) == location
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        location = _BufferCommHookLocation.POST_FORWARD
+        return (
+            self.will_sync_module_buffers()
+            and self._minddp_buffer_hook_location(_BufferCommHookLocation.PRE_FORWARD) == location
+        )
+
+    def _minddp_buffer_hook_location(self, default: Any) -> Any:
+        hook = self.__dict__.get("buffer_hook")
+        return default if hook is None else hook.buffer_comm_hook_location
+
+    def _sync_buffers(self) -> None:
+        vmap = torch._C._functorch.TransformType.Vmap
+        if any(level.key() != vmap for level in torch._C._functorch.get_interpreter_stack() or ()):
+            raise RuntimeError(
+                "DistributedDataParallel: buffers cannot be broadcast inside of a torch.func transform other than "
+                "vmap, which forbids writing to tensors of the module. Construct with forward_sync_buffers=False, or "
+                "transform ddp.module."
+            )
+        with torch.no_grad():
+            if self._join_config.enable:
+                source = self._find_common_rank(self._distributed_rank, True)
+            else:
+                source = self.process_group.size() - 1 if self._minddp_has_joined else 0
+            self._assign_modules_buffers()
+            # A graph that used a buffer before must not take the copy for an in-place change of its input.
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+                self._sync_module_buffers(source)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        hook = self.__dict__.get("buffer_hook")
+        if hook is None:
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+            return
+        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+        for future in futures or ():
+            self._minddp_engine.reducer.wait_after_backward(future)
+
+    def _default_broadcast_coalesced(
+        self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        self._distributed_broadcast_coalesced(
+            self.modules_buffers if bufs is None else bufs,
+            self.broadcast_bucket_size if bucket_size is None else bucket_size,
+            authoritative_rank,
+        )
+
+    def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
+        with torch.no_grad():
+            broadcast_coalesced(self.process_group, list(tensors), buffer_size, authoritative_rank)
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD
+    ) -> None:
+        """``hook(state, {name: buffer}) -> list of futures or None`` synchronizes the buffers."""
+        if not callable(hook):
+            raise TypeError(f"buffer communication hook must be callable, got {hook!r}")
+        self.buffer_hook = _BufferCommHook(
+            buffer_comm_hook=hook,
+            buffer_comm_hook_state=state,
+            buffer_comm_hook_location=comm_hook_location,
+        )
+
+    @property
+    def _distributed_rank(self) -> int:
+        return int(self.process_group.rank())
+
+    def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
+        """The highest rank for which ``rank_cond`` holds. Collective."""
+        candidate = torch.full((1,), input_rank if rank_cond else -1, device=self.device)
+        group = self.process_group
+        work = dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        wait_for(work, group, "the choice of the rank whose buffers all take")
+        return int(candidate.item())
+
+    # ----------------------------------------------------------------------------------------
     # Uneven inputs
     # ----------------------------------------------------------------------------------------
 
@@ -370,3 +567,35 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     @property
     def join_process_group(self) -> Any:
         return self.process_group
+
+    # ----------------------------------------------------------------------------------------
+    # Pickles and copies, which have a reducer of their own; and the wrapper's end
+    # ----------------------------------------------------------------------------------------
+
+    def _minddp_let_go(self) -> None:
+        """Of the process group and all that works with it; nothing can be done with the wrapper any more."""
+        self.__dict__.update(dict.fromkeys(_GIVEN_UP))
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError(
+                "DDP pickling is only supported with the default process group: construct without "
+                "process_group= to pickle or copy the wrapper, or save ddp.module.state_dict()."
+            )
+        state = {name: value for name, value in self.__dict__.items() if name not in _TIED_TO_GROUP}
+        state["broadcast_buffers"] = self.forward_sync_buffers
+        state["_minddp_hook"] = None if self._minddp_engine is None else self._minddp_engine.hook
+        state["_minddp_names"] = self._minddp_wrapped.for_copies()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        state.pop("broadcast_buffers", None)
+        mine = "_minddp" if "_minddp_names" in state else ""  # else pickled by an older minddp
+        hook, names = state.pop(f"{mine}_hook", None), state.pop(f"{mine}_names")
+        self.process_group = choose_group(None, None)
+        super().__setstate__(state)
+        self._minddp_wrapped = Parameters.like(self.module, names)
+        self._minddp_take_parameters()
+        if hook is not None and self._minddp_engine is not None:
+            self._minddp_engine.set_hook(*hook)
