@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from minddp.testing import RankError, run_ranks
+from minddp.testing import run_ranks
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 
@@ -59,34 +59,8 @@ def _variants(rank: int, world_size: int) -> dict[str, float]:
     return differences
 
 
-def _skipping(rank: int, world_size: int) -> tuple[int, float]:
-    """Four accumulated steps are four times one step's gradients; and how many steps a call stands for."""
-    step = _make(rank, "minddp")
-    step()
-    once = [p.grad.clone() for p in step.work.parameters()]
-    call, length = sys.modules["variants"].with_option(step, "skip-4")
-    call()
-    pairs = zip(step.work.parameters(), once, strict=True)
-    return length, max(float((p.grad / 4 - one).abs().max() / one.abs().max()) for p, one in pairs)
-
-
-def _make_any(rank: int, world_size: int, variant: str) -> None:
-    _make(rank, variant)
-
-
 @pytest.mark.long
 def test_every_variant_averages_the_same_gradients():
     for differences in run_ranks(_variants, 2):
         assert len(differences) >= len(CASES) - 1
         assert max(differences.values()) < 1e-4, differences
-
-
-def test_skipped_steps_add_up():
-    for length, difference in run_ranks(_skipping, 2):
-        assert length == 4
-        assert difference < 1e-4
-
-
-def test_an_unknown_variant_is_named():
-    with pytest.raises(RankError, match=r"variant 'minddp-turbo' is not known: .* options of torch and minddp"):
-        run_ranks(_make_any, 2, "minddp-turbo")

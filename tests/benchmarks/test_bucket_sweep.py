@@ -1,8 +1,7 @@
-"""The bucket benchmark without ranks: what it visits, how it goes on after an interrupt, what it reports."""
+"""The bucket benchmark without ranks: what it visits, and how it goes on after an interrupt."""
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from pathlib import Path
@@ -12,12 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import bucket_report
 import bucket_size
 import sweep as sweeping
-from harness import BenchmarkError
-from sweep import Point, Sweep
-from variants import group_by_cap
+from sweep import Point
 
 CAPS = "1,4,25"
 MEASURED = {"local": 0.200, "raw": 0.300, "naive": 0.600, "flat": 0.550, "per-parameter": 0.450}
@@ -77,20 +73,6 @@ def test_a_sweep_visits_every_point_in_every_round(tmp_path, capsys):
     assert "torch: the best uniform cap is 1 MiB, 440.0 ms" in out
 
 
-def test_the_files_hold_what_was_measured(tmp_path):
-    pytest.importorskip("matplotlib")
-    bucket_size.main(arguments(tmp_path))
-    suffixes = {path.suffix for path in tmp_path.iterdir()}
-    assert suffixes == {".json", ".csv", ".svg", ".png", ".html"}
-    rows = list(csv.DictReader((tmp_path / "buckets-mlp38-gloo-2ranks.csv").open()))
-    assert len(rows) == 16 * 3 * 3
-    assert {float(r["seconds"]) for r in rows if (r["variant"], r["bucket_cap_mb"]) == ("torch", "4.0")} == {0.473}
-    page = (tmp_path / "buckets-mlp38-gloo-2ranks.html").read_text()
-    assert "<svg" in page
-    assert "src=" not in page  # self-contained
-    assert "430.0 [430.0, 430.0]" in page
-
-
 def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(FakeRanks, "interrupt_at", 21)
@@ -103,54 +85,3 @@ def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(tmp_path, monkeypatc
     assert len(document(tmp_path)["visits"]) == 48
     assert bucket_size.main(arguments(tmp_path)) == 0  # nothing left to measure
     assert FakeRanks.calls == 21 + 28
-
-
-def test_other_settings_do_not_mix_into_a_file(tmp_path):
-    pytest.importorskip("matplotlib")
-    bucket_size.main(arguments(tmp_path, "--impl", "torch"))
-    with pytest.raises(BenchmarkError, match=r"other settings \(steps 3 -> 9\): give --fresh"):
-        bucket_size.main(arguments(tmp_path, "--impl", "torch", "--steps", "9"))
-    bucket_size.main(arguments(tmp_path, "--impl", "torch", "--steps", "9", "--fresh"))
-    assert all(len(visit["seconds"]) == 9 for visit in document(tmp_path)["visits"])
-
-
-def test_the_plan_that_auto_found_is_used_again(tmp_path, monkeypatch):
-    plans = []
-
-    def run(self: FakeRanks, fn: Any, engine: str, model: str, point: Point, steps: int, plan: Any) -> Any:
-        plans.append(plan)
-        return [{"seconds": [0.1] * steps, "bucket_bytes": [8], "plan": "the plan"}] * 2
-
-    monkeypatch.setattr(FakeRanks, "run", run)
-    settings = {"model": "m", "engine": "gloo", "ranks": 2, "link": None, "threads": 1, "steps": 2}
-    Sweep(tmp_path / "s.json", settings).run([Point("minddp", "auto")], 2)
-    Sweep(tmp_path / "s.json", settings).run([Point("minddp", "auto")], 3)
-    assert plans == [None, "the plan", "the plan"]
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--impl", "horovod"], "--impl horovod: known are minddp, torch, naive, flat, per-parameter"),
-        (["--models", "vgg"], "--models vgg: known are many-small"),
-        (["--caps", "0,1"], r"--caps must be above 0 \(MiB\)"),
-        (["--ranks", "0"], "--ranks must be at least 1, not 0"),
-    ],
-)
-def test_bad_arguments_are_named(words, message):
-    with pytest.raises(BenchmarkError, match=message):
-        bucket_size.parse(words)
-
-
-def test_nothing_measured_is_said(tmp_path):
-    settings = {"model": "m", "engine": "gloo", "ranks": 2, "link": None, "threads": 1, "steps": 2}
-    with pytest.raises(BenchmarkError, match="nothing has been measured yet"):
-        bucket_report.summarize(Sweep(tmp_path / "s.json", settings))
-
-
-def test_uniform_buckets_fill_from_the_last_parameter():
-    mib = 1 << 20
-    assert group_by_cap([mib, 2 * mib, mib // 2, mib // 2], 1) == [[3, 2], [1], [0]]
-    assert group_by_cap([mib // 4, mib], 1) == [[1], [0]]
-    assert group_by_cap([1, 1, 1], 0) == [[2], [1], [0]]
-    assert group_by_cap([1, 1, 1], float("inf")) == [[2, 1, 0]]

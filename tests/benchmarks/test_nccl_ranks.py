@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -36,32 +35,6 @@ def test_the_cases_are_those_that_are_written(many: ModuleType) -> None:
                 names.add(node.name)
     assert sorted(many.CASES) == sorted(written["cases.py"] | written["device_cases.py"])
     assert set(many.ON_DEVICE) == written["device_cases.py"] | {"bf16_hook"}
-
-
-def test_ranks_that_share_a_gpu_are_hosts_of_their_own(many: ModuleType) -> None:
-    import world
-
-    shared, apart, cpu = ([world.environment(way, kind, rank) for rank in range(2)] for way, kind in (
-        ("hostid", "cuda"), ("devices", "cuda"), ("hostid", "cpu"),
-    ))  # fmt: skip
-    assert [env["NCCL_HOSTID"] for env in shared] == ["minddp-host-0", "minddp-host-1"]
-    assert [env["LOCAL_RANK"] for env in shared] == ["0", "0"]
-    assert {env["NCCL_SOCKET_IFNAME"] for env in shared} == {"lo"}, "NCCL passes over it unless it is named"
-    assert [env["LOCAL_RANK"] for env in apart] == ["0", "1"]
-    for env in [*apart, *cpu]:  # the user's NCCL is as it is
-        assert {name for name in env if name.startswith("NCCL_")} == {"NCCL_DEBUG"}
-    for env in shared:  # torch's class is compared as it is by default
-        assert not any(name.startswith("TORCH_NCCL") for name in env)
-
-
-def test_what_is_printed_names_no_place(many: ModuleType) -> None:
-    from world import without_places
-
-    text = f"rank 1 (process 7 on {socket.gethostname()}) at /home/someone/train.py:12, [127.0.0.1]:4003, [::1]:80"
-    assert without_places(text) == "rank 1 (process 7 on <host>) at train.py:12, <address>, <address>"
-    assert without_places("connect to 10.1.2.3<4000> failed") == "connect to <address> failed"
-    for plain in ("3.5e-06 of torch's", "nccl/ends.py:33", "12:30:01 and 2.28.9", "a/b and c / d", "std::bad_alloc"):
-        assert without_places(plain) == plain
 
 
 RANK = """
