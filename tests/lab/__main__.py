@@ -18,6 +18,7 @@ RIGS = {
     "mutate": ("-m tests.lab.mutate", "plants faults at random places in a copy; lists those that no test catches"),
     "libraries": ("-m tests.lab.libraries", "trains with libraries around DDP, and runs the tests that they ship"),
     "package": ("-m pytest tests/lab/package", "builds sdist and wheel, and installs them in empty environments"),
+    "pains": ("-m tests.lab.pains", "runs what hurts users of torch's class with both classes; writes docs/pains.md"),
     "results": ("benchmarks/all_results.py", "makes every result that README and docs name anew: hours"),
     "overhead": ("benchmarks/overhead.py", "measures a step beside torch's class"),
 }

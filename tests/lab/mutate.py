@@ -48,7 +48,7 @@ TESTS = {
     "minddp/reduction": "tests/reducer tests/parity tests/module",
     "minddp/module": "tests/module tests/parity tests/programs",
     "minddp/config": "tests/module tests/reducer",
-    "minddp/guards": "tests/guards tests/faults tests/pains tests/programs",
+    "minddp/guards": "tests/guards tests/faults tests/programs",
     "minddp/shm": "tests/shm",
     "minddp/": "tests/module tests/project tests/launching",
 }

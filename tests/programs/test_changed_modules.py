@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from tests.module.test_questions import same_everywhere
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import MODES, those_that_differ
 from tests.programs.test_own_classes import batch, trained
@@ -160,7 +161,13 @@ CASES = [
 
 
 def _averaged(ddp, world_size):
-    return all(same_everywhere(p.grad, world_size) for p in ddp.parameters() if p.requires_grad)
+    def everyones(gradient):
+        gathered = [torch.empty_like(gradient) for _ in range(world_size)]
+        dist.all_gather(gathered, gradient)
+        return gathered
+
+    grads = [p.grad for p in ddp.parameters() if p.requires_grad]
+    return all(torch.equal(grad, theirs) for grad in grads for theirs in everyones(grad))
 
 
 @on_ranks(2)
@@ -197,3 +204,18 @@ def test_what_was_mended_goes_on(rank, world_size):
         ddp.zero_grad()
         ddp(batch(rank)).square().sum().backward()
         assert _averaged(ddp, world_size)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight + weight.T
+
+
+@on_ranks(2)
+def test_a_parametrization_registered_while_wrapped_keeps_its_parameters_hook(rank, world_size):
+    ddp = minddp.DistributedDataParallel(Frozen().requires_grad_(True))
+    trained(ddp, rank)
+    register_parametrization(ddp.module.frozen, "weight", Symmetric())
+    ddp.zero_grad()
+    ddp(batch(rank)).square().mean().backward()
+    assert _averaged(ddp, world_size)

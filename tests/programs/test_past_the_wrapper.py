@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.guards import local_gradients, times
+from minddp.guards import times
 from minddp.testing import RankError, run_ranks, shutdown
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import those_that_differ
@@ -90,19 +90,6 @@ def penalty_then_probe(wrap, rank):
     return _weights(model)
 
 
-def penalty_then_weight_penalty(wrap, rank):
-    model = wrap(_net())
-    for i in range(3):
-        model.zero_grad()
-        x = _batch(rank, i).requires_grad_()
-        out = model(x)
-        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (out.pow(2).mean() + g.pow(2).mean()).backward()
-        (model.module[0].weight.pow(2).sum() * 0.1).backward()
-        _sgd(model).step()
-    return _weights(model)
-
-
 def _penalized(model, rank, i):
     model.zero_grad()
     model(_batch(rank, i)).pow(2).mean().backward()
@@ -136,34 +123,6 @@ def a_penalty_where_rank_0_alone_steps(wrap, rank):
     return _weights(model)
 
 
-class _Closure:
-    def __init__(self, model, optimizer, batches):
-        self.model, self.optimizer, self.batches = model, optimizer, batches
-
-    def __call__(self):
-        batch = next(self.batches)
-        self.optimizer.zero_grad()
-        loss = self.model(batch).pow(2).mean()
-        loss.backward()
-        return loss
-
-
-def a_closure_that_is_an_object(wrap, rank):
-    """What it zeroes had bypassed the wrapper. On rank 0 the data ends; it goes on with zeros."""
-    model = wrap(_net())
-    optimizer = _sgd(model)
-    closure = _Closure(model, optimizer, iter([_batch(rank, i) for i in range(4 if rank else 2)]))
-    for _ in range(4):
-        model.module(_batch(rank)).sum().backward()
-        try:
-            optimizer.step(closure)
-        except StopIteration:
-            optimizer.zero_grad()
-            (0 * model(torch.zeros(1, 4)).sum()).backward()
-            optimizer.step()
-    return _weights(model)
-
-
 def probe_in_another_thread(wrap, rank):
     """Each thread numbers its nodes from 0."""
     model = wrap(_net())
@@ -184,57 +143,25 @@ def probe_in_another_thread(wrap, rank):
     return _weights(model)
 
 
-class ReturnsItsParameter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.ones(4))
-
-    def forward(self):
-        return self.table
-
-
-def forward_returns_a_parameter(wrap, rank):
-    model = wrap(ReturnsItsParameter())
-    for i in range(3):
-        model.zero_grad()
-        (model() - _batch(rank, i)).pow(2).sum().backward()
-        _sgd(model, 0.01).step()
-    return _weights(model)
-
-
 class Box:
     def __init__(self, loss):
         self.loss = loss
 
 
 class Hides(nn.Module):
-    def __init__(self, use_checkpoint):
+    def __init__(self):
         super().__init__()
-        self.net, self.use_checkpoint = _net(), use_checkpoint
+        self.net = _net()
 
     def forward(self, x):
-        x = x.clone().requires_grad_()
-        out = checkpoint(self.net, x, use_reentrant=True) if self.use_checkpoint else self.net(x)
-        return Box(out.pow(2).mean())
+        return Box(checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=True).pow(2).mean())
 
 
 def hidden_output_of_a_checkpoint(wrap, rank):
-    model = wrap(Hides(True))
+    model = wrap(Hides())
     for i in range(3):
         model.zero_grad()
         model(_batch(rank, i)).loss.backward()
-        _sgd(model).step()
-    return _weights(model)
-
-
-def hidden_output_and_many_forwards(wrap, rank):
-    model = wrap(Hides(False))
-    for i in range(2):
-        model.zero_grad()
-        loss = model(_batch(rank, i)).loss
-        for j in range(70):
-            model(_batch(rank, j))
-        loss.backward()
         _sgd(model).step()
     return _weights(model)
 
@@ -283,22 +210,6 @@ def copied_on_one_rank(wrap, rank):
         sum(p.pow(2).sum() * 0.1 for p in model.parameters()).backward()
         _sgd(model).step()
     return _weights(model) if kept is None or kept is not None else []
-
-
-def probe_then_own_gradients(wrap, rank):
-    """What the probe left was dropped; what is stepped on came through the wrapper."""
-    model = wrap(_net())
-    for i in range(3):
-        model.zero_grad()
-        model(_batch(rank, i)).pow(2).mean().backward()
-        stash = [p.grad for p in model.parameters()]
-        model.zero_grad()
-        if rank == 0:
-            model.module(_batch(rank)).sum().backward()
-        for p, grad in zip(model.parameters(), stash):
-            p.grad = grad
-        _sgd(model).step()
-    return _weights(model)
 
 
 def with_a_closure(wrap, rank):
@@ -364,19 +275,6 @@ def a_hook_after_the_first_steps(wrap, rank):
             model = wrap(model.module) if i == 4 else model
             model.register_comm_hook(None, fp16_compress_hook if i == 2 else allreduce_hook)
         model.zero_grad()
-        model(_batch(rank, i)).pow(2).sum().backward()
-        _sgd(model).step()
-    return _weights(model)
-
-
-def a_builtin_hook_after_the_first_steps(wrap, rank):
-    model = wrap(_net())
-    for i in range(4):
-        if i == 2:
-            model._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
-        model.zero_grad()
-        with model.no_sync():
-            model(_batch(rank, i + 1)).pow(2).sum().backward()
         model(_batch(rank, i)).pow(2).sum().backward()
         _sgd(model).step()
     return _weights(model)
@@ -450,12 +348,9 @@ def interrupted_in_one_of_two_wrappers(wrap, rank):
     """What an exception has left in .grad is averaged by the second, together with its own."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
-    return _interrupted_then_averaged(wrap(_Half(layer)), wrap(_Half(layer)), layer, rank)
-
-
-def _interrupted_then_averaged(first, second, layer, rank):
+    first, second = wrap(_Half(layer)), wrap(_Half(layer))
     handle = layer.bias.register_post_accumulate_grad_hook(_raises)
-    with pytest.raises(ValueError, match="in a hook"):
+    with pytest.raises(ValueError, match="on purpose"):
         first(_batch(rank)).pow(2).sum().backward()
     handle.remove()
     second(_batch(rank, 1)).pow(2).sum().backward()
@@ -463,28 +358,8 @@ def _interrupted_then_averaged(first, second, layer, rank):
     return _weights(second)
 
 
-class _Branch(nn.Module):
-    """A layer of its own, and one that the second rank alone uses."""
-
-    def __init__(self, branch, rank):
-        super().__init__()
-        self.own, self.branch, self.rank = nn.Linear(4, 4), branch, rank
-
-    def forward(self, x):
-        return self.branch(self.own(x)) if self.rank == 1 else self.own(x)
-
-
-def interrupted_before_another_wrappers_backward(wrap, rank):
-    """The backward of the second reaches the first on one rank alone, and does not end what was interrupted there."""
-    torch.manual_seed(0)
-    branch = nn.Linear(4, 4)
-    first = wrap(_Branch(branch, rank), static_graph=True)
-    second = wrap(_Branch(branch, rank), find_unused_parameters=True)
-    return _interrupted_then_averaged(first, second, first.module.own, rank)
-
-
-def _raises(_):
-    raise ValueError("in a hook")
+def _raises(*_):
+    raise ValueError("on purpose")
 
 
 def forwards_on_one_rank_with_a_static_graph(wrap, rank):
@@ -517,10 +392,7 @@ def after_an_exception_before_any_gradient(wrap, rank):
     model = wrap(Heads(), find_unused_parameters=True)
     older = model(_batch(rank))
 
-    def fails(*_):
-        raise ValueError("on purpose")
-
-    handle = model.module.register_full_backward_hook(fails)
+    handle = model.module.register_full_backward_hook(_raises)
     newer = model(_batch(rank, 1))
     handle.remove()
     with pytest.raises(ValueError, match="on purpose"):
@@ -530,30 +402,19 @@ def after_an_exception_before_any_gradient(wrap, rank):
     return _weights(model)
 
 
-def _local_steps(wrap, rank, backward):
+def local_steps_with_a_penalty_and_past_the_wrapper(wrap, rank):
     """Each rank trains by itself for three steps, and then all together."""
     model = wrap(_net())
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for i in range(3):
         optimizer.zero_grad()
         with model.no_sync():
-            backward(model, _batch(rank, i))
+            (model if i < 2 else model.module)(_batch(rank, i)).pow(2).sum().backward()
+            sum(p.pow(2).sum() for p in model.parameters()).backward()
         optimizer.step()
     optimizer.zero_grad()
     model(_batch(rank, 3)).pow(2).sum().backward()
-    return [*(p.grad.clone() for p in model.parameters()), *(p.detach() for p in model.parameters())]
-
-
-def local_steps_with_a_penalty(wrap, rank):
-    def backward(model, x):
-        model(x).pow(2).sum().backward()
-        sum(p.pow(2).sum() for p in model.parameters()).backward()
-
-    return _local_steps(wrap, rank, backward)
-
-
-def local_steps_past_the_wrapper(wrap, rank):
-    return _local_steps(wrap, rank, lambda model, x: model.module(x).pow(2).sum().backward())
+    return [*(p.grad.clone() for p in model.parameters()), *_weights(model)]
 
 
 def penalties_in_a_join(wrap, rank):
@@ -572,25 +433,112 @@ def penalties_in_a_join(wrap, rank):
     return [p.detach() for p in model.parameters()]
 
 
-RIGHT = [
-    forwards_on_one_rank_with_a_static_graph, after_an_exception_before_any_gradient,
-    unused_in_one_of_two_wrappers, interrupted_in_one_of_two_wrappers,
-    interrupted_before_another_wrappers_backward,
-    old_wrapper_and_a_reentrant_checkpoint, forward_on_one_rank_after_a_step, a_hook_after_the_first_steps,
-    a_builtin_hook_after_the_first_steps,
-    a_static_graph_is_that_of_its_own_outputs, a_static_graph_that_begins_under_no_sync,
-    logged_forward_then_no_sync, penalty_then_probe, penalty_then_weight_penalty, probe_in_another_thread,
-    a_penalty_where_each_rank_steps_its_share, a_penalty_where_rank_0_alone_steps, a_closure_that_is_an_object,
-    forward_returns_a_parameter, hidden_output_of_a_checkpoint, hidden_output_and_many_forwards,
-    penalty_with_a_forward_between, penalty_on_weights_with_zero, copied_on_one_rank, probe_then_own_gradients,
-    with_a_closure, a_step_in_a_hooks_callback, a_parameter_as_the_output, local_steps_with_a_penalty,
-    local_steps_past_the_wrapper, penalties_in_a_join,
-]  # fmt: skip
+class _CheckpointedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.other = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x, within):
+        used = self.used(x)
+        return checkpoint(self.other, used, use_reentrant=True) if within else self.other(used)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_torch_trains_right(world_size):
-    assert those_that_differ(RIGHT, world_size) == []
+def adopted_with_absent_parameters(wrap, rank):
+    """An adopted backward launches nothing at its beginning."""
+    torch.manual_seed(0)
+    ddp = wrap(_CheckpointedHead(), find_unused_parameters=True, bucket_cap_mb_list=[1e-6] * 2)
+    x = torch.full((2, 3), rank + 1.0)
+    for _ in range(3):
+        ddp(x, False).sum().backward()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        local = ddp(x, True)
+    ddp(x, False)
+    local.sum().backward()
+    return [ddp.module.other.weight.grad]
+
+
+def an_old_forward_under_no_sync(wrap, rank):
+    ddp = wrap(_net())
+    optimizer = _sgd(ddp)
+    with ddp.no_sync():
+        losses = [ddp(_batch(rank, i)).sum() for i in range(70)]  # of the last 64 the reducer knows the nodes
+        losses[0].backward()
+    optimizer.step()
+    return _weights(ddp)
+
+
+class _Feature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 1)
+
+    def forward(self, x, feature=None):
+        feature = self.body(x) if feature is None else feature
+        return self.head(feature).sum(), feature
+
+
+def left_by_a_synchronized_forward(wrap, rank):
+    """A kept feature, on all ranks and on one; a second backward; autocast's copy of a weight: under no_sync.
+    And a backward outside, after a forward under no_sync."""
+    torch.manual_seed(0)
+    found = []
+    ddp = wrap(_Feature())
+    for again in ("feature", "rank 0's feature", "backward", "part", "outside"):
+        for _ in range(2):
+            ddp.zero_grad()
+            loss, feature = ddp(_batch(rank))
+            loss.backward(retain_graph=True)
+        ddp.zero_grad()
+        if again == "outside":  # ranks' graphs differ
+            with ddp.no_sync():
+                local = ddp(_batch(rank, 1))[0]
+            (loss + local if rank else loss).backward()
+            found += [p.grad.clone() for p in ddp.parameters()]
+            continue
+        with ddp.no_sync():
+            if again == "backward":
+                loss.backward(retain_graph=True)
+            else:
+                kept = feature if again == "feature" or rank == 0 else feature.detach()
+                inputs = list(ddp.module.head.parameters()) if again == "part" else None
+                ddp(None, kept)[0].square().backward(retain_graph=True, inputs=inputs)
+        found += [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ddp(_batch(rank))[0].backward()
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(_batch(rank))[0].backward()
+    return found + [p.grad for p in ddp.parameters()]
+
+
+def a_penalty_under_no_sync(wrap, rank):
+    """A penalty's gradient is adopted by the forward that waits; what is made of it stays the other forward's."""
+    ddp = wrap(_net())
+    loss = ddp(_batch(rank)).sum()
+    x = _batch(rank, 1).requires_grad_()
+    with ddp.no_sync():
+        y = ddp(x).square()
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    loss.backward()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        (gradient.square().sum() + y.sum()).backward()
+    return [p.grad for p in ddp.parameters()]
+
+
+def a_penalty_alone_under_no_sync(wrap, rank):
+    """The same, of a module whose penalty has no node of the forward's."""
+    ddp = wrap(Scale())
+    x = _batch(rank, 1).requires_grad_()
+    with ddp.no_sync():
+        local = ddp(x).sum()
+    loss = ddp(_batch(rank)).sum()
+    (gradient,) = torch.autograd.grad(local, x, create_graph=True)
+    loss.backward()
+    ddp.zero_grad()
+    (gradient * x).sum().backward()
+    return [p.grad for p in ddp.parameters()]
 
 
 def a_step_on_zeros_that_one_rank_has(wrap, rank):
@@ -606,8 +554,23 @@ def a_step_on_zeros_that_one_rank_has(wrap, rank):
     return _weights(model)
 
 
-def test_zeros_on_one_rank_are_stepped_with_as_with_torch():
-    assert those_that_differ([a_step_on_zeros_that_one_rank_has], 2) == []
+RIGHT = [
+    logged_forward_then_no_sync, a_static_graph_is_that_of_its_own_outputs, a_static_graph_that_begins_under_no_sync,
+    penalty_then_probe, a_penalty_where_each_rank_steps_its_share, a_penalty_where_rank_0_alone_steps,
+    probe_in_another_thread, hidden_output_of_a_checkpoint, penalty_with_a_forward_between,
+    penalty_on_weights_with_zero, copied_on_one_rank, with_a_closure, old_wrapper_and_a_reentrant_checkpoint,
+    forward_on_one_rank_after_a_step, a_hook_after_the_first_steps, a_step_in_a_hooks_callback,
+    a_parameter_as_the_output, unused_in_one_of_two_wrappers, interrupted_in_one_of_two_wrappers,
+    forwards_on_one_rank_with_a_static_graph, after_an_exception_before_any_gradient,
+    local_steps_with_a_penalty_and_past_the_wrapper, penalties_in_a_join, adopted_with_absent_parameters,
+    an_old_forward_under_no_sync, left_by_a_synchronized_forward, a_penalty_under_no_sync,
+    a_penalty_alone_under_no_sync, a_step_on_zeros_that_one_rank_has,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_torch_trains_right(world_size):
+    assert those_that_differ(RIGHT, world_size) == []
 
 
 # ---- drifts apart with torch, without a word: raises before the step on every rank
@@ -768,32 +731,8 @@ def test_a_rank_that_goes_past_it_alone_is_stopped_before_its_step(world_size, i
         shutdown()
 
 
-@times.faster(0.2)
-def _past_one_of_two_after_a_step(rank, world_size):
-    """Nobody has had an iteration of that wrapper, and the others have taken the second step already."""
-    local_gradients._PATIENCE = 100  # however late a busy machine's ranks answer
-    used, passed = (minddp.DistributedDataParallel(_net()) for _ in range(2))
-    optimizer = torch.optim.SGD([*used.parameters(), *passed.parameters()], 0.1)
-    with pytest.raises(RuntimeError) as raised:
-        for i in range(3):
-            optimizer.zero_grad()
-            if rank == 0 and i == 1:
-                passed.module(_batch(rank)).pow(2).sum().backward()
-            used(_batch(rank, i)).pow(2).sum().backward()
-            optimizer.step()
-    expected = "would use gradients that were never averaged" if rank == 0 else "rank 0 will not take part"
-    assert i == (1 if rank == 0 else 2) and expected in str(raised.value)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_goes_past_one_wrapper_alone_is_stopped_at_a_later_step(world_size):
-    try:
-        run_ranks(_past_one_of_two_after_a_step, world_size)
-    finally:
-        shutdown()
-
-
-def _sparse_of_two_wrappers(rank, world_size):
+@on_ranks(2, 3)
+def test_a_sparse_gradient_of_two_wrappers_is_the_mean(rank, world_size):
     """Torch's class divides it once for each wrapper whose forward ran."""
     grads = []
     for sparse in (False, True):
@@ -805,12 +744,7 @@ def _sparse_of_two_wrappers(rank, world_size):
         first(rows)
         second(rows).pow(2).sum().backward()
         grads.append(table.weight.grad.to_dense())
-    return torch.equal(*grads)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_sparse_gradient_of_two_wrappers_is_the_mean(world_size):
-    assert run_ranks(_sparse_of_two_wrappers, world_size) == [True] * world_size
+    assert torch.equal(*grads)
 
 
 # ---- reductions of minddp's own
@@ -864,146 +798,3 @@ def test_a_layer_that_two_wrappers_reduce_in_one_backward(world_size):
         for text in raised.value.failures.values():
             assert "belongs to two wrappers that both reduce its gradient in this backward" in text
             assert "Parameter '1.weight'" in text or "Parameter '0.weight'" in text or ".bias'" in text
-
-
-class _CheckpointedHead(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
-
-    def forward(self, x, within):
-        used = self.used(x)
-        return checkpoint(self.other, used, use_reentrant=True) if within else self.other(used)
-
-
-def _adopted_with_absent_parameters(rank, world_size, wrap):
-    torch.manual_seed(0)
-    ddp = wrap(_CheckpointedHead(), find_unused_parameters=True, bucket_cap_mb_list=[1e-6] * 2)
-    x = torch.full((2, 3), rank + 1.0)
-    for _ in range(3):
-        ddp(x, False).sum().backward()
-    ddp.zero_grad()
-    with ddp.no_sync():
-        local = ddp(x, True)
-    ddp(x, False)
-    local.sum().backward()
-    return ddp.module.other.weight.grad
-
-
-def test_an_adopted_backward_launches_nothing_at_its_beginning():
-    wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
-    ours, theirs = (run_ranks(_adopted_with_absent_parameters, 2, wrap) for wrap in wraps)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def _old_local_forward(rank, world_size, wrap):
-    ddp = wrap(_net())
-    optimizer = _sgd(ddp)
-    with ddp.no_sync():
-        losses = [ddp(_batch(rank, i)).sum() for i in range(70)]  # of the last 64 the reducer knows the nodes
-        losses[0].backward()
-    optimizer.step()
-    return _weights(ddp)
-
-
-def test_an_old_forward_under_no_sync_is_local():
-    wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
-    for ours, theirs in zip(*(run_ranks(_old_local_forward, 2, wrap) for wrap in wraps), strict=True):
-        assert all(map(torch.equal, ours, theirs))
-
-
-class _Feature(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)
-
-    def forward(self, x, feature=None):
-        feature = self.body(x) if feature is None else feature
-        return self.head(feature).sum(), feature
-
-
-def _left_by_a_synchronized_forward(rank, world_size, wrap):
-    """A kept feature, on all ranks and on one; a second backward; autocast's copy of a weight: under no_sync.
-    And a backward outside, after a forward under no_sync."""
-    torch.manual_seed(0)
-    found = []
-    ddp = wrap(_Feature())
-    for again in ("feature", "rank 0's feature", "backward", "part", "outside"):
-        for _ in range(2):
-            ddp.zero_grad()
-            loss, feature = ddp(_batch(rank))
-            loss.backward(retain_graph=True)
-        ddp.zero_grad()
-        if again == "outside":  # ranks' graphs differ
-            with ddp.no_sync():
-                local = ddp(_batch(rank, 1))[0]
-            (loss + local if rank else loss).backward()
-            found += [p.grad.clone() for p in ddp.parameters()]
-            continue
-        with ddp.no_sync():
-            if again == "backward":
-                loss.backward(retain_graph=True)
-            else:
-                kept = feature if again == "feature" or rank == 0 else feature.detach()
-                inputs = list(ddp.module.head.parameters()) if again == "part" else None
-                ddp(None, kept)[0].square().backward(retain_graph=True, inputs=inputs)
-        found += [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ddp(_batch(rank))[0].backward()
-        ddp.zero_grad()
-        with ddp.no_sync():
-            ddp(_batch(rank))[0].backward()
-    return found + [p.grad for p in ddp.parameters()]
-
-
-def test_what_a_synchronized_forward_has_left_makes_nobody_else_synchronized():
-    wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
-    found = (run_ranks(_left_by_a_synchronized_forward, 2, wrap) for wrap in wraps)
-    for ours, theirs in zip(*found, strict=True):
-        assert [g is None for g in ours] == [g is None for g in theirs]
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None)
-
-
-def _penalty_under_no_sync(rank, world_size, wrap):
-    """A penalty's gradient is adopted by the forward that waits; what is made of it stays the other forward's."""
-    ddp = wrap(_net())
-    loss = ddp(_batch(rank)).sum()
-    x = _batch(rank, 1).requires_grad_()
-    with ddp.no_sync():
-        y = ddp(x).square()
-        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    loss.backward()
-    ddp.zero_grad()
-    with ddp.no_sync():
-        (gradient.square().sum() + y.sum()).backward()
-    return [p.grad for p in ddp.parameters()]
-
-
-class _Scales(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.by = torch.nn.Parameter(torch.arange(4.0))
-
-    def forward(self, x):
-        return x * self.by
-
-
-def _penalty_alone(rank, world_size, wrap):
-    """The same, of a module whose penalty has no node of the forward's."""
-    ddp = wrap(_Scales())
-    x = _batch(rank, 1).requires_grad_()
-    with ddp.no_sync():
-        local = ddp(x).sum()
-    loss = ddp(_batch(rank)).sum()
-    (gradient,) = torch.autograd.grad(local, x, create_graph=True)
-    loss.backward()
-    ddp.zero_grad()
-    (gradient * x).sum().backward()
-    return [p.grad for p in ddp.parameters()]
-
-
-@pytest.mark.parametrize("program", [_penalty_under_no_sync, _penalty_alone])
-def test_a_penalty_under_no_sync_is_local(program):
-    wraps = minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel
-    for ours, theirs in zip(*(run_ranks(program, 2, wrap) for wrap in wraps), strict=True):
-        assert all(map(torch.equal, ours, theirs))

@@ -18,9 +18,7 @@ from tests.faults.logged import logged
 from .programs import PAINS, WORLD, Wrong
 
 CLASSES = {"torch": TorchDDP, "minddp": minddp.DistributedDataParallel}
-LIMIT = 8.0  # seconds, for the page; who is told nothing by then waits
-PATIENCE = 240.0  # for a test, on a machine with much else to do
-SURELY = 2.0  # of these, for a test of a pain that is known to wait
+LIMIT = 8.0  # seconds; a rank that reports nothing by then waits
 # From the worst to the best: the process ends, nobody is told, replicas or numbers are wrong and nobody is told.
 KINDS = ("dies", "waits", "differs", "wrong", "raises", "warns", "right")
 
@@ -33,8 +31,8 @@ class Outcome:
     text: str
 
 
-def _run(rank: int, world_size: int, index: int, which: str, limit: float) -> tuple[str, str, list[torch.Tensor]]:
-    """(how it ended here, what was told, the tensors). A rank that has ended stays until all have, or for ``limit``,
+def _run(rank: int, world_size: int, index: int, which: str) -> tuple[str, str, list[torch.Tensor]]:
+    """(how it ended here, what was told, the tensors). A rank that has ended stays until all have, or for LIMIT,
     as one that goes on would: what is raised then, of a closed connection, tells nothing."""
     store, begin = dist.distributed_c10d._get_default_store(), time.monotonic()
     kind, text, tensors = "right", "", []
@@ -51,16 +49,16 @@ def _run(rank: int, world_size: int, index: int, which: str, limit: float) -> tu
     if kind == "right" and ours:
         kind, text = "warns", ours[0]
     store.add("ended", 1)
-    while store.add("ended", 0) < world_size and time.monotonic() - begin < limit:
+    while store.add("ended", 0) < world_size and time.monotonic() - begin < LIMIT:
         time.sleep(0.02)
     return kind, text, tensors
 
 
-def run(index: int, which: str, limit: float = LIMIT) -> Outcome:
+def run(index: int, which: str) -> Outcome:
     """How the pain of that index ends with that class, in processes of its own, as a program has."""
     pool = RankPool(WORLD)
     try:
-        ranks = dict(enumerate(pool.run(_run, index, which, limit, timeout=limit + 10)))
+        ranks = dict(enumerate(pool.run(_run, index, which, timeout=LIMIT + 10)))
     except RankError as error:
         died = any("process died" in text for text in error.failures.values())
         ranks = {rank: error.results.get(rank, ("dies" if died else "waits", "", [])) for rank in range(WORLD)}

@@ -1,4 +1,4 @@
-"""``docs/pains.md``, from how each pain has ended: ``python -m tests.pains``."""
+"""``docs/pains.md``, from how each pain has ended."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from .outcome import LIMIT, Outcome
 from .programs import PAINS, WORLD, Pain
 
 TORCH = ".".join(torch.__version__.split(".")[:2])
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "pains.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "pains.md"
 
 _HEAD = f"""# Pain points
 
-`python -m tests.pains` writes this page. Each row is a program of a few lines (`tests/pains/programs.py`). It ran
-on {WORLD} ranks with the class of torch {TORCH} and with minddp's. The cells say how it ended. "Waits" means that
-nothing was reported on a rank for {LIMIT:.0f} seconds. The numbers are issues of
-[PyTorch's](https://github.com/pytorch/pytorch/issues). `pytest tests/pains` runs them again, and fails where one
-ends in another way.
+`make lab ARGS=pains` writes this page, and fails if a program ends in another way. Each row is a program of a few
+lines (`tests/lab/pains/programs.py`). It ran on {WORLD} ranks with the class of torch {TORCH} and with minddp's. The
+cells say how it ended. "Waits" means that nothing was reported on a rank for {LIMIT:.0f} seconds. The numbers are
+issues of [PyTorch's](https://github.com/pytorch/pytorch/issues).
 """
 
 
