@@ -5,9 +5,9 @@
 buckets. ``report``, ``add_weight`` and others take a wrapper: docs/wrapper.md lists them. csrc/README.md says where
 to begin reading.
 
-What importing it does to a process: the backends ``"shm"`` and ``"auto"`` are registered, and functions for the
-process's end (a rank's last words to the others, and wrappers that go before their groups). Torch's hooks for a whole
-process, on optimizers and on registrations in modules, come with the first wrapper.
+Importing it registers the backends ``"shm"`` and ``"auto"``, and functions for the process's end: this rank reports to
+the others how it has ended, and wrappers go before their groups. The first wrapper sets torch's hooks for a whole
+process, on optimizers and on registrations in modules.
 """
 
 from __future__ import annotations
