@@ -120,7 +120,8 @@ class Program:
     """
 
     def __init__(self, source: str, *arguments: str, rank: int = 0):
-        _, unused = multiprocessing.Pipe()
+        ours, unused = multiprocessing.Pipe()
+        ours.close()
         read, write = os.pipe()
         self.stdout = os.fdopen(read)
         self._stderr = tempfile.TemporaryFile("w+")
@@ -150,15 +151,12 @@ class Program:
         self._stderr.seek(0)
         return self.stdout.read(), self._stderr.read()
 
-    def kill(self) -> None:
-        self._process.kill()
-
     def __enter__(self) -> Program:
         return self
 
     def __exit__(self, *_: object) -> None:
         """It is killed if it still runs."""
-        self.kill()
+        self._process.kill()
         self.wait()
         self.stdout.close()
         self._stderr.close()

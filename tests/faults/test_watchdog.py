@@ -133,13 +133,9 @@ def _store_host():
         f"s = d.TCPStore('127.0.0.1', {port}, None, True, wait_for_workers=False); print('up', flush=True); "
         "time.sleep(3000)"
     )
-    host = Program(source)
-    try:
+    with Program(source) as host:
         assert host.stdout.readline() == "up\n"
         yield host, port
-    finally:
-        host.kill()
-        host.wait()
 
 
 def _run(fn, *args, world_size=2):
@@ -197,13 +193,9 @@ dist.destroy_process_group()
 
 def test_a_rank_that_has_fewer_batches_and_ends_well_has_ended_and_join_is_named():
     with _store_host() as (_, port):
-        ranks = [Program(_UNEVEN, str(rank), str(port), rank=rank) for rank in range(2)]
-        try:
-            told = [rank.communicate()[1] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    assert ranks[0].returncode == 0, told[0]
+        with Program(_UNEVEN, "0", str(port)) as first, Program(_UNEVEN, "1", str(port), rank=1) as second:
+            told = [program.communicate()[1] for program in (first, second)]
+    assert first.returncode == 0, told[0]
     assert re.search(
         r"LostPeer: rank 0 will not .* does not come any more: it has destroyed its process group", told[1]
     )
@@ -309,11 +301,8 @@ for process in context.processes:
 @pytest.mark.parametrize("ends", ["raises", "returns"])
 def test_a_spawned_rank_that_ends_is_named(ends):
     """With or without its exception, and not with the one that its parent was handling."""
-    program = Program(_SPAWNS, str(free_port()), ends)
-    try:
+    with Program(_SPAWNS, str(free_port()), ends) as program:
         told, errors = program.communicate()
-    finally:
-        program.kill()
     assert "rank 1 will not take part" in told, told + errors
     assert "a first attempt" not in told
 
@@ -339,7 +328,7 @@ def test_a_rank_whose_process_another_thread_holds_is_named_with_its_exception()
     held = subprocess.Popen([sys.executable, "-c", _HELD, "1", port], stderr=subprocess.DEVNULL)
     try:
         command = [sys.executable, "-c", _HELD, "0", port]
-        waits = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=100)
+        waits = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         assert held.poll() is None
     finally:
         held.kill()

@@ -136,21 +136,15 @@ else:
 def test_a_process_ends_though_its_store_is_stopped_and_comes_back(backend, seconds):
     """A thread that is in a request to it then would abort the process."""
     with _store_host() as (host, port):
-        ranks = [
-            Program(_STORE_STOPS, str(rank), str(port), backend, str(host.pid), str(seconds), str(LOOK), rank=rank)
-            for rank in range(2)
-        ]
-        try:
-            assert ranks[0].stdout.readline() == "ends\n"
-            time.sleep(1.5)  # at exit it waits for its thread, then Python shuts down
-            os.kill(host.pid, signal.SIGCONT)
-            told = ranks[0].communicate()[1]
-        finally:
-            os.kill(host.pid, signal.SIGCONT)
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    assert ranks[0].returncode == 0, told
+        arguments = str(port), backend, str(host.pid), str(seconds), str(LOOK)
+        with Program(_STORE_STOPS, "0", *arguments) as first, Program(_STORE_STOPS, "1", *arguments, rank=1):
+            try:
+                assert first.stdout.readline() == "ends\n"
+                time.sleep(1.5)  # at exit it waits for its thread, then Python shuts down
+            finally:
+                os.kill(host.pid, signal.SIGCONT)
+            told = first.communicate()[1]
+    assert first.returncode == 0, told
 
 
 def _gives_up_and_lets_go(rank, world_size, port):

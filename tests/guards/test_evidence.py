@@ -263,7 +263,7 @@ def test_what_becomes_of_a_process():
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert look(process) == Sight("gone", "SIGKILL")
-    child.wait()
+    child.communicate()
     assert look(process) == Sight("gone")
 
 
