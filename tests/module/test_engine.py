@@ -1,8 +1,6 @@
 """What is remade is remade in one place: hooks, plans, weights, errors and their exits, groups written in Python."""
 
-import contextlib
 import copy
-import dataclasses
 import gc
 import pickle
 import unittest
@@ -137,7 +135,8 @@ def test_the_tuner_and_mixed_precision_follow_the_reducer(rank, world_size):
             _same(_step(ddp, rank, i), _truth(ddp.module, world_size, i), 2e-1 if low else 1e-5)
 
 
-def _leaks(rank, world_size):
+@on_ranks(2)
+def test_nothing_outlives_its_wrapper(rank, world_size):
     options = [
         {}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True},
         {"reduction": "sum"}, {"reduction": "weighted"}, {"check_finite": True}, {"bucket_cap_mb": "auto"},
@@ -157,11 +156,7 @@ def _leaks(rank, world_size):
             del ddp
             gc.collect()
             alive += [(option, hook, i) for i, ref in enumerate(found) if ref() is not None]
-    return alive
-
-
-def test_nothing_outlives_its_wrapper():
-    assert run_ranks(_leaks, 2) == [[], []]
+    assert not alive
 
 
 @on_ranks(2)
@@ -179,63 +174,6 @@ def test_a_constructor_that_failed_leaves_no_hooks(rank, world_size):
 
 
 # ---- sums and weights
-
-
-def _sums_accumulate(rank, world_size):
-    for views in (False, True):
-        ddp = DDP(nn.Linear(1, 1, bias=False), reduction="sum", gradient_as_bucket_view=views)
-        for i in range(4):  # the buckets are cut anew after the first
-            with ddp.no_sync():
-                ddp(torch.full((1, 1), 3.0)).sum().backward()
-            ddp(torch.ones(1, 1)).sum().backward()
-            assert ddp.module.weight.grad.item() == 4 * world_size
-            ddp.zero_grad(set_to_none=bool(i % 2))
-    return True
-
-
-def _weights_accumulate(rank, world_size):
-    ddp = DDP(nn.Linear(1, 1, bias=False), reduction="weighted")
-    for _ in range(3):
-        ddp.zero_grad()
-        minddp.add_weight(ddp, rank + 1)
-        (ddp(torch.ones(1, 1)).sum() * (rank + 1)).backward()
-        torch.testing.assert_close(ddp.module.weight.grad.item(), 1.0)
-    ddp.zero_grad()
-    # A rank forgets: all raise, nothing is stuck, and the next step is right.
-    if rank == 0:
-        minddp.add_weight(ddp, 1)
-    with pytest.raises(RuntimeError, match="add_weight.*did not call it"):
-        ddp(torch.ones(1, 1)).sum().backward()
-    ddp.zero_grad()
-    minddp.add_weight(ddp, 0)
-    with pytest.raises(RuntimeError, match="must be positive"):
-        ddp(torch.ones(1, 1)).sum().backward()
-    ddp.zero_grad()
-    minddp.add_weight(ddp, 7)
-    minddp.clear_weight(ddp)
-    minddp.add_weight(ddp, 1)
-    ddp(torch.ones(1, 1)).sum().backward()
-    assert ddp.module.weight.grad.item() == 1.0
-    return True
-
-
-@pytest.mark.parametrize("case", [_sums_accumulate, _weights_accumulate])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sums_and_weights(case, world_size):
-    assert run_ranks(case, world_size) == [True] * world_size
-
-
-@on_ranks(1)
-def test_a_weight_divides_once(rank, world_size):
-    for reduction, expected in (("sum", 2.0), ("weighted", None)):
-        ddp = DDP(nn.Linear(1, 1, bias=False), reduction=reduction)
-        for i in range(2):
-            if reduction == "weighted":
-                minddp.add_weight(ddp, 2)
-            refuses = i and expected is None
-            with pytest.raises(RuntimeError, match="holds the result") if refuses else contextlib.nullcontext():
-                ddp(torch.ones(1, 1)).sum().backward()
-        assert expected is None or ddp.module.weight.grad.item() == expected
 
 
 class OneOfTwo(nn.Module):
@@ -442,41 +380,6 @@ def test_the_finite_check_beside_skipped_buckets_and_join(rank, world_size):
 
 
 # ---- what forward returns, what it is given
-
-
-@dataclasses.dataclass
-class Output:
-    logits: object
-    loss: object = dataclasses.field(init=False)
-
-
-class Unusual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = _net()
-
-    def forward(self, x, kind):
-        y = self.net(x)
-        if kind == "unset":
-            return Output(y)
-        if kind == "cycle":
-            box = [y]
-            box.append(box)
-            return box
-        self.kept = y  # hidden
-        return "nothing"
-
-
-@on_ranks(2)
-def test_outputs_of_any_shape(rank, world_size):
-    for mode in ({}, {"gradient_as_bucket_view": True}):
-        ddp = DDP(Unusual(), **mode)
-        for kind in ("unset", "cycle", "hidden") * 2:
-            ddp.zero_grad()
-            out = ddp(_batch(rank), kind)
-            y = out.logits if kind == "unset" else out[0] if kind == "cycle" else ddp.module.kept
-            y.pow(2).sum().backward()
-            _same([p.grad for p in ddp.parameters()], _truth(ddp.module.net, world_size))
 
 
 @on_ranks(2)

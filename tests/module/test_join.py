@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 OPTIONS = {"default": {}, "static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}
 
@@ -86,15 +87,12 @@ def test_ranks_meet_after_uneven_inputs():
         torch.testing.assert_close(a, b)
 
 
-def _forward_alone(rank, world_size):
+@on_ranks(2)
+def test_after_uneven_inputs_no_forward_waits_for_other_ranks(rank, world_size):
     model = _train(minddp.DistributedDataParallel, rank, (1, 3), {})
     if rank == 0:  # with torch's class it counts the ranks still training, and waits
         model(torch.ones(1, 4)).detach()
-    return model.reducer.divisor
-
-
-def test_after_uneven_inputs_no_forward_waits_for_other_ranks():
-    assert run_ranks(_forward_alone, 2) == [2, 2]
+    assert model.reducer.divisor == 2
 
 
 class _Branches(nn.Module):

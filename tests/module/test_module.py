@@ -1,7 +1,7 @@
 """The module on real ranks: what a backward leaves in .grad, whatever happens around it."""
 
 import copy
-import pickle
+import re
 import warnings
 
 import pytest
@@ -12,6 +12,8 @@ import torch.nn as nn
 import minddp
 from minddp.testing import RankError, run_ranks
 from tests.on_ranks import on_ranks
+
+DDP = minddp.DistributedDataParallel
 
 
 class Net(nn.Module):
@@ -30,10 +32,8 @@ def _data(rank, step=0, n=5):
 
 
 def _ddp(**arguments):
-    from minddp import DistributedDataParallel
-
     torch.manual_seed(3)
-    return DistributedDataParallel(Net(), **arguments)
+    return DDP(Net(), **arguments)
 
 
 def _local_grads(model, batches, loss=lambda y: y.pow(2).sum()):
@@ -114,10 +114,8 @@ def _two_losses_share_the_work(rank, world_size):
         def forward(self, x):
             return self.left(x), self.right(x)
 
-    from minddp import DistributedDataParallel
-
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(Two())
+    ddp = DDP(Two())
     for step in range(3):
         ddp.zero_grad()
         left, right = ddp(_data(rank, step))
@@ -269,19 +267,6 @@ def _an_unused_parameter_is_reported_before_step(rank, world_size):
     assert ddp._get_ddp_logging_data()["has_error"]
 
 
-def _unused_on_all_ranks_keeps_its_gradient(rank, world_size):
-    ddp = _ddp(find_unused_parameters=True)
-    for step in range(4):
-        ddp.zero_grad()
-        kept = torch.full_like(ddp.module.b.weight, float(rank))
-        ddp.module.b.weight.grad = kept.clone()
-        ddp(_data(rank, step), skip_b=True).pow(2).sum().backward()
-        assert torch.equal(ddp.module.b.weight.grad, kept)
-        assert ddp.module.b.bias.grad is None
-        a = _mean_of(ddp.module, world_size, lambda r: [_data(r, step)], lambda y: y.sum() * 0)
-        assert ddp.module.a.weight.grad.abs().sum() > 0 and len(a) == 6
-
-
 def _static_graph_changes(rank, world_size):
     ddp = _ddp(static_graph=True)
     ddp(_data(rank), skip_b=True).sum().backward()
@@ -301,8 +286,6 @@ def _static_graph_with_no_sync(rank, world_size):
 
 
 def _ignored_at_the_root(rank, world_size):
-    from minddp import DistributedDataParallel
-
     class Root(nn.Module):
         def __init__(self):
             super().__init__()
@@ -314,8 +297,8 @@ def _ignored_at_the_root(rank, world_size):
             return self.head(x) * self.scale
 
     module = Root()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["scale", "count"])
-    ddp = DistributedDataParallel(module)
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["scale", "count"])
+    ddp = DDP(module)
     for _ in range(2):
         ddp.zero_grad()
         ddp(_data(rank)).sum().backward()
@@ -328,11 +311,9 @@ def _ignored_at_the_root(rank, world_size):
 
 
 def _buffers_follow_rank_zero(rank, world_size):
-    from minddp import DistributedDataParallel
-
     torch.manual_seed(rank)
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    ddp = DistributedDataParallel(module)
+    ddp = DDP(module)
     for step in range(3):
         ddp(_data(rank, step)).sum().backward()
     mean = ddp.module[1].running_mean.clone()
@@ -343,16 +324,6 @@ def _buffers_follow_rank_zero(rank, world_size):
     assert all(torch.equal(b, both[0]) for b in both)
     assert rank == 0 or not torch.equal(mean, both[0])
     assert list(ddp.state_dict())[0] == "module.0.weight"
-
-
-def _copies_and_pickles(rank, world_size):
-    ddp = _ddp(bucket_cap_mb_list=[0.0002] * 2)
-    _warm(ddp, rank)
-    for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-        for step in range(3):
-            other.zero_grad()
-            other(_data(rank, step)).pow(2).sum().backward()
-            _check(other, _mean_of(other.module, world_size, lambda r: [_data(r, step)]))
 
 
 def _hooks(rank, world_size):
@@ -463,8 +434,6 @@ def _torch_is_not_used(rank, world_size):
     """Every method of torch's class and reducer raises; training goes on all the same."""
     from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-    import minddp
-
     def refuse(*args, **kwargs):
         raise AssertionError("a line of torch's DDP ran")
 
@@ -498,42 +467,23 @@ def _torch_is_not_used(rank, world_size):
                 setattr(dist, name, value)
 
 
-def _every_torch_method_is_ours(rank, world_size):
+@on_ranks(2)
+def test_nothing_is_inherited_from_torch(rank, world_size):
     from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-    from minddp import DistributedDataParallel
-
     skip = {"__dict__", "__weakref__", "__doc__", "__module__", "_active_ddp_module", "__annotations__"}
-    above = DistributedDataParallel.__mro__[: DistributedDataParallel.__mro__.index(TorchDDP)]
+    above = DDP.__mro__[: DDP.__mro__.index(TorchDDP)]
     inherited = [name for name in vars(TorchDDP) if name not in skip and not any(name in vars(c) for c in above)]
-    return sorted(inherited)
+    assert not sorted(inherited)
 
 
 CASES = [
-    _accumulation,
-    _where_forward_ran_decides,
-    _second_backward,
-    _two_losses_share_the_work,
-    _several_forwards_one_backward,
-    _bypassed_forward,
-    _create_graph,
-    _views_are_windows_on_the_buckets,
-    _buckets_can_be_released,
-    _sum_and_predivide,
-    _weighted,
-    _weight_errors,
-    _an_unused_parameter_is_reported_before_step,
-    _unused_on_all_ranks_keeps_its_gradient,
-    _static_graph_changes,
-    _static_graph_with_no_sync,
-    _ignored_at_the_root,
-    _buffers_follow_rank_zero,
-    _copies_and_pickles,
-    _hooks,
-    _hook_errors,
-    _join,
-    _torch_is_not_used,
-]
+    _accumulation, _where_forward_ran_decides, _second_backward, _two_losses_share_the_work,
+    _several_forwards_one_backward, _bypassed_forward, _create_graph, _views_are_windows_on_the_buckets,
+    _buckets_can_be_released, _sum_and_predivide, _weighted, _weight_errors,
+    _an_unused_parameter_is_reported_before_step, _static_graph_changes, _static_graph_with_no_sync,
+    _ignored_at_the_root, _buffers_follow_rank_zero, _hooks, _hook_errors, _join, _torch_is_not_used,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
@@ -546,20 +496,6 @@ def test_two_ranks(case):
 )
 def test_three_ranks(case):
     run_ranks(case, 3)
-
-
-def test_nothing_is_inherited_from_torch():
-    assert run_ranks(_every_torch_method_is_ours, 2) == [[], []]
-
-
-def _construct(rank, world_size, make, arguments, match):
-    from minddp import DistributedDataParallel
-
-    try:
-        DistributedDataParallel(make(rank), **arguments)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def _net(rank):
@@ -612,59 +548,46 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("make, arguments, match", BAD)
-def test_bad_input_raises_on_every_rank(make, arguments, match):
-    import re
-
-    for answer in run_ranks(_construct, 2, make, arguments, match):
+@on_ranks(2)
+def test_bad_input_raises_on_every_rank(rank, world_size):
+    for make, arguments, match in BAD:
+        try:
+            DDP(make(rank), **arguments)
+            answer = "no error"
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
         assert re.search(match, answer, re.S), answer
 
 
-def _different_arguments(rank, world_size, name, values):
-    from minddp import DistributedDataParallel
-
-    try:
-        DistributedDataParallel(Net(), **{name: values[rank]})
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("accepted")
-
-
-@pytest.mark.parametrize(
-    "name, values, told",
-    [
+@on_ranks(2)
+def test_arguments_that_differ_between_ranks_raise_on_all(rank, world_size):
+    for name, values, text in (
         ("bucket_cap_mb", (1, 2), "bucket_cap_mb: [1.0] on rank 0, [2.0] on rank 1"),
         ("bucket_cap_mb", ("auto", 2), "bucket_cap_mb: 'auto' on rank 0, [2.0] on rank 1"),
         ("find_unused_parameters", (True, False), "find_unused_parameters: True on rank 0, False on rank 1"),
         ("reduction", ("sum", "mean"), "reduction: 'sum' on rank 0, 'mean' on rank 1"),
-    ],
-)
-def test_arguments_that_differ_between_ranks_raise_on_all(name, values, told):
-    for text in run_ranks(_different_arguments, 2, name, values):
-        assert told in text
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            DDP(Net(), **{name: values[rank]})
 
 
 @on_ranks(1, backend=None)
 def test_no_process_group(rank, world_size):
-    from minddp import DistributedDataParallel
-
     with pytest.raises(ValueError, match="init_process_group"):
-        DistributedDataParallel(Net())
+        DDP(Net())
 
 
 @on_ranks(2)
 def test_device_mesh(rank, world_size):
     from torch.distributed.device_mesh import init_device_mesh
 
-    from minddp import DistributedDataParallel
-
     mesh = init_device_mesh("cpu", (world_size,))
     with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
-        DistributedDataParallel(Net(), process_group=dist.group.WORLD, device_mesh=mesh)
+        DDP(Net(), process_group=dist.group.WORLD, device_mesh=mesh)
     with pytest.raises(RuntimeError, match="Only 1D device mesh"):
         two_dims = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))
-        DistributedDataParallel(Net(), device_mesh=two_dims)
-    ddp = DistributedDataParallel(Net(), device_mesh=mesh)
+        DDP(Net(), device_mesh=two_dims)
+    ddp = DDP(Net(), device_mesh=mesh)
     ddp(_data(rank)).sum().backward()
     assert ddp.device_mesh is mesh
 
@@ -683,19 +606,13 @@ def test_a_dead_peer_ends_backward_with_an_error():
     assert "a rank dies" in caught.value.failures[1]
 
 
-def _vmapped_and_inference(rank, world_size):
-    from minddp import DistributedDataParallel
-
+@on_ranks(2)
+def test_vmap_runs_and_other_optimizers_step_in_inference_mode(rank, world_size):
     module = nn.BatchNorm1d(2).eval()
-    ddp = DistributedDataParallel(module)
     x = torch.randn(3, 4, 2)
-    same = torch.equal(torch.func.vmap(ddp)(x), torch.func.vmap(module)(x))
+    assert torch.equal(torch.func.vmap(DDP(module))(x), torch.func.vmap(module)(x))
     with torch.inference_mode():
         direction = torch.ones(3, requires_grad=True)
         direction.grad = torch.ones(3)
         torch.optim.SGD([direction], 0.5).step()
-    return same and bool((direction == 0.5).all())
-
-
-def test_vmap_runs_and_other_optimizers_step_in_inference_mode():
-    assert run_ranks(_vmapped_and_inference, 2) == [True] * 2
+    assert (direction == 0.5).all()

@@ -76,7 +76,8 @@ def test_two_by_two_trains_as_one_process(options: dict[str, object]) -> None:
     assert max(run_ranks(train_both, 4, options, timeout=900)) < 1e-6
 
 
-def resume(rank: int, world_size: int) -> bool:
+@on_ranks(4, timeout=900)
+def test_a_state_dict_resumes(rank: int, world_size: int) -> None:
     """A state dict from the middle, loaded into another wrapper: the same as an unbroken run, bit for bit."""
     torch.manual_seed(0)
     start = Net()
@@ -92,11 +93,7 @@ def resume(rank: int, world_size: int) -> bool:
     bare = parallelized(Net())[0]  # the state of a wrapper fits the module that was not wrapped
     bare.load_state_dict(again.module.state_dict())
     first, *others = ([*map(whole, module.state_dict().values())] for module in (unbroken.module, again.module, bare))
-    return all(torch.equal(a, b) for other in others for a, b in zip(first, other))
-
-
-def test_a_state_dict_resumes() -> None:
-    assert run_ranks(resume, 4, timeout=900) == [True] * 4
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other))
 
 
 @on_ranks(4, timeout=900)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from minddp.planner import BucketPlan, LinearCost, autotune, bucket_spans
 from minddp.planner.autotune import AutoTuner, TunerSettings
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 N = 12
 NBYTES = [2 << 20] * N
@@ -157,11 +158,8 @@ def test_a_plan_is_made_where_collectives_cannot_be_timed():
     assert results[0][2] != "LinearCost(latency_seconds=0.0, seconds_per_byte=0.0)"
 
 
-def tune_one_rank(rank, world_size):
+@on_ranks(1)
+def test_one_rank_has_nothing_to_tune(rank, world_size):
     reducer, tuner = make(rank)
     tuner.before_forward()
-    return tuner.settled, reducer.reads
-
-
-def test_one_rank_has_nothing_to_tune():
-    assert run_ranks(tune_one_rank, 1) == [(True, 0)]
+    assert (tuner.settled, reducer.reads) == (True, 0)

@@ -155,56 +155,12 @@ def test_what_is_no_number_is_named(call):
         call()
 
 
-def test_many_kinds_give_a_plan():
-    plan = optimal_plan(
-        [0.1 * k for k in range(40)], [0] * 40, LinearCost(0.01, 0.0), kinds=[k % 20 for k in range(40)]
-    )
-    assert sorted(itertools.chain(*plan.buckets)) == list(range(40))
-    assert all(len({p % 20 for p in bucket}) == 1 for bucket in plan.buckets)
-
-
 @settings(max_examples=100, deadline=None)
 @given(gradients(8), LINEAR, SECONDS)
 def test_slack_leaves_the_fewest_buckets_that_keep_it(instance, cost, slack):
     ready, nbytes = instance
     plan = optimal_plan(ready, nbytes, cost, slack_seconds=slack)
     assert len(plan.buckets) == brute_force(ready, nbytes, cost, slack)
-
-
-@settings(max_examples=150, deadline=None)
-@given(gradients(8), st.lists(SECONDS, min_size=73, max_size=73))
-def test_the_buckets_of_one_kind_keep_the_finish_under_any_cost(instance, seconds):
-    ready, nbytes = instance
-    buckets = optimal_plan(ready, nbytes, seconds.__getitem__).buckets
-    finish, _ = brute_force(ready, nbytes, seconds.__getitem__)
-    assert plan_finish(buckets, ready, nbytes, seconds.__getitem__) == pytest.approx(finish, abs=1e-9)
-
-
-@settings(max_examples=100, deadline=None)
-@given(gradients(7), LINEAR, st.randoms())
-def test_ready_times_out_of_order_are_planned_as_they_will_come(instance, cost, random):
-    ready, nbytes = instance
-    random.shuffle(ready)
-    finish, count = brute_force(ready, nbytes, cost)
-    plan = optimal_plan(ready, nbytes, cost)
-    assert plan.finish_seconds == pytest.approx(finish, abs=1e-9)
-    assert len(plan.buckets) == count
-
-
-@settings(max_examples=60, deadline=None)
-@given(gradients(30), LINEAR, SECONDS)
-def test_slack_is_kept_and_never_costs_buckets(instance, cost, slack):
-    ready, nbytes = instance
-    tight = optimal_plan(ready, nbytes, cost)
-    loose = optimal_plan(ready, nbytes, cost, slack_seconds=slack)
-    assert loose.finish_seconds <= tight.finish_seconds + slack + 1e-9
-    assert len(loose.buckets) <= len(tight.buckets)
-
-
-def test_what_cannot_overlap_is_small():
-    n = 100
-    plan = optimal_plan([k / n for k in range(n)], [1 << 20] * n, LinearCost(1e-3, 5e-9))
-    assert len(plan.buckets[-1]) < len(plan.buckets[0])
 
 
 def test_no_gradients_make_an_empty_plan_and_one_makes_one_bucket():

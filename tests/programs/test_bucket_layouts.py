@@ -7,7 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import Linear, Sequential
 
 import minddp
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import those_that_differ
 
 MODES = {
@@ -150,7 +150,9 @@ def test_where_a_kind_has_several_buckets_by_default():
     assert those_that_differ([order_in_the_log], 2) == []
 
 
-def _counts(rank, world_size):
+@on_ranks(2)
+def test_the_programs_own_collectives_in_backward_make_buckets_torchs(rank, world_size):
+    """Of 14 MB: one of 1 MiB, and the rest."""
     counts = []
     for norm in (torch.nn.Identity, lambda: minddp.SyncBatchNorm(700)):
         layers = [layer for _ in range(7) for layer in (Linear(700, 700), norm())]
@@ -158,9 +160,4 @@ def _counts(rank, world_size):
         for _ in range(2):
             ddp(torch.ones(4, 700) * rank).sum().backward()
         counts.append(len(ddp.reducer.buckets()))
-    return counts
-
-
-def test_the_programs_own_collectives_in_backward_make_buckets_torchs():
-    """Of 14 MB: one of 1 MiB, and the rest."""
-    assert run_ranks(_counts, 2) == [[4, 2]] * 2
+    assert counts == [4, 2]

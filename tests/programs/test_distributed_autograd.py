@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,14 +15,11 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.testing import free_port, run_ranks
+from minddp.testing import free_port
+from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import differ
 
-pytestmark = [
-    pytest.mark.skipif(not rpc.is_available(), reason="torch was built without RPC"),
-]
-
-LOOPBACK = {"TP_SOCKET_IFNAME": "lo"}
+pytestmark = pytest.mark.skipif(not rpc.is_available(), reason="torch was built without RPC")
 
 
 def batch(rank, i=0):
@@ -259,32 +259,37 @@ NOT_COMPARED = {
 }  # fmt: skip
 
 
-def with_agent(rank, world_size, port):
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=250)
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+def on_agents(*sizes, **options):
+    """``@on_ranks`` with an agent of RPC on each rank, under whose name the other ranks call it."""
+
+    def decorate(fn):
+        @functools.wraps(fn)
+        def with_agent(rank, world_size, *arguments):
+            port = [free_port()]
+            dist.broadcast_object_list(port, 0)
+            place = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port[0]}", rpc_timeout=250)
+            rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=place)
+            fn(rank, world_size, *arguments)
+            rpc.shutdown()
+
+        return on_ranks(*sizes, env={"TP_SOCKET_IFNAME": "lo"}, **options)(with_agent)
+
+    return decorate
 
 
-def _beside_torch(rank, world_size, port):
-    with_agent(rank, world_size, port)
+@pytest.mark.long
+@on_agents(2, 3, timeout=900)
+def test_the_same_as_with_torch(rank, world_size):
     different = []
-    for program in PROGRAMS:
-        for mode, arguments in MODES.items():
-            if (program, mode) in NOT_COMPARED:
-                continue
+    for program, (mode, arguments) in itertools.product(PROGRAMS, MODES.items()):
+        if (program, mode) not in NOT_COMPARED:
             theirs, ours = (
                 program(lambda module, cls=cls, a=arguments: cls(module, **a), rank)
                 for cls in (nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel)
             )
             if differ(theirs, ours):
                 different.append(f"{program.__name__} {mode}")
-    rpc.shutdown()
-    return different
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_same_as_with_torch(world_size):
-    assert run_ranks(_beside_torch, world_size, free_port(), timeout=900, env=LOOPBACK) == [[]] * world_size
+    assert different == []
 
 
 # ---- where torch has no answer: beside the mean of all ranks' own gradients
@@ -302,8 +307,10 @@ def mean_of_own(module, losses):
     return means
 
 
-def _unused_by_some(rank, world_size, port, views):
-    with_agent(rank, world_size, port)
+@pytest.mark.parametrize("views", [False, True])
+@on_agents(2, 3)
+def test_parameters_that_other_ranks_used_get_their_gradient_in_the_context(rank, world_size, views):
+    """Torch's class ends with "The grad for variable should exist in dist_autograd context"."""
     ddp = minddp.DistributedDataParallel(
         Branches(), find_unused_parameters=True, gradient_as_bucket_view=views, bucket_cap_mb_list=[1e-5] * 2
     )
@@ -319,19 +326,11 @@ def _unused_by_some(rank, world_size, port, views):
     bucket = next(i for i, indices in enumerate(ddp.reducer.buckets()) if rests in indices)
     assert body not in ddp.reducer.buckets()[bucket]  # complete before the first gradient, and not at the end
     assert 0 < step["buckets"][bucket]["ready_ns"] < step["ready_ns"][body]
-    rpc.shutdown()
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_parameters_that_other_ranks_used_get_their_gradient_in_the_context(world_size, views):
-    """Torch's class ends with "The grad for variable should exist in dist_autograd context"."""
-    run_ranks(_unused_by_some, world_size, free_port(), views, env=LOOPBACK)
-
-
-def _windows_of_their_own(rank, world_size, port):
+@on_agents(2)
+def test_views_of_contexts_are_windows_of_their_own(rank, world_size):
     """Those of `.grad` and those of a context stay what they were."""
-    with_agent(rank, world_size, port)
 
     def wrap(module, **arguments):
         return minddp.DistributedDataParallel(module, **arguments)
@@ -349,15 +348,10 @@ def _windows_of_their_own(rank, world_size, port):
         before = of_context(context, ddp)
         ddp(batch(rank, 1)).sum().backward()
         assert not differ(before[::2], of_context(context, ddp)[::2])
-    rpc.shutdown()
 
 
-def test_views_of_contexts_are_windows_of_their_own():
-    run_ranks(_windows_of_their_own, 2, free_port(), env=LOOPBACK)
-
-
-def _finalized_by_hand(rank, world_size, port):
-    with_agent(rank, world_size, port)
+@on_agents(2)
+def test_finalized_by_hand(rank, world_size):
     ddp = minddp.DistributedDataParallel(mlp(), bucket_cap_mb_list=[1e-5] * 2)
     ddp.require_manual_backward_finalization = True
     for i in range(3):
@@ -368,16 +362,11 @@ def _finalized_by_hand(rank, world_size, port):
             ddp.finalize_backward()
             assert not differ(expected, of_context(context, ddp)[::2])
         assert all(p.grad is None for p in ddp.parameters())
-    rpc.shutdown()
 
 
-def test_finalized_by_hand():
-    run_ranks(_finalized_by_hand, 2, free_port(), env=LOOPBACK)
-
-
-def _left_and_right(rank, world_size, port):
+@on_agents(2)
+def test_an_iteration_of_two_backwards_in_one_context(rank, world_size):
     """One iteration in two backwards: the first leaves a half of the parameters out."""
-    with_agent(rank, world_size, port)
     torch.manual_seed(0)
     ddp = minddp.DistributedDataParallel(nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)]))
     ddp.module.forward = lambda x: (ddp.module[0](x).sum(), ddp.module[1](x).sum())
@@ -405,11 +394,6 @@ def _left_and_right(rank, world_size, port):
     ddp.zero_grad()
     sum(ddp(batch(rank))).backward()
     assert not differ(expected, [p.grad for p in ddp.parameters()])
-    rpc.shutdown()
-
-
-def test_an_iteration_of_two_backwards_in_one_context():
-    run_ranks(_left_and_right, 2, free_port(), env=LOOPBACK)
 
 
 class Several(Branches):
@@ -417,9 +401,9 @@ class Several(Branches):
         return sum(self.heads[one](self.body(x)) for one in which)
 
 
-def _what_is_known_of_grad(rank, world_size, port):
-    """A context's iteration in between changes nothing of it."""
-    with_agent(rank, world_size, port)
+@on_agents(2)
+def test_what_is_known_of_grad_waits_for_a_contexts_end(rank, world_size):
+    """A context's iteration in between changes nothing of it. Torch's class steps with local gradients."""
 
     def iterate(ddp, *arguments):
         with dist_autograd.context() as context:
@@ -453,16 +437,10 @@ def _what_is_known_of_grad(rank, world_size, port):
     first = ddp.module.heads[0].weight.grad.clone()
     dist.broadcast(first, 0)
     assert torch.equal(first, ddp.module.heads[0].weight.grad)
-    rpc.shutdown()
 
 
-def test_what_is_known_of_grad_waits_for_a_contexts_end():
-    """Torch's class steps with local gradients."""
-    run_ranks(_what_is_known_of_grad, 2, free_port(), env=LOOPBACK)
-
-
-def _left_before_the_end(rank, world_size, port):
-    with_agent(rank, world_size, port)
+@on_agents(2)
+def test_finalized_too_late(rank, world_size):
     ddp = minddp.DistributedDataParallel(mlp())
     ddp.require_manual_backward_finalization = True
     with dist_autograd.context() as context:
@@ -473,46 +451,9 @@ def _left_before_the_end(rank, world_size, port):
     minddp.abort_iteration(ddp)
     ddp(batch(rank)).sum().backward()
     ddp.finalize_backward()
-    rpc.shutdown()
-
-
-def test_finalized_too_late():
-    run_ranks(_left_before_the_end, 2, free_port(), env=LOOPBACK)
 
 
 # ---- what is refused, by name, and leaves `.grad` and the wrapper as they were
-
-
-def _refused(rank, world_size, port):
-    with_agent(rank, world_size, port)
-    texts = []
-
-    def attempt(ddp):
-        with dist_autograd.context() as context, pytest.raises(RuntimeError) as raised:
-            dist_autograd.backward(context, [ddp(batch(rank)).sum()])
-        texts.append(str(raised.value))
-
-    summed = minddp.DistributedDataParallel(mlp(), reduction="sum")
-    attempt(summed)
-    net = mlp()
-    delayed = list(net.named_parameters())[2:]
-    attempt(
-        minddp.DistributedDataParallel(
-            net, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=delayed[0][1]
-        )
-    )
-    model = mlp()
-    nested = minddp.DistributedDataParallel(Nested(model))
-    attempt(nested)
-    minddp.abort_iteration(nested)
-    assert all(p.grad is None for p in summed.parameters())
-    with dist_autograd.context() as context:
-        expected = mean_of_own(model, nested(batch(rank), False).sum())
-        minddp.abort_iteration(nested)
-        dist_autograd.backward(context, [nested(batch(rank), False).sum()])
-        assert not differ(expected, of_context(context, model)[::2])
-    rpc.shutdown()
-    return texts
 
 
 class Nested(nn.Module):
@@ -524,11 +465,29 @@ class Nested(nn.Module):
         return checkpoint(self.inner, x.requires_grad_(), use_reentrant=True) if nested else self.inner(x)
 
 
-def test_what_cannot_be_reduced_is_said():
-    for texts in run_ranks(_refused, 2, free_port(), env=LOOPBACK):
-        assert 'pass reduction="mean"' in texts[0] and "parameter '" in texts[0]
-        assert "leave out delay_all_reduce_named_params" in texts[1]
-        assert "use_reentrant=False" in texts[2]
+@on_agents(2)
+def test_what_cannot_be_reduced_is_refused_by_name(rank, world_size):
+    def attempt(ddp, match):
+        with dist_autograd.context() as context, pytest.raises(RuntimeError, match=match):
+            dist_autograd.backward(context, [ddp(batch(rank)).sum()])
+
+    summed = minddp.DistributedDataParallel(mlp(), reduction="sum")
+    attempt(summed, 'parameter \'.*pass reduction="mean"|pass reduction="mean".*parameter \'')
+    net = mlp()
+    delayed = list(net.named_parameters())[2:]
+    first_of_them = {"param_to_hook_all_reduce": delayed[0][1]}
+    late = minddp.DistributedDataParallel(net, delay_all_reduce_named_params=delayed, **first_of_them)
+    attempt(late, "leave out delay_all_reduce_named_params")
+    model = mlp()
+    nested = minddp.DistributedDataParallel(Nested(model))
+    attempt(nested, "use_reentrant=False")
+    minddp.abort_iteration(nested)
+    assert all(p.grad is None for p in summed.parameters())
+    with dist_autograd.context() as context:
+        expected = mean_of_own(model, nested(batch(rank), False).sum())
+        minddp.abort_iteration(nested)
+        dist_autograd.backward(context, [nested(batch(rank), False).sum()])
+        assert not differ(expected, of_context(context, model)[::2])
 
 
 class _NoGradient(torch.autograd.Function):
@@ -554,8 +513,9 @@ class _Partly(nn.Module):
         return self.last(_NoGradient.apply(self.first(x), self.idle))
 
 
-def _none_for_one(rank, world_size, port):
-    with_agent(rank, world_size, port)
+@on_agents(2)
+def test_a_parameter_whose_gradient_is_none(rank, world_size):
+    """As in a plain backward. Torch's class fails in an assert of its own."""
     for kwargs in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
         model = _Partly()
         ddp = minddp.DistributedDataParallel(model, **kwargs)
@@ -567,9 +527,3 @@ def _none_for_one(rank, world_size, port):
                 for p, mean in zip(model.parameters(), expected, strict=True):
                     zero = torch.zeros_like(p)
                     torch.testing.assert_close(got.get(p, zero), zero if mean is None else mean)
-    rpc.shutdown()
-
-
-def test_a_parameter_whose_gradient_is_none():
-    """As in a plain backward. Torch's class fails in an assert of its own."""
-    run_ranks(_none_for_one, 2, free_port(), env=LOOPBACK)

@@ -10,6 +10,7 @@ from torch import nn
 
 import minddp
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 BOTH = torch.nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel
 
@@ -101,29 +102,23 @@ ALONE = (
 )  # fmt: skip
 
 
-def _alone(rank, world_size, program):
-    theirs, ours = [list(program(wrap).parameters()) for wrap in BOTH]
-    return all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
-
-
 @pytest.mark.parametrize("program", ALONE)
-def test_one_rank_alone(program):
-    assert run_ranks(_alone, 1, program) == [True]
+@on_ranks(1)
+def test_one_rank_alone(rank, world_size, program):
+    theirs, ours = [list(program(wrap).parameters()) for wrap in BOTH]
+    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
 
 
-def _two_windows_of_one_parameter(rank, world_size):
+@on_ranks(1)
+def test_two_wrappers_of_one_parameter_on_one_rank(rank, world_size):
+    """Torch's class refuses it. On several ranks so does ours: one of the two would send the other's sum."""
     net = _net()
     first, second = [minddp.DistributedDataParallel(net, gradient_as_bucket_view=True) for _ in range(2)]
     (first(_batch(0)).sum() + second(_batch(1)).sum()).backward()
     mine = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
     (net(_batch(0)).sum() + net(_batch(1)).sum()).backward()
-    return all(torch.allclose(a, p.grad) for a, p in zip(mine, net.parameters()))
-
-
-def test_two_wrappers_of_one_parameter_on_one_rank():
-    """Torch's class refuses it. On several ranks so does ours: one of the two would send the other's sum."""
-    assert run_ranks(_two_windows_of_one_parameter, 1) == [True]
+    assert all(torch.allclose(a, p.grad) for a, p in zip(mine, net.parameters()))
 
 
 # --- two ranks

@@ -7,14 +7,16 @@ right in all of them.
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import those_that_differ
 from tests.programs.other_collective import other_collective
 
@@ -136,30 +138,6 @@ def features_and_a_step_by_hand(wrap, rank):
     return weights(model)
 
 
-class Auxiliary(nn.Module):
-    """A loss of its own, kept on the module, from inside of a checkpoint."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.extra = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        out = self.body(x)
-        self.loss = checkpoint(self.extra, out.detach().requires_grad_(), use_reentrant=True).pow(2).mean()
-        return out
-
-
-def an_auxiliary_loss(wrap, rank):
-    model = wrap(Auxiliary())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for i in range(3):
-        optimizer.zero_grad()
-        (model(batch(rank, i)).pow(2).mean() + model.module.loss).backward()
-        optimizer.step()
-    return weights(model)
-
-
 class _Reversible(torch.autograd.Function):
     """Its backward runs a forward and a backward."""
 
@@ -232,8 +210,7 @@ def a_penalty_past_a_forward_that_waits(wrap, rank):
 
 PROGRAMS = [
     experts_changed_in_place, a_collective_of_the_model, a_checkpoints_view_in_place, features_and_a_step_by_hand,
-    an_auxiliary_loss, a_reversible_block, a_penalty_past_a_forward_that_waits,
-    a_forward_that_waits,
+    a_reversible_block, a_penalty_past_a_forward_that_waits, a_forward_that_waits,
 ]  # fmt: skip
 
 
@@ -245,33 +222,32 @@ def test_the_same_as_with_torch(world_size):
 # ---- where torch has no answer: beside one process that has all ranks' shares
 
 
-def _penalized_experts(rank, world_size):
+def _same(modules, others):
+    for mine, expected in zip(gradients(*modules), gradients(*others), strict=True):
+        assert (mine is None) == (expected is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2, 3)
+def test_a_penalty_on_an_expert_that_rests(rank, world_size):
     """A penalty on one expert's weights in the same loss: on some ranks all of its gradient."""
     torch.manual_seed(0)
     body, experts = nn.Linear(4, 4, bias=False), Experts()
-    alone_body, alone_experts = nn.Linear(4, 4, bias=False), Experts()
-    alone_body.load_state_dict(body.state_dict())
+    alone_body, alone_experts = copy.deepcopy(body), Experts()
     first = minddp.DistributedDataParallel(body, bucket_cap_mb_list=[1e-5] * 2)
     second = minddp.DistributedDataParallel(experts, find_unused_parameters=True, bucket_cap_mb_list=[1e-5] * 2)
 
     def loss(body, experts, other, i):
         return experts(body(batch(other, i)), 2 if other == 1 else 0).pow(2).sum()
 
-    same = []
     for i in range(4):
         for module in (first, second, alone_body, alone_experts):
             module.zero_grad()
         (loss(first, second, rank, i) + 0.1 * experts.experts[0].weight.pow(2).sum()).backward()
         everyone = sum(loss(alone_body, alone_experts, other, i) for other in range(world_size))
         (everyone / world_size + 0.1 * alone_experts.experts[0].weight.pow(2).sum()).backward()
-        pairs = zip(gradients(body, experts), gradients(alone_body, alone_experts))
-        same += [(a is None and b is None) or torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs]
-    return same
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_penalty_on_an_expert_that_rests(world_size):
-    assert all(all(same) for same in run_ranks(_penalized_experts, world_size))
+        _same((body, experts), (alone_body, alone_experts))
 
 
 class LossInside(StatisticThenExperts):
@@ -283,11 +259,11 @@ class LossInside(StatisticThenExperts):
         return features
 
 
-def _loss_inside(rank, world_size):
+@on_ranks(2, 3)
+def test_a_loss_inside_of_the_model(rank, world_size):
     """Backward begins at no output, with an expert's gradient: then which experts rest must be known already."""
     module, alone = LossInside(), LossInside()
     model = minddp.DistributedDataParallel(module, find_unused_parameters=True, bucket_cap_mb_list=[1e-5] * 2)
-    same = []
     for i in range(4):
         model.zero_grad()
         alone.zero_grad()
@@ -296,17 +272,13 @@ def _loss_inside(rank, world_size):
         total = sum(alone.body(batch(other, i)) for other in range(world_size))
         everyone = sum(alone.experts[2 if other == 1 else 0](total).pow(2).sum() for other in range(world_size))
         (everyone / world_size).backward()
-        pairs = zip(gradients(module), gradients(alone))
-        same += [(a is None and b is None) or torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs]
-    return same
+        _same([module], [alone])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_loss_inside_of_the_model(world_size):
-    assert all(all(same) for same in run_ranks(_loss_inside, world_size))
+@on_ranks(2)
+def test_local_steps_on_what_nobody_can_see(rank, world_size):
+    """Under no_sync, the output in an object of the user's, all gradients nested: local on purpose."""
 
-
-def _local_steps(rank, world_size):
     class Box:
         def __init__(self, value):
             self.value = value
@@ -323,83 +295,54 @@ def _local_steps(rank, world_size):
             with ddp.no_sync():
                 module(batch(rank, i)).value.pow(2).mean().backward()
             optimizer.step()
-    return all(torch.equal(a, b) for a, b in zip(weights(ddp), weights(alone)))
+    assert all(map(torch.equal, weights(ddp), weights(alone)))
 
 
-def test_local_steps_on_what_nobody_can_see():
-    """Under no_sync, the output in an object of the user's, all gradients nested: local on purpose."""
-    assert all(run_ranks(_local_steps, 2))
-
-
-def _cast_and_back(rank, world_size):
+@on_ranks(2, 3)
+def test_parameters_that_were_cast_and_cast_back_keep_their_hooks(rank, world_size):
     ddp = minddp.DistributedDataParallel(mlp())
-    seen = []
     for i in range(8):
         ddp.zero_grad()
         ddp(batch(rank, i)).pow(2).sum().backward()
         descend(ddp)
-        seen.append(weights(ddp))
         if i in (2, 4):
             ddp.to(torch.bfloat16)
             with torch.no_grad():
                 ddp(batch(rank, i).bfloat16())
             ddp.float()
-    return seen[-1]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_parameters_that_were_cast_and_cast_back_keep_their_hooks(world_size):
-    first, *others = run_ranks(_cast_and_back, world_size)
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other))
+    for mine in weights(ddp):
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(mine, first)
 
 
 # ---- sums that are added to
 
 
-def _two_micro_batches(rank, world_size, reduction, views):
+STEPS = ([(0, 0, 0), (1, 1, 1)], [(0, 1, 1), (0, 1, 1)], [(1, 1, 1), (1, 1, 1)])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "weighted"])
+@pytest.mark.parametrize("views", [False, True])
+@on_ranks(2, 3)
+def test_sums_of_experts_over_micro_batches(rank, world_size, reduction, views):
     """Two micro-batches a step, the first under no_sync; which expert is used depends on batch and rank."""
     ddp = minddp.DistributedDataParallel(
         nn.ModuleDict({"e": nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(2)])}),
         find_unused_parameters=True, gradient_as_bucket_view=views, reduction=reduction,
     )  # fmt: skip
     ddp.module.forward = lambda x, which: ddp.module["e"][which](x)
-    seen = []
-    for step in ([(0, 0, 0), (1, 1, 1)], [(0, 1, 1), (0, 1, 1)], [(1, 1, 1), (1, 1, 1)]):
+    for step in STEPS:
         for i, micro in enumerate(step):
             if reduction == "weighted":
                 minddp.add_weight(ddp, 1)
             with contextlib.nullcontext() if i else ddp.no_sync():
                 ddp(torch.ones(1, 2), micro[rank]).sum().backward()
-        seen.append([0.0 if p.grad is None else float(p.grad[0, 0]) for p in ddp.parameters()])
+        for which, p in enumerate(ddp.parameters()):
+            uses = sum(micro[r] == which for micro in step for r in range(world_size))
+            divisor = 1 if reduction == "sum" else 2 * world_size
+            assert (0.0 if p.grad is None else float(p.grad[0, 0])) == pytest.approx(uses / divisor)
         ddp.zero_grad()
-    divisor = 1 if reduction == "sum" else 2 * world_size
-    right = [
-        [sum(micro[r] == which for micro in step for r in range(world_size)) / divisor for which in (0, 1)]
-        for step in ([(0, 0, 0), (1, 1, 1)], [(0, 1, 1), (0, 1, 1)], [(1, 1, 1), (1, 1, 1)])
-    ]
-    return seen, right
-
-
-@pytest.mark.parametrize("reduction", ["sum", "weighted"])
-@pytest.mark.parametrize("views", [False, True])
-def test_sums_of_experts_over_micro_batches(reduction, views):
-    for world_size in (2, 3):
-        for seen, right in run_ranks(_two_micro_batches, world_size, reduction, views):
-            for mine, expected in zip(seen, right, strict=True):
-                assert mine == pytest.approx(expected)
-
-
-def _assigned_between(rank, world_size):
-    ddp = minddp.DistributedDataParallel(nn.Linear(2, 1, bias=False), reduction="sum")
-    x = torch.ones(1, 2)
-    ddp(x).sum().backward()
-    ddp.module.weight.grad = torch.ones(1, 2)  # by hand: what was there is gone
-    ddp(x).sum().backward()
-    return float(ddp.module.weight.grad[0, 0])
-
-
-def test_a_gradient_assigned_by_hand_is_no_result():
-    assert run_ranks(_assigned_between, 2) == [4.0, 4.0]
 
 
 # ---- optimizers of the user's
@@ -420,7 +363,8 @@ class _TakesArguments(torch.optim.SGD):
         return float(loss)
 
 
-def _own_optimizers(rank, world_size):
+@on_ranks(2)
+def test_optimizers_with_arguments_of_their_own(rank, world_size):
     ddp = minddp.DistributedDataParallel(nn.Linear(2, 2))
     ddp(torch.ones(1, 2)).sum().backward()
     assert _TakesModel(ddp.parameters(), 0.1).step(ddp.module) == "stepped"
@@ -433,9 +377,6 @@ def _own_optimizers(rank, world_size):
         loss.backward()
         return loss.detach()
 
-    return optimizer.step(closure)
-
-
-def test_optimizers_with_arguments_of_their_own():
-    first, second = run_ranks(_own_optimizers, 2)
-    assert first == second
+    first = torch.tensor(loss := optimizer.step(closure))
+    dist.broadcast(first, 0)
+    assert loss == float(first)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minddp
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import MODES, those_that_differ
 from tests.programs.other_collective import other_collective
 from tests.programs.test_own_classes import batch
@@ -100,7 +100,8 @@ def test_the_numbers_are_torchs():
     assert not those_that_differ(PROGRAMS, 2, FINDS)
 
 
-def _transformed(rank, world_size):
+@on_ranks(2)
+def test_functional_transforms(rank, world_size):
     """Functional transforms and forward-mode derivatives go through the wrapper."""
     ddp = minddp.DistributedDataParallel(Heads(normal=nn.Identity()), find_unused_parameters=True)
     x = batch(rank)
@@ -108,8 +109,4 @@ def _transformed(rank, world_size):
         net.tangent = torch.func.jvp(lambda x, net=net: net(x).second, (x,), (torch.ones_like(x),))[1]
         net.gradient = torch.func.grad(lambda x, net=net: net(x).second.square().sum())(x)
         net.each = torch.func.vmap(torch.func.grad(lambda x, net=net: net(x).second.square().sum()))(x)
-    return all(torch.allclose(getattr(ddp, n), getattr(ddp.module, n)) for n in ("tangent", "gradient", "each"))
-
-
-def test_functional_transforms():
-    assert run_ranks(_transformed, 2) == [True, True]
+    assert all(torch.allclose(getattr(ddp, n), getattr(ddp.module, n)) for n in ("tangent", "gradient", "each"))

@@ -16,6 +16,7 @@ from torch import nn
 import minddp
 from minddp.testing import run_ranks
 from tests.faults.logged import logged
+from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import MODES, those_that_differ
 
 DEFAULTS = {mode: MODES[mode] for mode in ("default", "find_unused", "small")}
@@ -202,7 +203,8 @@ def test_the_first_iteration_is_like_the_others():
         assert {key for key, alike in seen.items() if not alike} <= {("small views", "in place")}
 
 
-def _grown(rank, world_size):
+@on_ranks(2)
+def test_a_gradient_that_comes_twice_at_first(rank, world_size):
     """A gradient that comes twice in the first iteration, from two nested graphs: both are in the average."""
     from torch.utils.checkpoint import checkpoint
 
@@ -229,11 +231,7 @@ def _grown(rank, world_size):
             ddp(batch(rank)).square().sum().backward()
             if not all(torch.allclose(p.grad, q.grad, atol=1e-5) for p, q in zip(ddp.parameters(), one.parameters())):
                 wrong.append(mode)
-    return wrong
-
-
-def test_a_gradient_that_comes_twice_at_first():
-    assert run_ranks(_grown, 2) == [[], []]
+    assert not wrong
 
 
 def _meta(rank, world_size):

@@ -643,7 +643,8 @@ DRIFT = [
 ]  # fmt: skip
 
 
-def _refused(rank, world_size):
+@on_ranks(2, 3)
+def test_what_torch_lets_drift_apart(rank, world_size):
     warnings.simplefilter("ignore")
     silent = []
     for program in DRIFT:
@@ -653,12 +654,7 @@ def _refused(rank, world_size):
         except RuntimeError as error:
             if "never averaged" not in str(error) and "before they are averaged" not in str(error):
                 raise
-    return silent
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_torch_lets_drift_apart(world_size):
-    assert run_ranks(_refused, world_size) == [[]] * world_size
+    assert not silent
 
 
 # ---- adopted

@@ -93,7 +93,8 @@ def test_a_large_gradient_that_somebody_holds_is_written_to():
         assert in_place == [True] * 3
 
 
-def _kept_memory(rank, world_size):
+@on_ranks(2)
+def test_memory_that_somebody_keeps_is_not_exchanged(rank, world_size):
     """A hook keeps the memory of what becomes .grad, and not the tensor: it shows the result, and no later buffer."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 1 << 15), nn.Tanh(), nn.Linear(1 << 15, 2))
@@ -104,11 +105,7 @@ def _kept_memory(rank, world_size):
         ddp.zero_grad()
         ddp(_input(rank, iteration, 4, 64)).square().sum().backward()
         results.append(module[0].weight.grad.clone())
-    return [torch.equal(memory, result) for memory, result in zip(kept, results, strict=True)]
-
-
-def test_memory_that_somebody_keeps_is_not_exchanged():
-    assert run_ranks(_kept_memory, 2) == [[True] * 4] * 2
+    assert all(torch.equal(memory, result) for memory, result in zip(kept, results, strict=True))
 
 
 class Shared(nn.Module):
@@ -313,7 +310,8 @@ def test_growth_that_cannot_be_told_from_what_was_scaled_is_an_error():
     assert run_ranks(_grows, 2, {"gradient_as_bucket_view": True}, [3, 3, 1, 2]) == [1, 1]
 
 
-def _views_free_memory(rank, world_size):
+@on_ranks(2)
+def test_with_views_a_large_gradient_moves_at_once(rank, world_size):
     """With views, a large gradient's own memory is free as soon as it is made, not when its bucket is complete."""
     module = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
     ddp = minddp.DistributedDataParallel(module, gradient_as_bucket_view=True)
@@ -322,11 +320,7 @@ def _views_free_memory(rank, world_size):
     for _ in range(3):
         module.zero_grad()
         ddp(torch.ones(1, 128)).sum().backward()
-    return windows[1:], len(ddp.reducer.buckets())
-
-
-def test_with_views_a_large_gradient_moves_at_once():
-    assert run_ranks(_views_free_memory, 2) == [([4 * 128 * 128 * 4] * 2, 1)] * 2
+    assert (windows[1:], len(ddp.reducer.buckets())) == ([4 * 128 * 128 * 4] * 2, 1)
 
 
 # ---- the map of used parameters

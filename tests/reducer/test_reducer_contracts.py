@@ -5,11 +5,9 @@ replaced reducer still hears, who waits for whom.
 """
 
 import contextlib
-import gc
 import math
 import threading
 import time
-import weakref
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp import DistributedDataParallel as DDP
-from minddp.reduction.weights import Weights
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.reducer.late import LateGroup
@@ -141,27 +138,6 @@ def test_a_failed_collective_is_looked_into(rank, world_size):
     assert looked
 
 
-def test_the_divisor_waits_for_its_sum():
-    class Group:
-        """Two ranks' weights are added when somebody waits."""
-
-        def rank(self):
-            return 0
-
-        def allreduce(self, tensors, options):
-            class Work(dist._Work):
-                def wait(self, timeout):
-                    tensors[0] += 3.0
-                    return True
-
-            return Work()
-
-    weights = Weights(Group(), torch.device("cpu"))
-    weights.add(1.0)
-    weights.send()
-    assert weights.post_scale() == 0.25
-
-
 class LateMap(LateGroup):
     """The sum of used maps takes its time."""
 
@@ -270,20 +246,6 @@ def test_usage_ends_with_its_iteration(rank, world_size):
 
 
 @on_ranks(2)
-def test_a_missing_gradient_counts_as_zero(rank, world_size):
-    ddp = DDP(Two(), find_unused_parameters=True)
-    for step in range(4):
-        which = ("left", "right") if step < 2 else (("left",), ("right",))[rank]
-        ddp.zero_grad()
-        expected = _mean(
-            ddp.module, world_size,
-            lambda r: ddp.module(_x(r, step), ("left", "right") if step < 2 else (("left",), ("right",))[r]),
-        )  # fmt: skip
-        ddp(_x(rank, step), which).backward()
-        _check(ddp.module, expected)
-
-
-@on_ranks(2)
 def test_a_bucket_that_nobody_used_is_not_sent(rank, world_size):
     ddp = DDP(Two(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **ALONE)
     sent = []
@@ -389,17 +351,6 @@ def test_outputs_that_the_walk_does_not_find(rank, world_size):
             (output.value * scale).sum().backward()
             at = step if output is first else step + 10
             torch.testing.assert_close(ddp.module.weight.grad, _x_mean(world_size, at) * 2 * scale)
-
-
-@on_ranks(2)
-def test_a_forward_of_one_node(rank, world_size):
-    ddp = DDP(Scale())
-    for step in range(3):
-        first, second = ddp(_x(rank, step)), ddp(_x(rank, step + 10))
-        for output, at in ((first, step), (second, step + 10)):  # no forward waits for the second backward
-            ddp.zero_grad()
-            output.value.sum().backward()
-            torch.testing.assert_close(ddp.module.weight.grad, _x_mean(world_size, at))
 
 
 class Visible(Scale):
@@ -639,21 +590,6 @@ def test_abort_forgets_futures(rank, world_size):
 
 
 @on_ranks(2)
-def test_abort_leads_back_to_idle(rank, world_size):
-    ddp = DDP(Two())
-    for step in range(3):
-        ddp(_x(rank, step), ("left",)).backward()
-        assert ddp.reducer.phase() == minddp._C.Phase.INCOMPLETE
-        minddp.abort_iteration(ddp)
-        assert ddp.reducer.phase() == minddp._C.Phase.IDLE
-        ddp.zero_grad()
-        expected = _mean(ddp.module, world_size, lambda r: ddp.module(_x(r, step)))
-        ddp(_x(rank, step)).backward()
-        _check(ddp.module, expected)
-        ddp.zero_grad()
-
-
-@on_ranks(2)
 def test_abort_forgets_weights(rank, world_size):
     ddp = DDP(Two(), reduction="weighted")
     minddp.add_weight(ddp, 100)
@@ -670,18 +606,6 @@ def test_abort_forgets_what_was_not_finite(rank, world_size):
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     (ddp(_x(rank)) * math.nan).backward()
     minddp.abort_iteration(ddp)
-    optimizer.zero_grad()
-    ddp(_x(rank)).backward()
-    optimizer.step()
-
-
-@on_ranks(2)
-def test_what_was_not_finite_is_told_once(rank, world_size):
-    ddp = DDP(Two(), check_finite=True)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    (ddp(_x(rank)) * math.nan).backward()
-    with pytest.raises(RuntimeError, match="of 4 parameters held NaN"):
-        optimizer.step()
     optimizer.zero_grad()
     ddp(_x(rank)).backward()
     optimizer.step()
@@ -726,20 +650,6 @@ def _orders(rank, world_size):
 def test_ranks_with_other_orders_of_arrival_agree():
     first, second = run_ranks(_orders, 2)
     assert first == second
-
-
-def _cut_once(rank, world_size):
-    ddp = DDP(Two(), **ALONE)
-    seen = []
-    for order in (("left", "right"), ("right", "left"), ("right", "left"), ("left", "right")):
-        ddp(_x(rank), order).backward()
-        seen.append(ddp.reducer.buckets())
-    return seen
-
-
-def test_buckets_are_cut_anew_once():
-    for seen in run_ranks(_cut_once, 2):
-        assert seen[1] == seen[2] == seen[3]
 
 
 @on_ranks(2)
@@ -806,15 +716,6 @@ def test_gradients_that_have_changed_places(rank, world_size):
             torch.testing.assert_close(seen[1], seen[0])
 
 
-@on_ranks(2)
-def test_a_large_gradient_has_a_bucket_of_its_own(rank, world_size):
-    ddp = DDP(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3))))
-    for step in range(2):
-        ddp(_x(rank, step, 1024)).sum().backward()
-    names = [[ddp.reducer.names[i] for i in bucket] for bucket in ddp.reducer.buckets()]
-    assert all(len(bucket) == 1 for bucket in names if any("weight" in name for name in bucket)), names
-
-
 # ---- a new reducer in the place of the old
 
 
@@ -845,52 +746,6 @@ def test_no_sync_survives_a_new_reducer(rank, world_size):
     local = _mean(ddp.module, 1, lambda r: ddp.module(_x(rank)))
     ddp(_x(rank)).backward()
     _check(ddp.module, local)
-
-
-@on_ranks(2)
-def test_a_pinned_plan_survives_a_new_reducer(rank, world_size):
-    cut = DDP(Two(), **ALONE)
-    for _ in range(2):
-        cut(_x(rank)).backward()
-    ddp = DDP(Two(), bucket_plan=minddp.bucket_plan(cut))
-    assert len(ddp.reducer.buckets()) == 4
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    for _ in range(2):
-        ddp(_x(rank)).backward()
-    assert ddp.reducer.buckets() == cut.reducer.buckets()
-
-
-@on_ranks(2)
-def test_the_builtin_hook_compresses(rank, world_size):
-    ddp = DDP(Scale())
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    for _ in range(2):
-        ddp.zero_grad()
-        ddp(torch.full((1, 4), 1.0 + 2.0**-12)).value.sum().backward()
-        assert torch.equal(ddp.module.weight.grad, torch.ones(4))
-
-
-def _mean_hook(state, bucket):
-    work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
-
-
-@on_ranks(2)
-def test_nothing_keeps_a_wrapper_alive(rank, world_size):
-    for kwargs in ({}, {"reduction": "weighted"}, {"check_finite": True}, {"find_unused_parameters": True}):
-        for hook in (None, _mean_hook):
-            ddp = DDP(Two(), **kwargs)
-            if hook is not None:
-                ddp.register_comm_hook(None, hook)
-            for step in range(2):
-                ddp.zero_grad()
-                if "reduction" in kwargs:
-                    minddp.add_weight(ddp, 1.0)
-                ddp(_x(rank, step)).backward()
-            gone = [weakref.ref(ddp), weakref.ref(ddp.reducer)]
-            del ddp
-            gc.collect()
-            assert [reference() for reference in gone] == [None, None], kwargs
 
 
 # ---- steps on local gradients
@@ -924,36 +779,6 @@ def test_gradients_through_another_wrapper_are_no_bypass(rank, world_size):
         second(_x(rank)).backward()
     assert first.reducer.bypassed()  # or nothing is tested here
     torch.optim.SGD(base.parameters(), 0.1).step()
-
-
-def _only_one_has(rank, world_size):
-    ddp = DDP(Two())
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    ddp(_x(rank)).backward()
-    ddp.zero_grad()
-    layers = (ddp.module.left, ddp.module.right) if rank == 0 else (ddp.module.right,)
-    sum(layer.weight.pow(2).sum() for layer in layers).backward()
-    if rank == 1:
-        optimizer.step()
-        return
-    with pytest.raises(RuntimeError, match=r"never averaged, of 'left\.weight'"):
-        optimizer.step()
-
-
-def test_a_gradient_that_only_one_rank_has_is_refused():
-    run_ranks(_only_one_has, 2)
-
-
-@on_ranks(2)
-def test_a_gradient_zeroed_in_place_is_none(rank, world_size):
-    ddp = DDP(Two())
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    ddp(_x(rank)).backward()
-    ddp.zero_grad(set_to_none=False)
-    if rank == 0:
-        ddp.module(_x(rank)).backward()
-        ddp.zero_grad(set_to_none=False)
-    optimizer.step()
 
 
 @on_ranks(2)

@@ -100,7 +100,8 @@ def same(ours, theirs):
     return all((a is None and b is None) or torch.allclose(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _compare(rank, world_size):
+@on_ranks(2)
+def test_the_same_as_with_torchs_class_from_the_first_iteration_on(rank, world_size):
     warnings.simplefilter("ignore")
     found = []
     for program, modes in ((by_a_hook, ("default", "views", "unused")), (between_backwards, ("default", "views"))):
@@ -120,14 +121,10 @@ def _compare(rank, world_size):
         plain = by_a_hook(TorchDDP, rank, {}, change)
         if not all(map(same, ours[1:], theirs[1:])) or not same(ours[0], plain[0]):
             found.append(("static", change.__name__))
-    return found
+    assert not found
 
 
 CLASSES = (TorchDDP, minddp.DistributedDataParallel)
-
-
-def test_the_same_as_with_torchs_class_from_the_first_iteration_on():
-    assert run_ranks(_compare, 2) == [[], []]
 
 
 # --- gradients that come several times
@@ -218,7 +215,8 @@ MOVES = {
 }
 
 
-def _moved(rank, world_size):
+@on_ranks(2)
+def test_a_gradient_that_a_hook_moves_is_no_change_of_the_graph(rank, world_size):
     warnings.simplefilter("ignore")
     found = []
     for mode, kwargs in MODES.items():
@@ -234,11 +232,7 @@ def _moved(rank, world_size):
     ours = main_grad(minddp.DistributedDataParallel, rank, MODES["static"], lambda name, i: i < 2)
     if not all(map(same, ours[2:], stops[2:])):
         found.append(("static", "stops"))
-    return found
-
-
-def test_a_gradient_that_a_hook_moves_is_no_change_of_the_graph():
-    assert run_ranks(_moved, 2) == [[], []]
+    assert not found
 
 
 @on_ranks(2)

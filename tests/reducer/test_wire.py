@@ -123,7 +123,8 @@ def test_each_rank_has_the_bits_of_the_readable_version(backend: str, world_size
         assert run_ranks(_bits, world_size, wire, backend=backend) == [[]] * world_size, wire
 
 
-def _in_chunks(rank: int, world_size: int) -> list[bool]:
+@on_ranks(3)
+def test_a_large_bucket_goes_in_chunks(rank: int, world_size: int) -> None:
     """More than one chunk of the transport's, and numbers of elements that ranks cannot share evenly."""
     shapes = {"large": (1031, 1031), "other": (1025, 1027)}
     same = []
@@ -135,11 +136,7 @@ def _in_chunks(rank: int, world_size: int) -> list[bool]:
             quantizes = "wire" in options
             total = in_order([quantized(x) if quantizes else x for x in everyone])
             same.append(torch.equal(found, quantized(total) if quantizes else total))
-    return same
-
-
-def test_a_large_bucket_goes_in_chunks() -> None:
-    assert run_ranks(_in_chunks, 3) == [[True] * 4] * 3
+    assert all(same)
 
 
 def _rounded_at_random(rank: int, world_size: int, chunk_bytes: int) -> torch.Tensor:
@@ -266,7 +263,8 @@ def test_what_is_lost_of_a_discarded_gradient_does_not_come_back(how: str) -> No
         assert seen == pytest.approx(steps[: len(seen)], abs=0.02)
 
 
-def _keeps_dtype(rank: int, world_size: int) -> list[Any]:
+@on_ranks(2)
+def test_beside_other_arguments(rank: int, world_size: int) -> None:
     """Beside what also says what travels; under other default dtypes and devices; with a plan made without."""
     low = minddp.DistributedDataParallel(Given(dtype=torch.bfloat16), ordered=True, reduce_dtype=torch.float32)
     mixed = torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
@@ -287,11 +285,7 @@ def _keeps_dtype(rank: int, world_size: int) -> list[Any]:
     net.requires_grad_(False).wide.requires_grad_()
     minddp.refresh(pinned)
     minddp.load_wire_state(pinned, state)
-    return [value_of(state[name]).numel() == -(-math.prod(SHAPES[name]) // 256) * 256 for name in state]
-
-
-def test_beside_other_arguments() -> None:
-    assert run_ranks(_keeps_dtype, 2) == [[True] * 3] * 2
+    assert all(value_of(state[name]).numel() == -(-math.prod(SHAPES[name]) // 256) * 256 for name in state)
 
 
 class Again(nn.Module):
@@ -307,7 +301,8 @@ class Again(nn.Module):
         return inside + (self.weight * other).sum()
 
 
-def _grows(rank: int, world_size: int) -> list[bool]:
+@on_ranks(2)
+def test_a_gradient_that_grows_is_encoded_once(rank: int, world_size: int) -> None:
     ddp = minddp.DistributedDataParallel(Again(), wire="int8")
     shapes = {"one": (8, 256), "other": (8, 256)}
     lost, same = [torch.zeros(8, 256) for _ in range(world_size)], []
@@ -324,14 +319,11 @@ def _grows(rank: int, world_size: int) -> list[bool]:
             lost[r][part] = quantized(lost[r][part] + off[part])
         kept = value_of(minddp.wire_state(ddp)["weight"])
         same += [torch.equal(averages(ddp)["weight"], quantized(total)), torch.equal(kept, lost[rank])]
-    return same
+    assert all(same)
 
 
-def test_a_gradient_that_grows_is_encoded_once() -> None:
-    assert run_ranks(_grows, 2) == [[True] * 6] * 2
-
-
-def _goes_on(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_error_feedback_can_be_saved(rank: int, world_size: int) -> None:
     """A wrapper that is made anew goes on with the same bits."""
 
     def step(ddp: nn.Module, iteration: int) -> dict[str, Tensor]:
@@ -356,14 +348,11 @@ def _goes_on(rank: int, world_size: int) -> bool:
         with pytest.raises(ValueError, match="parameter 'small'"):
             minddp.load_wire_state(other, state | {"small": wrong})  # type: ignore[dict-item]
     want, found = step(ddp, 3), step(other, 3)
-    return all(torch.equal(want[name], found[name]) for name in want)
+    assert all(torch.equal(want[name], found[name]) for name in want)
 
 
-def test_error_feedback_can_be_saved() -> None:
-    assert run_ranks(_goes_on, 2) == [True, True]
-
-
-def _another_format(rank: int, world_size: int) -> list[bool]:
+@on_ranks(2)
+def test_feedback_in_another_memory_format_begins_anew(rank: int, world_size: int) -> None:
     """The buckets are cut anew after the first step, when the gradients lie in another order than at the start."""
     ddp = minddp.DistributedDataParallel(Given({"w": (6, 4, 3, 3)}), wire="int8")
     given = {"w": gradients(rank, shapes={"w": (6, 4, 3, 3)})["w"]}
@@ -377,11 +366,7 @@ def _another_format(rank: int, world_size: int) -> list[bool]:
         found.append(strides == ddp.module.w.grad.stride())
     ddp.reducer.set_buckets([[0]])
     _, strides, blocks = minddp.wire_state(ddp)["w"]
-    return [*found[1:], strides == ddp.module.w.grad.stride(), bool(blocks.any())]
-
-
-def test_feedback_in_another_memory_format_begins_anew() -> None:
-    assert run_ranks(_another_format, 2) == [[True, True, True]] * 2
+    assert found[1] and strides == ddp.module.w.grad.stride() and blocks.any()
 
 
 # --- with everything else ---
@@ -402,7 +387,8 @@ class Net(nn.Module):
         return self.norm(self.b(x) + self.c(x))
 
 
-def _stale(rank: int, world_size: int) -> list[bool]:
+@on_ranks(2)
+def test_what_no_rank_uses_keeps_its_feedback(rank: int, world_size: int) -> None:
     """No rank uses a parameter whose `.grad` is an earlier one, and another on each rank."""
     ddp = minddp.DistributedDataParallel(Net(branches=True), wire="int8", find_unused_parameters=True)
     x, spare = torch.randn(6, 12), ddp.module.c.weight
@@ -413,11 +399,7 @@ def _stale(rank: int, world_size: int) -> list[bool]:
         ddp.module.a.zero_grad()
         ddp(x, 0).square().sum().backward()
     after = minddp.wire_state(ddp)["c.weight"][2]
-    return [torch.equal(kept, after), torch.equal(before, spare.grad), bool(kept.any())]
-
-
-def test_what_no_rank_uses_keeps_its_feedback() -> None:
-    assert run_ranks(_stale, 2) == [[True] * 3] * 2
+    assert torch.equal(kept, after) and torch.equal(before, spare.grad) and kept.any()
 
 
 def _plain(ddp: Any, x: Tensor, rank: int, iteration: int) -> None:
@@ -491,7 +473,9 @@ def _train(rank: int, name: str, wire: dict[str, Any], joins: bool) -> list[Tens
     return [p.detach().clone() for p in ddp.parameters()]
 
 
-def _uses(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_with_every_mode_of_the_reducer(rank: int, world_size: int) -> None:
+    """Two ranks' sums in order are the all-reduce's own, bit for bit; all ranks end alike."""
     wrong = []
     for name in USES:
         want = _train(rank, name, {}, False)
@@ -502,12 +486,7 @@ def _uses(rank: int, world_size: int) -> list[str]:
             dist.all_gather_object(everyone, [p.tolist() for p in found])
             if off > most or any(other != everyone[0] for other in everyone):
                 wrong.append(f"{name}, {wire}: off by {off}")
-    return wrong
-
-
-def test_with_every_mode_of_the_reducer() -> None:
-    """Two ranks' sums in order are the all-reduce's own, bit for bit; all ranks end alike."""
-    assert run_ranks(_uses, 2) == [[], []]
+    assert not wrong
 
 
 class Uneven(nn.Module):
@@ -591,14 +570,11 @@ def test_what_makes_no_sense_is_refused(rank: int, world_size: int) -> None:
     assert torch.equal(wrapped.module.small.grad, in_order(small))
 
 
-def _alone(rank: int, world_size: int) -> bool:
+@on_ranks(1)
+def test_one_rank_sends_nothing(rank: int, world_size: int) -> None:
     ddp = minddp.DistributedDataParallel(Given(), wire="int8")
     ddp(gradients(0)).backward()
-    return all(torch.equal(g, gradients(0)[name]) for name, g in averages(ddp).items())
-
-
-def test_one_rank_sends_nothing() -> None:
-    assert run_ranks(_alone, 1) == [True]
+    assert all(torch.equal(g, gradients(0)[name]) for name, g in averages(ddp).items())
 
 
 def _dies(rank: int, world_size: int, wire: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from minddp.guards import optimizer_guard
 from minddp.straggler import Report, Straggler, command, exchange, report
 from minddp.testing import run_ranks
 from minddp.timeline import load
+from tests.on_ranks import on_ranks
 
 DELAY = 0.04  # several steps: what a busy machine adds is less
 PHASES = ("input", "forward", "backward", "hook")
@@ -126,11 +127,8 @@ class _Twice(torch.optim.SGD):
         super().step(closure)
 
 
-def test_a_step_within_a_step_is_counted_once():
-    run_ranks(_step_twice, 1)
-
-
-def _step_twice(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_step_within_a_step_is_counted_once(rank: int, world_size: int) -> None:
     ddp = minddp.DistributedDataParallel(torch.nn.Linear(2, 2))
     optimizer = _Twice(ddp.parameters(), lr=0.1)
     before = optimizer_guard.spent_ns()
@@ -233,17 +231,6 @@ def _old_keys_go(rank: int, world_size: int) -> list[list[bool]]:
 def test_reports_do_not_fill_the_store():
     for there in run_ranks(_old_keys_go, 2):
         assert there == [[False] * 3] * 2 + [[True] * 3] * 2
-
-
-def _several(rank: int, world_size: int) -> list[str]:
-    ddp = _train(10)
-    return [str(_together(ddp, steps)).splitlines()[0] for steps in (3, 5, 9)]
-
-
-def test_several_reports_between_two_steps():
-    first, second = run_ranks(_several, 2)
-    assert first == second
-    assert [line.partition(" steps")[0] for line in first] == ["3", "5", "9"]
 
 
 def _watch(rank: int, world_size: int) -> tuple[list[Straggler], list[str], list[Straggler]]:
@@ -365,10 +352,7 @@ def _old_trace(steps: Any = ({"iteration": 1},)) -> str:
 
 
 @pytest.mark.parametrize("value", [1, "print"])
-def test_what_cannot_be_called_is_refused(value):
-    run_ranks(_refused, 1, value)
-
-
-def _refused(rank: int, world_size: int, value: object) -> None:
+@on_ranks(1)
+def test_what_cannot_be_called_is_refused(rank: int, world_size: int, value: object) -> None:
     with pytest.raises(TypeError, match="on_straggler must be a callable, or None"):
         minddp.DistributedDataParallel(torch.nn.Linear(2, 2), on_straggler=value)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minddp.sync_batchnorm import SyncBatchNorm, batch_norm_reference, convert_sync_batchnorm
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 CHANNELS = 5
 TAILS = {"1d": (), "1d sequence": (4,), "2d": (3, 4), "3d": (2, 3, 2)}
@@ -113,7 +114,9 @@ def cases():
         yield "2d", options, split, torch.bfloat16, torch.channels_last, 3e-2
 
 
-def run_cases(rank, world_size, device):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@on_ranks(2, 3)
+def test_equals_batch_norm_over_the_whole_batch(rank, world_size, device):
     count = 0
     for shape, options, split, *rest in cases():
         try:
@@ -122,13 +125,7 @@ def run_cases(rank, world_size, device):
         except AssertionError as error:
             raise AssertionError(f"{shape}, {options}, {split}, {rest}: {error}") from None
         count += 1
-    return count
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-def test_equals_batch_norm_over_the_whole_batch(world_size, device):
-    assert run_ranks(run_cases, world_size, device) == [len(list(cases()))] * world_size
+    assert count == len(list(cases()))
 
 
 def fast_beside_reference(rank, world_size):
@@ -273,7 +270,8 @@ def test_statistics_are_stable_far_from_zero():
     assert max(run_ranks(stable_far_from_zero, 2)) < 1e-4
 
 
-def ends_in_odd_places(rank, world_size):
+@on_ranks(2)
+def test_odd_places(rank, world_size):
     """Batches of nobody, no_grad, frozen parameters, an input that needs no gradient, half buffers."""
     group = dist.new_group(list(range(world_size)))
     layer = SyncBatchNorm(CHANNELS, process_group=group)
@@ -305,11 +303,6 @@ def ends_in_odd_places(rank, world_size):
     full = SyncBatchNorm(CHANNELS)(view)
     plain, _ = batch_norm_reference(view, None, None, 1e-5, dist.group.WORLD)
     torch.testing.assert_close(full, plain)
-    return True
-
-
-def test_odd_places():
-    assert all(run_ranks(ends_in_odd_places, 2))
 
 
 def within_halves(rank, world_size):
@@ -379,7 +372,8 @@ class Block(nn.Module):
         return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
-def inside_torch_ddp(rank, world_size):
+@on_ranks(2, 3)
+def test_inside_a_wrapper_on_cpu(rank, world_size):
     """In PyTorch's own wrapper: averaged gradients are those of the mean loss over the whole batch."""
     torch.manual_seed(0)
     plain, replica = Block(), Block()
@@ -395,15 +389,10 @@ def inside_torch_ddp(rank, world_size):
             torch.testing.assert_close(ours.grad, truth.grad, rtol=1e-5, atol=1e-5)
         for ours, truth in zip(ddp.buffers(), plain.buffers(), strict=True):
             torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-5)
-    return True
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_inside_a_wrapper_on_cpu(world_size):
-    assert all(run_ranks(inside_torch_ddp, world_size))
-
-
-def compiled(rank, world_size):
+@on_ranks(2)
+def test_compiles_with_a_graph_break(rank, world_size):
     torch.manual_seed(0)
     plain = convert_sync_batchnorm(Block())
     x = torch.randn(4, 1, 6, 6)
@@ -419,11 +408,6 @@ def compiled(rank, world_size):
         torch.testing.assert_close(ours.grad, right)
     with pytest.raises(Exception, match=r"(?i)graph break|torch\.compiler\.disable|fullgraph"):
         torch.compile(plain, backend="eager", fullgraph=True)(x)
-    return True
-
-
-def test_compiles_with_a_graph_break():
-    assert all(run_ranks(compiled, 2))
 
 
 def message_of(call):

@@ -15,7 +15,7 @@ import torch
 from minddp import timeline
 from minddp.timeline import RankStep, Trace, recording, step_times, table
 from minddp.timeline.recording import after_step
-from minddp.timeline.report import _lanes, draw, rank_steps
+from minddp.timeline.report import draw, rank_steps
 
 MS = 1_000_000
 
@@ -232,35 +232,6 @@ def test_a_folder_that_goes_before_the_environments_trace_is_written_is_a_warnin
     assert not recording.active
 
 
-def test_a_reducer_made_anew_keeps_the_steps_before_and_numbers_its_own(tmp_path):
-    """What refresh() does: other parameters, iterations from 1; the steps of both are in the file."""
-    ddp = FakeModule()
-    path = tmp_path / "t.json"
-    with recording.trace(path, steps=4):
-        begin = recording.time.monotonic_ns()
-        after_step(ddp)
-        for iteration in (1, 2):
-            ddp.stamps = step(iteration, begin + iteration * 50 * MS)
-            if iteration == 1:
-                after_step(ddp)
-        old = ddp.stamps
-        ddp.reducer.last_step = lambda: old
-        ddp.reducer = SimpleNamespace(last_step=lambda: ddp.stamps)
-        ddp.parameter_names = ["a.weight", "b.weight", "new"]
-        ddp.stamps = step(0)
-        for iteration in (1, 2, 3):
-            after_step(ddp)
-            ddp.stamps = step(iteration, begin + (2 + iteration) * 50 * MS)
-    (part,) = json.loads(path.read_text())["minddp"]["ranks"]
-    before, after = part["modules"]
-    assert [s["iteration"] for s in before["steps"]] == [1, 2]
-    assert [s["iteration"] for s in after["steps"]] == [1, 2]
-    assert (before["dropped"], after["dropped"]) == (0, 1)  # four steps of the module, as asked for
-    assert before["parameter_names"][-1] == "c.weight"
-    assert after["parameter_names"][-1] == "new"
-    assert after["name"] == "Identity (remade after 2 steps)"
-
-
 def test_clock_bounds_are_stated():
     parts = [
         {"rank": 0, "offset_ns": 0, "error_ns": 0},
@@ -332,13 +303,6 @@ def test_the_picture_shows_who_waits_for_a_late_rank(tmp_path):
     assert "late rank" not in aligned.read_text()
 
 
-def test_a_bucket_lies_in_the_same_lane_on_all_ranks():
-    assert _lanes(rank_steps(two_ranks())) == {0: 0, 1: 1, 2: 0}
-    slow = two_ranks()  # on rank 1 buckets 0 and 2 are under way together
-    slow["ranks"][1]["modules"][0]["steps"][0]["buckets"][0]["done_ns"] += 5 * MS
-    assert _lanes(rank_steps(slow)) == {0: 0, 1: 1, 2: 2}
-
-
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"minddp": 3}', '{"minddp": {"ranks": []}}'])
 def test_the_command_refuses_other_files(tmp_path, capsys, content):
     path = tmp_path / "other.json"
@@ -353,10 +317,3 @@ def test_the_command_says_which_iterations_there_are(tmp_path, capsys):
     assert "iteration 9 is not there: all ranks have iterations 1 to 3" in capsys.readouterr().err
     assert timeline.main([str(tmp_path / "t.json"), "--module", "1"]) == 1
     assert "no iteration of it" in capsys.readouterr().err
-
-
-def test_closing_twice_is_harmless(tmp_path):
-    opened = Trace(tmp_path / "t.json", 1).__enter__()
-    opened.close()
-    opened.close()
-    assert not recording.active
