@@ -11,7 +11,6 @@ import torch
 from docs.website import drawings, errors, layout, source, tutorials
 from docs.website.build import configuration
 from docs.website.markdown import Writer
-from tutorials import run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "csrc" / "reducer"
@@ -34,18 +33,6 @@ def test_both_reducers_have_the_functions_of_the_table():
         assert re.search(rf"\b{mine}\(", ours), mine
     for member in re.findall(r"`(\w+_)`", page):
         assert member in theirs
-
-
-def test_the_cpp_that_is_explained_is_used():
-    """Names in backticks that are C++; of torch's names, those that the sources use."""
-    code = "".join(path.read_text() for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp"))
-    spans = re.findall(r"`([^`]+)`", (ROOT / "docs" / "cpp.md").read_text())
-    names = {span.removesuffix("()") for span in spans if re.fullmatch(r"[A-Za-z_:]+(?:\(\))?", span)}
-    names -= {"return", "guard", "x"}
-    assert len(names) > 15
-    for name in names:
-        # The sources open namespaces, so a name's last part is what must be there.
-        assert re.search(rf"\b{re.escape(name.rpartition('::')[2])}\b", code), name
 
 
 def test_troubleshooting_quotes_what_is_raised():
@@ -97,14 +84,6 @@ def test_phases_are_drawn_as_the_code_moves():
     assert len(moves) > 5
 
 
-def test_buckets_are_drawn_in_launch_order():
-    assert drawings.launches([3.0, 1.0, 4.0]) == [3.0, 3.0, 4.0]
-    begins = [begin for begin, _ in drawings.transfers([[1.0, 2.0], [3.0, 3.0]], 1.5)]
-    assert begins == [3.0, 4.5]
-    whole = {0, 1, 2, 3}
-    assert all(chunk == whole for chunks in drawings.ring_steps(4)[-1] for chunk in chunks)
-
-
 def test_every_drawing_is_shown():
     shown = re.findall(r"<!-- drawing: (\w+) -->", (ROOT / "docs" / "pictures.md").read_text())
     assert sorted(shown) == sorted(drawings.DRAWINGS)
@@ -148,11 +127,3 @@ def test_tutorials_are_numbered_alike():
     for path in (ROOT / "tutorials").glob("[0-9][0-9]_*.py"):
         assert (ROOT / "tutorials" / "expected" / f"{path.stem}.txt").exists(), f"{path.name} --accept"
         assert tutorials.cells(path.read_text())
-
-
-def test_what_a_tutorial_prints_is_compared():
-    assert run_all.matches("a … ms\nb 2\n", "a   12.5 ms\nb  2\n")
-    assert run_all.matches("a\n…\nz\n", "a\nb\nc\nz\n") and run_all.matches("a\n…\nz\n", "a\nz\n")
-    assert not run_all.matches("a … ms\n", "a 1 ms\nb\n")
-    assert not run_all.matches("b 2\n", "b 3\n")
-    assert run_all.masked("step 3.5 ms, off by 1.2e-07, 40 rows") == "step … ms, off by …, 40 rows\n"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from minddp import DistributedDataParallel
 from minddp import functional as F
 from minddp.functional import control
+from minddp.functional.agreement import Header, disagreement, message
 from minddp.testing import run_ranks
 
 
@@ -309,3 +310,13 @@ def _in_debug_mode(rank, size, program):
 @pytest.mark.parametrize("program", [_other_call, _backward_beside_a_call])
 def test_torchs_debug_mode_names_a_wrong_order(program):
     run_ranks(_in_debug_mode, 2, program, env={"MINDDP_CHECK_COLLECTIVES": "0"})
+
+
+def test_another_librarys_bytes_are_recognized():
+    assert "another library" in disagreement([Header.decode([7] * 11 + [0] * 16)])
+
+
+def test_the_text_puts_ranks_that_say_the_same_together():
+    text = message("the op", ["sum", "max", "sum"])
+    assert text.splitlines()[1:] == ["  ranks 0, 2: sum", "  rank 1: max"]
+    assert message("arguments", ["bad", "bad"]).endswith("  every rank: bad")

@@ -521,7 +521,8 @@ def test_refresh_repeats_what_construction_checks_and_agrees_on():
     assert first == second
 
 
-def _hook_of_an_unpickled(rank, world_size):
+@on_ranks(2)
+def test_an_unpickled_wrapper_logs_its_hook(rank, world_size):
     names = []
     for hook in (default_hooks.allreduce_hook, dist.BuiltinCommHookType.ALLREDUCE):
         ddp = DDP(_net())
@@ -530,9 +531,4 @@ def _hook_of_an_unpickled(rank, world_size):
         else:
             ddp.register_comm_hook(None, hook)
         names.append([d._get_ddp_logging_data()["comm_hook"] for d in (ddp, pickle.loads(pickle.dumps(ddp)))])
-    return names
-
-
-def test_an_unpickled_wrapper_logs_its_hook():
-    for names in run_ranks(_hook_of_an_unpickled, 2):
-        assert all(before == after and before for before, after in names)
+    assert all(before == after and before for before, after in names)

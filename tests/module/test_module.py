@@ -467,16 +467,6 @@ def _torch_is_not_used(rank, world_size):
                 setattr(dist, name, value)
 
 
-@on_ranks(2)
-def test_nothing_is_inherited_from_torch(rank, world_size):
-    from torch.nn.parallel import DistributedDataParallel as TorchDDP
-
-    skip = {"__dict__", "__weakref__", "__doc__", "__module__", "_active_ddp_module", "__annotations__"}
-    above = DDP.__mro__[: DDP.__mro__.index(TorchDDP)]
-    inherited = [name for name in vars(TorchDDP) if name not in skip and not any(name in vars(c) for c in above)]
-    assert not sorted(inherited)
-
-
 CASES = [
     _accumulation, _where_forward_ran_decides, _second_backward, _two_losses_share_the_work,
     _several_forwards_one_backward, _bypassed_forward, _create_graph, _views_are_windows_on_the_buckets,

@@ -5,7 +5,7 @@ import copy
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -19,7 +19,8 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def _compiled_graphs(rank, world_size):
+@on_ranks(2, timeout=900)
+def test_both_orders_split_graphs_as_torch_does(rank, world_size):
     import torch
     import torch._dynamo
 
@@ -59,10 +60,6 @@ def _compiled_graphs(rank, world_size):
     for key, grads in results.items():
         for grad, eager in zip(grads, results["torch", "eager"]):
             torch.testing.assert_close(grad, eager, rtol=1e-6, atol=1e-7, msg=lambda m: f"{key}: {m}")
-    return {" ".join(key): count for key, count in counts.items()}
-
-
-def test_both_orders_split_graphs_as_torch_does():
-    for counts in run_ranks(_compiled_graphs, 2, timeout=900):
-        assert counts["minddp around"] == counts["torch around"] > 1, counts
-        assert counts["minddp inside"] == counts["torch inside"] > 1, counts
+    counts = {" ".join(key): count for key, count in counts.items()}
+    assert counts["minddp around"] == counts["torch around"] > 1, counts
+    assert counts["minddp inside"] == counts["torch inside"] > 1, counts

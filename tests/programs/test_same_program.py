@@ -296,31 +296,6 @@ def changing_hooks(wrap, rank):
     return seen
 
 
-def accumulated(wrap, rank):
-    model, seen = wrap(mlp()), []
-    for i in range(3):
-        model.zero_grad()
-        with model.no_sync():
-            model(batch(rank, i)).sum().backward()
-            seen += grads(model)
-        model(batch(rank, i + 5)).pow(2).sum().backward()
-        seen += grads(model)
-    return seen
-
-
-def no_sync_around_forward_alone(wrap, rank):
-    model, seen = wrap(mlp()), []
-    for i in range(3):
-        model.zero_grad()
-        with model.no_sync():
-            out = model(batch(rank, i))
-        out.sum().backward()
-        seen += grads(model)
-        model(batch(rank, i + 5)).pow(2).sum().backward()
-        seen += grads(model)
-    return seen
-
-
 def checkpointed(use_reentrant):
     class Net(nn.Module):
         def __init__(self):
@@ -399,8 +374,8 @@ PROGRAMS = {
         gan, gan_not_frozen, attack, attack_on_one_rank, attack_by_inputs, saliency_before_step, jacobian,
         hessian_vector, gradient_penalty, gradient_penalty_alone, probed_on_one_rank,
         second_wrapper, made_again, penalty_on_weights,
-        reading_hooks, changing_hooks, codebook, codebook_on_one_rank, accumulated,
-        no_sync_around_forward_alone, two_modules_one_loss, chained_modules, joined_together,
+        reading_hooks, changing_hooks, codebook, codebook_on_one_rank,
+        two_modules_one_loss, chained_modules, joined_together,
     )
 }  # fmt: skip
 PROGRAMS["checkpointed_reentrant"] = checkpointed(True)
@@ -414,9 +389,7 @@ TORCH_FAILS = {
     ("checkpointed_reentrant", "unused_small_views"),
     ("probed_on_one_rank", "static"),
     ("attack_on_one_rank", "static"),
-    ("accumulated", "static"),
     ("joined_together", "static"),
-    ("no_sync_around_forward_alone", "static"),
 }
 # With views, what a hook sees is the bucket; which of its values are there is each reducer's own.
 NOT_COMPARED = {("reading_hooks", mode) for mode in ("views", "unused_small_views")}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minddp
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 MIXED = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES: dict[str, dict[str, Any]] = {
@@ -34,7 +34,9 @@ def _other_strides(grad: torch.Tensor) -> torch.Tensor:
     return grad.as_strided(grad.shape, strides)
 
 
-def _step_operators(rank: int, world_size: int, case: str) -> tuple[int, float]:
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(2)
+def test_no_operator_of_its_own(rank: int, world_size: int, case: str) -> None:
     """Multiplications in a step, and how far its gradients are from the ranks' mean."""
     plain, model = _module(case), _module(case)
     shape = (3, 6) if "mixed" in case else (2, 4, 5, 5)
@@ -55,11 +57,5 @@ def _step_operators(rank: int, world_size: int, case: str) -> tuple[int, float]:
     for p, q in zip(ddp.parameters(), plain.parameters()):
         dist.all_reduce(q.grad)
         worst = max(worst, float((p.grad - q.grad / world_size).abs().max()))
-    return counts["aten::mul_"] + counts["aten::mul"], worst
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_no_operator_of_its_own(case: str) -> None:
-    for multiplications, worst in run_ranks(_step_operators, 2, case):
-        assert multiplications == 0
-        assert worst < (0.1 if "mixed" in case else 1e-5)
+    assert counts["aten::mul_"] + counts["aten::mul"] == 0
+    assert worst < (0.1 if "mixed" in case else 1e-5)

@@ -171,13 +171,6 @@ def test_a_later_arrival_is_learned(rank, world_size):
 
 
 @on_ranks(2)
-def test_the_first_iteration_sends_nothing_before_its_end(rank, world_size):
-    ddp = DDP(Growing())
-    for step in range(3):
-        _grow(ddp, rank, world_size, step, 2, False)  # in the first, nobody knows yet that two will come
-
-
-@on_ranks(2)
 def test_growth_after_the_launch_is_an_error(rank, world_size):
     ddp = DDP(Growing())
     for step in range(2):

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -152,7 +152,9 @@ def test_chunks_change_no_bit_of_what_is_rounded_at_random() -> None:
     assert torch.equal(small, large)
 
 
-def _special(rank: int, world_size: int, wire: str) -> list[Any]:
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+@on_ranks(2)
+def test_what_is_not_finite_arrives_as_such_and_leaves_the_rest(rank: int, world_size: int, wire: str) -> None:
     """Rank 0 has what is not finite, in one block of one parameter."""
     shapes = {"weight": (4, 256)}
     given = torch.full((4, 256), 0.5)
@@ -162,19 +164,14 @@ def _special(rank: int, world_size: int, wire: str) -> list[Any]:
     ddp({"weight": given}).backward()
     grad = averages(ddp)["weight"]
     residual = value_of(*minddp.wire_state(ddp).values()) if wire == "int8" else torch.zeros(1)
-    return [grad[1, :3].tolist(), (grad.flatten()[259:] - 0.5).abs().max().item(), bool(residual.isfinite().all())]
+    plus, minus, nan = grad[1, :3].tolist()
+    assert (plus, minus) == (float("inf"), -float("inf")) and nan != nan
+    assert (grad.flatten()[259:] - 0.5).abs().max().item() < 0.005
+    assert residual.isfinite().all()
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
-def test_what_is_not_finite_arrives_as_such_and_leaves_the_rest(wire: str) -> None:
-    for (plus, minus, nan), off, finite in run_ranks(_special, 2, wire):
-        assert (plus, minus) == (float("inf"), -float("inf"))
-        assert nan != nan
-        assert off < 0.005
-        assert finite
-
-
-def _overflows(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_an_overflow_of_fp16_is_named(rank: int, world_size: int) -> None:
     import warnings
 
     ddp = minddp.DistributedDataParallel(Given({"weight": (4, 256)}), wire="fp16")
@@ -183,12 +180,8 @@ def _overflows(rank: int, world_size: int) -> list[str]:
         for _ in range(2):
             ddp.zero_grad()
             ddp({"weight": torch.full((4, 256), 3e5 if rank else 1e-3)}).backward()
-    return [str(w.message) for w in caught if "float16" in str(w.message)]
-
-
-def test_an_overflow_of_fp16_is_named() -> None:
-    for said in run_ranks(_overflows, 2):
-        assert said and "'weight' is infinite" in said[0]
+    said = [str(w.message) for w in caught if "float16" in str(w.message)]
+    assert said and "'weight' is infinite" in said[0]
 
 
 # --- error feedback ---
@@ -221,7 +214,12 @@ def test_error_feedback_loses_nothing_over_time(world_size: int) -> None:
         assert drift < 15
 
 
-def _discards(rank: int, world_size: int, how: str) -> list[float]:
+DISCARDS = ["check skips", "check skips, bias", "given up", "given up before it is summed", "a scaler skips"]
+
+
+@pytest.mark.parametrize("how", DISCARDS)
+@on_ranks(2)
+def test_what_is_lost_of_a_discarded_gradient_does_not_come_back(rank: int, world_size: int, how: str) -> None:
     """Huge gradients that nobody uses; then the parameters' largest after each step with gradients of 1."""
     model = Given({"bias": (3,), "weight": (2, 256)})  # the weight's gradient comes first
     ddp = minddp.DistributedDataParallel(model, wire="int8", check_finite="skip" if "check" in how else False)
@@ -245,22 +243,13 @@ def _discards(rank: int, world_size: int, how: str) -> list[float]:
         elif iteration != bad or "check" in how:
             optimizer.step()
         seen.append(float(model.weight.abs().max()))
-    return seen
+    steps = [1, 2, 3, 4]
+    steps.insert(_discarded_in(how), _discarded_in(how))
+    assert seen == pytest.approx(steps[: len(seen)], abs=0.02)
 
 
 def _discarded_in(how: str) -> int:
     return 2 if "before" in how else 1  # before the second forward ranks meet
-
-
-DISCARDS = ["check skips", "check skips, bias", "given up", "given up before it is summed", "a scaler skips"]
-
-
-@pytest.mark.parametrize("how", DISCARDS)
-def test_what_is_lost_of_a_discarded_gradient_does_not_come_back(how: str) -> None:
-    for seen in run_ranks(_discards, 2, how):
-        steps = [1, 2, 3, 4]
-        steps.insert(_discarded_in(how), _discarded_in(how))
-        assert seen == pytest.approx(steps[: len(seen)], abs=0.02)
 
 
 @on_ranks(2)
@@ -527,43 +516,37 @@ class Foreign(dist.ProcessGroup):
     pass
 
 
-@contextlib.contextmanager
-def _refused(kind: type[Exception], words: str) -> Iterator[None]:
-    with pytest.raises(kind, match=words):
-        yield
-
-
 @on_ranks(2)
 def test_what_makes_no_sense_is_refused(rank: int, world_size: int) -> None:
     ddp = minddp.DistributedDataParallel
-    with _refused(ValueError, "wire must be 'bf16', 'fp16', 'int8' or None, got 'int4'"):
+    with pytest.raises(ValueError, match="wire must be 'bf16', 'fp16', 'int8' or None, got 'int4'"):
         ddp(Given(), wire="int4")
-    with _refused(TypeError, "wire must be a str"):
+    with pytest.raises(TypeError, match="wire must be a str"):
         ddp(Given(), wire=torch.int8)
-    with _refused(TypeError, r"Wire\(exact=\)"):
+    with pytest.raises(TypeError, match=r"Wire\(exact=\)"):
         Wire("int8", exact=["a"])  # type: ignore[arg-type]
-    with _refused(ValueError, "stochastic"):
+    with pytest.raises(ValueError, match="stochastic"):
         Wire("bf16", stochastic=True)
-    with _refused(ValueError, "wire='int8' and reduce_dtype both say"):
+    with pytest.raises(ValueError, match="wire='int8' and reduce_dtype both say"):
         ddp(Given(), wire="int8", reduce_dtype=torch.float64)
-    with _refused(ValueError, "'wide' is complex64|gradients travel.*|'wide'"):
+    with pytest.raises(ValueError, match="'wide' is complex64|gradients travel.*|'wide'"):
         ddp(Given(dtype=torch.complex64), wire="bf16")
-    with _refused(ValueError, "as many bytes as the gradient of 'wide', which is bfloat16"):
+    with pytest.raises(ValueError, match="as many bytes as the gradient of 'wide', which is bfloat16"):
         ddp(Given(dtype=torch.bfloat16), wire="fp16")
-    with _refused(ValueError, "wire's exact parameters"):
+    with pytest.raises(ValueError, match="wire's exact parameters"):
         ddp(Given(), wire=Wire("int8", exact=lambda name, p: name == "small" and rank == 1))
-    with _refused(ValueError, "ordered"):
+    with pytest.raises(ValueError, match="ordered"):
         ddp(Given(), ordered=rank == 1)
-    with _refused(ValueError, r"Wire\(seed=\)"):
+    with pytest.raises(ValueError, match=r"Wire\(seed=\)"):
         Wire("int8", seed=-1)
-    with _refused(TypeError, r"Wire\(error_feedback=\)"):
+    with pytest.raises(TypeError, match=r"Wire\(error_feedback=\)"):
         Wire("int8", error_feedback="no")  # type: ignore[arg-type]
     delayed = Given()
-    with _refused(ValueError, "wire='int8' does not go with delay_all_reduce_named_params"):
+    with pytest.raises(ValueError, match="wire='int8' does not go with delay_all_reduce_named_params"):
         named = [("small", delayed.small)]
         ddp(delayed, wire="int8", delay_all_reduce_named_params=named, param_to_hook_all_reduce=delayed.wide)
     wrapped = ddp(Given(), wire=Wire("int8", exact=lambda name, p: name == "small"))
-    with _refused(RuntimeError, "leave those out, or the hook"):
+    with pytest.raises(RuntimeError, match="leave those out, or the hook"):
         wrapped.register_comm_hook(None, lambda state, bucket: None)
     wrapped(gradients(rank)).backward()
     small = [gradients(r)["small"] / world_size for r in range(world_size)]

@@ -158,20 +158,15 @@ def test_arguments_that_make_no_sense_are_refused():
         assert words in error
 
 
-def _early(rank: int, world_size: int) -> list[str]:
+@on_ranks(1, 2)
+def test_before_the_second_step_there_are_none(rank: int, world_size: int) -> None:
     ddp = _train(0)
     found = [str(_together(ddp))]
     ddp(torch.ones(2, 32)).sum().backward()
     found.append(str(_together(ddp)))
     ddp(torch.ones(2, 32)).sum().backward()
-    return [*found, str(_together(ddp)).splitlines()[0]]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_before_the_second_step_there_are_none(world_size):
-    for none, one, two in run_ranks(_early, world_size):
-        assert none == one and "No steps yet" in one
-        assert two.startswith(f"1 step (iterations 2 to 2) on {world_size} rank")
+    assert found[0] == found[1] and "No steps yet" in found[1]
+    assert str(_together(ddp)).startswith(f"1 step (iterations 2 to 2) on {world_size} rank")
 
 
 def _alone(rank: int, world_size: int) -> list[str]:
@@ -217,7 +212,8 @@ def test_a_store_that_fails_is_a_note():
         assert f"This is rank {rank}'s part alone: the store is gone" in text and "on 1 rank" in text
 
 
-def _old_keys_go(rank: int, world_size: int) -> list[list[bool]]:
+@on_ranks(2)
+def test_reports_do_not_fill_the_store(rank: int, world_size: int) -> None:
     ddp = _train(3)
     turns = []
     for _ in range(4):
@@ -225,12 +221,8 @@ def _old_keys_go(rank: int, world_size: int) -> list[list[bool]]:
         turns.append(exchange._turns[ddp.reducer][-1])
     dist.barrier()
     keys = ["report", "links", *map(str, range(1, world_size))]
-    return [[turn.comes([key], 0) for key in keys] for turn in turns]
-
-
-def test_reports_do_not_fill_the_store():
-    for there in run_ranks(_old_keys_go, 2):
-        assert there == [[False] * 3] * 2 + [[True] * 3] * 2
+    there = [[turn.comes([key], 0) for key in keys] for turn in turns]
+    assert there == [[False] * 3] * 2 + [[True] * 3] * 2
 
 
 def _watch(rank: int, world_size: int) -> tuple[list[Straggler], list[str], list[Straggler]]:

@@ -338,7 +338,10 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators_of_a_step(rank, world_size, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2, 3)
+def test_a_step_asks_nothing_of_cuda_that_it_refuses(rank, world_size, dtype):
+    """CUDA's backward asserts the saved statistics, and a graph captures no copy from or to the host."""
     layer = SyncBatchNorm(4)
     x = torch.randn(3, 4, 2, 2, dtype=dtype, requires_grad=True)
     layer(x).float().square().sum().backward()  # compares the ranks, once
@@ -346,19 +349,12 @@ def operators_of_a_step(rank, world_size, dtype):
         layer(x).float().square().sum().backward()
     names = [name for name, _ in operators.calls]
     ((_, backward),) = [call for call in operators.calls if call[0] == "aten::native_batch_norm_backward"]
-    return names, [argument is None for argument in backward[3:7]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_step_asks_nothing_of_cuda_that_it_refuses(world_size, dtype):
-    """CUDA's backward asserts the saved statistics, and a graph captures no copy from or to the host."""
-    for names, missing in run_ranks(operators_of_a_step, world_size, dtype):
-        assert missing == [False] * 4  # running mean and variance, saved mean and deviation
-        copies = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::_local_scalar_dense", "aten::item"}
-        assert not copies.intersection(names)
-        collectives = [name for name in names if name.startswith("c10d::")]
-        assert collectives == ["c10d::_allgather_base_", "c10d::allreduce_"]
+    of_running_and_saved = backward[3:7]  # mean and variance, and mean and deviation
+    assert all(argument is not None for argument in of_running_and_saved)
+    copies = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::_local_scalar_dense", "aten::item"}
+    assert not copies.intersection(names)
+    collectives = [name for name in names if name.startswith("c10d::")]
+    assert collectives == ["c10d::_allgather_base_", "c10d::allreduce_"]
 
 
 class Block(nn.Module):
@@ -418,20 +414,16 @@ def message_of(call):
     return "nothing raised"
 
 
-def bad_groups(rank, world_size):
+@on_ranks(2)
+def test_every_rank_raises(rank, world_size):
     """What each mistake says on this rank."""
     dtype = torch.float64 if rank else torch.float32
     single = torch.randn(1 if rank == 1 else 0, 3)
-    return [
+    channels, dtype, single = [
         message_of(lambda: SyncBatchNorm(3 + rank)(torch.randn(2, 3 + rank))),
         message_of(lambda: SyncBatchNorm(3, dtype=dtype)(torch.randn(2, 3, dtype=dtype))),
         message_of(lambda: SyncBatchNorm(3)(single)),
     ]
-
-
-def test_every_rank_raises():
-    for messages in run_ranks(bad_groups, 2):
-        channels, dtype, single = messages
-        assert "rank 0: 3 channels, float32 statistics, rank 1: 4 channels, float32 statistics" in channels
-        assert "rank 0: 3 channels, float32 statistics, rank 1: 3 channels, float64 statistics" in dtype
-        assert "expected more than one value per channel in the group's batch" in single
+    assert "rank 0: 3 channels, float32 statistics, rank 1: 4 channels, float32 statistics" in channels
+    assert "rank 0: 3 channels, float32 statistics, rank 1: 3 channels, float64 statistics" in dtype
+    assert "expected more than one value per channel in the group's batch" in single

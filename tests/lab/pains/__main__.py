@@ -4,34 +4,47 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
+
+import torch
 
 import minddp.testing
 from tests import forked
 
-from . import outcome
-from .outcome import Outcome
-from .page import PAGE, page
-from .programs import PAINS, Pain
+from .outcome import CLASSES, LIMIT, Outcome, run
+from .programs import PAINS, WORLD, Pain
+
+TORCH = ".".join(torch.__version__.split(".")[:2])
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "pains.md"
+HEAD = f"""# Pain points
+
+`make lab ARGS=pains` writes this page, and fails if a program ends in another way. Each row is a program of a few
+lines (`tests/lab/pains/programs.py`). It ran on {WORLD} ranks with the class of torch {TORCH} and with minddp's. The
+cells say how it ended. "Waits" means that nothing was reported on a rank for {LIMIT:.0f} seconds. The numbers are
+issues of [PyTorch's](https://github.com/pytorch/pytorch/issues).
+"""
 
 
 def main() -> int:
     minddp.testing.start_rank = forked.start_rank
-    found = []
+    rows, failed = [HEAD, "| | torch | minddp |", "| --- | --- | --- |"], 0
     for index, pain in enumerate(PAINS):
-        torchs, ours = (outcome.run(index, which) for which in outcome.CLASSES)
-        print(
-            f"{pain.title}\n   torch   {torchs.kind}: {torchs.text}\n   minddp  {ours.kind}: {ours.text}", flush=True
-        )
-        found.append((torchs, ours))
-    PAGE.write_text(page(found))
-    ended = {pain: ends for pain, ends in zip(PAINS, found, strict=True) if not _as_expected(pain, *ends)}
-    for pain, ends in ended.items():
-        print(f"{pain.title}: expected {(pain.torch, pain.ours)} and {pain.says!r}, ended as {ends}", file=sys.stderr)
-    return len(ended) > 0
+        torchs, ours = (run(index, which) for which in CLASSES)
+        print(f"{pain.title}\n   torch   {torchs}\n   minddp  {ours}", flush=True)
+        if (torchs.kind, ours.kind) != (pain.torch, pain.ours) or not re.search(pain.says, ours.text):
+            print(f"   expected {pain.torch}, and {pain.ours}: {pain.says}", flush=True)
+            failed += 1
+        rows.append(row(pain, torchs, ours))
+    PAGE.write_text("\n".join([*rows, ""]))
+    return failed > 0
 
 
-def _as_expected(pain: Pain, torchs: Outcome, ours: Outcome) -> bool:
-    return (torchs.kind, ours.kind) == (pain.torch, pain.ours) and re.search(pain.says, ours.text) is not None
+def row(pain: Pain, *outcomes: Outcome) -> str:
+    """The page's row: how the pain ended with torch's class, and with minddp's."""
+    title = re.sub(r"\b(optimizer\.step\(\)|ddp[.\w]*\(x\)|\w+_\w+(=-?\d+)?)", r"`\1`", pain.title)
+    issues = f" ({', '.join(f'#{number}' for number in pain.issues)})" if pain.issues else ""
+    cells = [each.text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;") for each in outcomes]
+    return f"| {title}{issues} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

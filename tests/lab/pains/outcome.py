@@ -25,7 +25,7 @@ KINDS = ("dies", "waits", "differs", "wrong", "raises", "warns", "right")
 
 @dataclass
 class Outcome:
-    """One of :data:`KINDS`, and what was told."""
+    """One of :data:`KINDS`, and what was reported."""
 
     kind: str
     text: str
