@@ -31,6 +31,7 @@ COMMANDS = {
     "overhead-torch-2.15": f"overhead.py --models many-small --rounds 100 --inner 2 --variants {_NEWEST} "
     "--baseline torch-views-batched",
     "memory": "memory.py",
+    "owned": "owned.py",
     "buckets-mlp38-gloo-2ranks-1gbit": "bucket_size.py --models mlp38,gpt2-small --link 1gbit --impl minddp,torch "
     "--caps 0.5,1,2,4,8,16,25 --rounds 3 --steps 4 --fresh",
     "wire-mlp38-gloo-2ranks-1gbit": "wire.py --models mlp38 --link 1gbit --rounds 3 --fresh",

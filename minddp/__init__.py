@@ -26,6 +26,7 @@ from ._functions import FUNCTIONS as _FUNCTIONS  # noqa: E402
 from .guards.stall_inspector import LostPeer  # noqa: E402
 from .launching.install import install, uninstall  # noqa: E402
 from .module.distributed import DistributedDataParallel  # noqa: E402
+from .owned import Owned  # noqa: E402
 from .planner import BucketPlan  # noqa: E402
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 from .timeline import trace  # noqa: E402
@@ -60,6 +61,7 @@ __all__ = [
     "BucketPlan",
     "DistributedDataParallel",
     "LostPeer",
+    "Owned",
     "SyncBatchNorm",
     "Wire",
     "__config__",

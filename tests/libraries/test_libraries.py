@@ -82,6 +82,12 @@ def test_zero_redundancy_optimizer(tmp_path: Path) -> None:
     assert_same(theirs, ours, ("plain", "uneven"))
 
 
+def test_trainers_train_with_owned_parameters_as_with_the_plain_optimizer(tmp_path: Path) -> None:
+    report = run("minddp", "owned_script.py", tmp_path / "report.json")
+    for trainer, (plain, owned) in report.items():
+        assert owned == plain, trainer
+
+
 def test_elastic_restart_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole = run("minddp", "elastic_script.py", tmp_path / "whole.json", str(tmp_path / "whole.pt"), "unbroken")
     killed = run(

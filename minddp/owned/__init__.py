@@ -1,0 +1,16 @@
+"""Owned: each parameter has one owner, the rank that steps it and keeps its optimizer state.
+
+In data-parallel training every rank steps every parameter. With :class:`Owned` a rank steps its own parameters only
+and sends their new values to the others, so the optimizer's state and its work are divided by the number of
+ranks. Gradients are averaged by the wrapper as always: clipping, hooks and scalers see what they saw before.
+
+What always holds: when :meth:`Owned.step` returns, every parameter is whole on all ranks, with the bits that plain
+optimizers would have given it. An owner's update of a parameter may depend on that parameter, its gradient and its
+state alone.
+
+``layout.py`` says who owns what, ``exchange.py`` sends, ``states.py`` gathers states, ``optimizer.py`` is the class.
+"""
+
+from .optimizer import Owned
+
+__all__ = ["Owned"]

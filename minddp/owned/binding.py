@@ -1,0 +1,107 @@
+"""What :class:`Owned` asks of a wrapper: its group, its waits, its reports, which gradients are this rank's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..guards import optimizer_guard
+from ..module.engine import Engine
+from ..ranks.messages import gather_objects, indented
+
+Result = TypeVar("Result")
+
+
+class Binding:
+    """One wrapper, seen from its optimizer; or none, in a program of one process.
+
+    Attributes:
+        group: the wrapper's process group; None in a program of one process.
+        rank, ranks: in that group.
+        loads: what each rank's parameters cost so far.
+    """
+
+    def __init__(self, engine: Engine | None):
+        self._engine = engine
+        self.group: dist.ProcessGroup | None = None if engine is None else engine.group
+        self.rank = 0 if engine is None else engine.group.rank()
+        self.ranks = 1 if engine is None else engine.group.size()
+        self.loads = [0.0] * self.ranks
+
+    def collective(self) -> AbstractContextManager[None]:
+        """Inside, the other ranks know that this rank waits in a collective of this wrapper."""
+        return nullcontext() if self._engine is None else self._engine.collective()
+
+    def report(self, act: Callable[[], Result]) -> Result:
+        """``act()``; the other ranks, which will wait for this one, are given the text of what it raises."""
+        try:
+            return act()
+        except Exception as error:
+            if self._engine is not None and self._engine.inspector is not None:
+                self._engine.inspector.report_failure(error)
+            raise
+
+    def everyone(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order. Collective."""
+        return [value] if self.group is None else gather_objects(value, self.group)
+
+    def check_averaged(self, trained: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError if the wrapper does not average all of ``trained``, or they are on several devices."""
+        if self._engine is None or self.ranks == 1:
+            return
+        averaged = self._engine.parameter_ids()
+        if unknown := [str(tuple(p.shape)) for p in trained if id(p) not in averaged]:
+            raise ValueError(
+                f"minddp.Owned: rank {self.rank}: the wrapper does not average the gradients of {len(unknown)} of "
+                f"the parameters, so their owner's values would overwrite the other ranks'. Their shapes:\n"
+                f"{indented(unknown)}\nGive them to the optimizer itself, or let the wrapper reduce them."
+            )
+        devices = sorted({str(p.device) for p in trained})
+        if len(devices) > 1:
+            raise ValueError(
+                f"minddp.Owned: rank {self.rank}: the parameters are on several devices, {', '.join(devices)}: use "
+                "one Owned for each device."
+            )
+
+    def check_synchronized(self) -> None:
+        """Raises RuntimeError if a ``.grad`` has contributions of this rank alone."""
+        engine = self._engine
+        if engine is None or self.ranks == 1:
+            return
+        reducer, names = engine.reducer, engine.parameters.names
+        passed = {index for index, _ in reducer.bypassed()}  # the wrapper compares these over ranks
+        local = [
+            names[i]
+            for i, parameter in enumerate(engine.parameters.reduced)
+            if parameter.grad is not None and i not in passed and not reducer.averaged_since(i, reducer.arrived_in(i))
+        ]
+        if local:
+            raise RuntimeError(
+                f"minddp.Owned.step() on rank {self.rank}: gradients of {local[:10]} are this rank's alone: the last "
+                "backward ran under no_sync(). An owner would send every rank a step with its own. Step after a "
+                "synchronized backward, or call zero_grad() first; for local steps (local SGD) use the optimizer "
+                "itself."
+            )
+
+
+def bind(module: torch.nn.Module) -> Binding:
+    """The wrapper that averages the gradients of ``module``, which may be the wrapper itself.
+
+    Raises:
+        RuntimeError: there are several processes, and no wrapper reduces its parameters.
+    """
+    wanted = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    engines = [engine for engine in optimizer_guard.watched() if isinstance(engine, Engine)]
+    found = [engine for engine in engines if not wanted.isdisjoint(engine.parameter_ids())]
+    if found:
+        return Binding(found[-1])  # the youngest, which has taken them over from the others
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            "minddp.Owned: no minddp.DistributedDataParallel reduces the module's parameters, so no rank may leave "
+            "their step to another one. Wrap the module first, or use the optimizer itself."
+        )
+    return Binding(None)

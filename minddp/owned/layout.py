@@ -1,0 +1,79 @@
+"""Who owns which parameter, and in which pieces the new values travel: functions of shapes, the same on all ranks.
+
+Owners are chosen group by group. The largest parameters are given away first, each to the rank with the least work so
+far (Graham's rule), so a rank's share of a group is at most 1/ranks of the group plus its largest parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+PIECE_BYTES = 4 << 20  # of one rank's values, at least: smaller messages pay latency, larger ones hide nothing
+ALIGNMENT = 16  # bytes: each value begins at a multiple, so any dtype can be a view and copies are wide
+
+
+def work(parameter: torch.Tensor, orthogonalizes: bool) -> float:
+    """What one step of ``parameter`` costs, in units of its own: bytes, or a matrix's multiplications.
+
+    A Newton-Schulz iteration of an m x n matrix, m <= n, multiplies m x n by n x m, m x m by m x m, and m x m by
+    m x n: 2 m^2 n + m^3 multiplications.
+    """
+    if orthogonalizes and parameter.dim() == 2:
+        small, large = sorted(parameter.shape)
+        return float(2 * small * small * large + small**3)
+    return float(nbytes(parameter))
+
+
+def nbytes(parameter: torch.Tensor) -> int:
+    """How many bytes its values have when they travel."""
+    return int(parameter.numel() * parameter.element_size())
+
+
+def owners(works: Sequence[float], loads: list[float]) -> list[int]:
+    """The owner of each parameter of one group; adds to ``loads``, what each rank has of all groups.
+
+    Within a group the rank with the least of it comes first; of equal ones that with the least of all groups.
+    """
+    mine = [0.0] * len(loads)
+    chosen = [0] * len(works)
+    for index in sorted(range(len(works)), key=lambda i: (-works[i], i)):
+        rank = min(range(len(loads)), key=lambda r: (mine[r], loads[r], r))
+        chosen[index] = rank
+        mine[rank] += works[index]
+        loads[rank] += works[index]
+    return chosen
+
+
+def pieces(sizes: Sequence[Sequence[int]]) -> list[list[range]]:
+    """Cuts each rank's list of parameters into as many runs as all others' lists, of about the same bytes each.
+
+    Args:
+        sizes: for each rank, the bytes of its parameters in order.
+
+    Returns:
+        For each piece, for each rank, the range of its list that is in the piece.
+    """
+    totals = [sum(theirs) for theirs in sizes]
+    count = max(1, max(totals, default=0) // PIECE_BYTES)
+    cut = [_cuts(theirs, total, count) for theirs, total in zip(sizes, totals)]
+    return [[range(cuts[k], cuts[k + 1]) for cuts in cut] for k in range(count)]
+
+
+def _cuts(sizes: Sequence[int], total: int, count: int) -> list[int]:
+    cuts, seen, position = [0], 0, 0
+    for k in range(1, count):
+        while position < len(sizes) and (seen + sizes[position] / 2) * count <= total * k:
+            seen += sizes[position]
+            position += 1
+        cuts.append(position)
+    return [*cuts, len(sizes)]
+
+
+def offsets(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Where each one's values begin in a message, and, last, the message's bytes."""
+    begins = [0]
+    for parameter in parameters:
+        begins.append(-(-(begins[-1] + nbytes(parameter)) // ALIGNMENT) * ALIGNMENT)
+    return begins

@@ -1,0 +1,395 @@
+"""minddp.Owned beside the plain optimizers, in the same ranks: the same bits, shares of states, errors by name."""
+
+import copy
+import io
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import minddp
+from minddp import Owned
+from minddp.owned import layout
+from minddp.testing import RankError, run_ranks
+
+
+class OwnRule(torch.optim.Optimizer):
+    """A program's own: counts its steps in itself and in its groups, and keeps a list in its state."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "counted": 0})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            group["counted"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["seen"] = [*state.get("seen", []), self.steps][-2:]
+                    p.sub_(p.grad * group["lr"] / (self.steps * group["counted"]) ** 0.25)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(12, 12) for _ in range(4)])
+        self.wide = nn.Linear(12, 2000)  # goes alone, the others packed
+        self.last = nn.Linear(2000, 5)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x, skip=None):
+        for i, layer in enumerate(self.inner):
+            if i != skip:
+                x = x + torch.tanh(layer(x))
+        return self.last(self.wide(x).tanh())
+
+
+def rules(module):
+    """By name: what plain optimizers, and Owned, are made of."""
+    every, matrices = list(module.parameters()), [p for p in module.parameters() if p.dim() == 2]
+    rest = [p for p in module.parameters() if p.dim() != 2]
+    half, momentum = len(every) // 2, {"lr": 0.1, "momentum": 0.9}
+    return {
+        "sgd": [([{"params": every[:half], "lr": 0.05}, {"params": every[half:]}], torch.optim.SGD, momentum)],
+        "adamw": [(every, torch.optim.AdamW, {"lr": 0.01, "foreach": True})],
+        "fused": [(every, torch.optim.AdamW, {"lr": 0.01, "fused": True})],
+        "adafactor": [(every, torch.optim.Adafactor, {"lr": 0.01})],
+        "adagrad": [(every, torch.optim.Adagrad, {"lr": 0.01})],
+        "muon": [(matrices, torch.optim.Muon, {"lr": 0.02}), (rest, torch.optim.AdamW, {"lr": 0.01})],
+        "own": [(every, OwnRule, {"lr": 0.1})],
+    }
+
+
+class Twins:
+    """A model trained by the plain optimizers, and its twin trained by Owned: the same bits after each step."""
+
+    def __init__(self, rule, **arguments):
+        torch.manual_seed(0)
+        plain = Net()
+        self.modules = [plain, copy.deepcopy(plain)]
+        self.ddps = [minddp.DistributedDataParallel(module, **arguments) for module in self.modules]
+        self.plain = [kind(params, **settings) for params, kind, settings in rules(plain)[rule]]
+        self.owned = Owned(self.ddps[1], rules(self.modules[1])[rule])
+        self.optimizers = [self.plain, [self.owned]]
+        self.rank = dist.get_rank()
+        self.random = torch.Generator().manual_seed(self.rank)
+
+    def batch(self):
+        return torch.randn(3, 12, generator=self.random)
+
+    def backward(self, skip=None):
+        x = self.batch()
+        for ddp in self.ddps:
+            ddp(x, skip=skip).square().mean().backward()
+
+    def step(self):
+        for optimizers in self.optimizers:
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        self.compare()
+
+    def compare(self):
+        for (name, one), two in zip(self.modules[0].named_parameters(), self.modules[1].parameters()):
+            assert torch.equal(one, two), name
+
+    def compare_states(self):
+        self.owned.consolidate_state_dict(to=0)
+        if self.rank == 0:
+            whole = self.owned.state_dict()
+            for plain, cut in zip(self.plain, whole.get("optimizers", [whole])):
+                assert_same(plain.state_dict(), cut)
+
+
+def assert_same(one, two):
+    if isinstance(one, dict):
+        assert one.keys() == two.keys()
+        for key in one:
+            assert_same(one[key], two[key])
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, two)
+    else:
+        assert one == two
+
+
+def trains(rank, world_size, steps):
+    for rule in ("sgd", "adamw", "fused", "adafactor", "adagrad", "muon", "own"):
+        twins = Twins(rule)
+        for _ in range(steps):
+            twins.backward()
+            twins.step()
+        owned_states = {id(p) for p in twins.owned.state}
+        everyone = [None] * world_size
+        dist.all_gather_object(everyone, len(owned_states))
+        stepped = sum(p.requires_grad for p in twins.modules[1].parameters())
+        # Adagrad makes states at once, for what is frozen too.
+        assert sum(everyone) == stepped + (rule == "adagrad"), (rule, everyone)
+        twins.compare_states()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_steps_give_the_plain_optimizers_bits(world_size):
+    run_ranks(trains, world_size, 10)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_two_hundred_steps_give_the_plain_optimizers_bits(world_size):
+    run_ranks(trains, world_size, 200, timeout=600)
+
+
+ACTS = ("accumulate", "evaluate", "average", "checkpoint", "schedule", "freeze", "restart", "swap", "none")
+
+
+def drawn(rank, world_size, seed):
+    """Acts between steps, the same on all ranks; what is unused is drawn by each rank."""
+    for number in range(6):
+        draw, own = random.Random(f"{seed} {number}"), random.Random(f"{seed} {number} {rank}")
+        rule = draw.choice(["sgd", "adamw", "fused", "muon", "own"])
+        views = draw.random() < 0.5
+        twins = Twins(rule, find_unused_parameters=True, gradient_as_bucket_view=views)
+        averages = [copy.deepcopy(module) for module in twins.modules]
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (*twins.plain, twins.owned)]
+        for _ in range(8):
+            act = draw.choice(ACTS)
+            if act == "accumulate":
+                with twins.ddps[0].no_sync(), twins.ddps[1].no_sync():
+                    twins.backward()
+            twins.backward(skip=own.choice([None, 0, 2]))
+            if draw.random() < 0.3:
+                for module in twins.modules:
+                    nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            twins.step()
+            if act == "evaluate":
+                with torch.no_grad():
+                    assert torch.equal(*(ddp(torch.ones(1, 12)) for ddp in twins.ddps))
+            elif act == "average":
+                for average, module in zip(averages, twins.modules):
+                    for mean, p in zip(average.parameters(), module.parameters()):
+                        mean.data.lerp_(p.data, 0.1)
+                assert all(torch.equal(p, q) for p, q in zip(*(a.parameters() for a in averages)))
+            elif act == "checkpoint":
+                twins.compare_states()
+            elif act == "schedule":
+                for scheduler in schedulers:
+                    scheduler.step()
+            elif act == "freeze":
+                trains = draw.random() < 0.5
+                for ddp, module in zip(twins.ddps, twins.modules):
+                    module.inner[1].weight.requires_grad_(trains)
+                    minddp.refresh(ddp)
+            elif act == "swap":
+                for p in (p for module in twins.modules for p in module.parameters()):
+                    p.data = p.data.clone()
+            elif act == "restart" and rule != "own":  # its count of steps is no state
+                twins.owned.consolidate_state_dict(to=world_size - 1)
+                states = [twins.owned.state_dict() if rank == world_size - 1 else None]
+                dist.broadcast_object_list(states, src=world_size - 1)
+                twins.owned = Owned(twins.ddps[1], rules(twins.modules[1])[rule])
+                twins.owned.load_state_dict(states[0])
+                twins.optimizers[1] = [twins.owned]
+                schedulers = []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_anything_may_come_between_two_steps(world_size):
+    run_ranks(drawn, world_size, 7)
+
+
+def moves_between_numbers_of_ranks(rank, world_size, saved):
+    twins = Twins("adamw")
+    if saved is not None:
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        for optimizer in (*twins.plain, twins.owned):
+            optimizer.load_state_dict(copy.deepcopy(state))
+    for _ in range(3):
+        twins.backward()
+        twins.step()
+    twins.compare_states()
+    if rank == 0:
+        stream = io.BytesIO()
+        torch.save(twins.owned.state_dict(), stream)
+        return stream.getvalue()
+    return None
+
+
+def test_a_checkpoint_goes_to_another_number_of_ranks_and_to_the_plain_optimizer():
+    saved = run_ranks(moves_between_numbers_of_ranks, 3, None)[0]
+    run_ranks(moves_between_numbers_of_ranks, 2, saved)
+
+
+def test_shares_differ_by_one_parameter_at_most():
+    sizes = [7.0, 5, 5, 4, 3, 3, 2, 1, 1]
+    for ranks in (2, 3, 4):
+        loads = [0.0] * ranks
+        owners = layout.owners(sizes, loads)
+        assert max(loads) <= sum(sizes) / ranks + max(sizes)
+        assert loads == [sum(s for s, o in zip(sizes, owners) if o == rank) for rank in range(ranks)]
+
+
+def test_pieces_have_each_parameter_once():
+    sizes = [[3 << 20] * 5, [9 << 20, 1], []]
+    cut = layout.pieces(sizes)
+    assert len(cut) == 3
+    for rank, theirs in enumerate(sizes):
+        assert [i for piece in cut for i in piece[rank]] == list(range(len(theirs)))
+
+
+# --- errors ---
+
+
+def steps_under_no_sync(rank, world_size):
+    twins = Twins("adamw")
+    twins.backward()
+    twins.step()
+    before = [p.clone() for p in twins.modules[1].parameters()]
+    ddp = twins.ddps[1]
+    if rank == 1:
+        with ddp.no_sync():
+            ddp(twins.batch()).sum().backward()
+    else:
+        ddp(twins.batch()).sum()
+    try:
+        twins.owned.step()
+    finally:
+        assert all(torch.equal(p, q) for p, q in zip(before, twins.modules[1].parameters())) or rank == 0
+
+
+def test_a_step_under_no_sync_is_refused_and_the_others_are_told():
+    with pytest.raises(RankError) as caught:
+        run_ranks(steps_under_no_sync, 2)
+    assert "are this rank's alone: the last backward ran under no_sync()" in caught.value.failures[1]
+    assert "rank 1" in caught.value.failures[0] and "no_sync" in caught.value.failures[0]
+
+
+def leaves_a_step_out(rank, world_size):
+    twins = Twins("adamw")
+    for number in range(2):
+        twins.backward()
+        if rank == 1 and number == 1:
+            raise ValueError("the loss is not finite")
+        twins.step()
+
+
+def test_a_rank_that_leaves_a_step_out_is_named():
+    with pytest.raises(RankError) as caught:
+        run_ranks(leaves_a_step_out, 2)
+    assert "rank 1 will not take part in the parameters that their owners have stepped" in caught.value.failures[0]
+
+
+def refuses(rank, world_size):
+    module = Net()
+    ddp = minddp.DistributedDataParallel(module)
+    found = {}
+    cases = {
+        "closure": (module.parameters(), torch.optim.LBFGS, {}),
+        "class": (module.parameters(), torch.nn.Linear, {}),
+        "keywords": (module.parameters(), torch.optim.SGD, 0.1),
+        "entry": (module.parameters(), torch.optim.SGD),
+        "unknown": ([*module.parameters(), nn.Parameter(torch.ones(7))], torch.optim.SGD, {"lr": 0.1}),
+        "differs": ([list(module.parameters())[rank]], torch.optim.SGD, {"lr": 0.1}),
+    }
+    for name, entry in cases.items():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            Owned(ddp, [entry])
+        found[name] = str(caught.value)
+    owned = Owned(ddp, [(module.parameters(), torch.optim.SGD, {"lr": 0.1, "momentum": 0.5})])
+    owned.state_dict()  # nothing has been stepped: the plain optimizer's
+    ddp(torch.ones(2, 12)).sum().backward()
+    owned.step()
+    for name, act in {
+        "state_dict": owned.state_dict,
+        "rank": lambda: owned.consolidate_state_dict(to=9),
+        "load": lambda: owned.load_state_dict({"state": {}, "param_groups": []}),
+        "copy": lambda: copy.deepcopy(owned),
+    }.items():
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+            act()
+        found[name] = str(caught.value)
+    return found
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    found = run_ranks(refuses, 2)[1]
+    for name, text in {
+        "closure": "LBFGS.step() needs a closure",
+        "class": "is no optimizer class of one rank",
+        "keywords": "keyword arguments must be a dict",
+        "entry": "optimizers[0] must be (params, optimizer class, keyword arguments)",
+        "unknown": "does not average the gradients of 1 of the parameters",
+        "differs": "the ranks' parameters differ",
+        "state_dict": "Call opt.consolidate_state_dict(to=rank) on every rank first",
+        "rank": "to must be a rank, 0 to 1",
+        "load": "groups of [[]]",
+        "copy": "cannot be pickled or copied",
+    }.items():
+        assert text in found[name], (name, found[name])
+
+
+def other_programs(rank, world_size):
+    # A trainer's order: the optimizer first, the wrapper later; a step through a closure; a new group.
+    torch.manual_seed(0)
+    modules = [Net(), Net()]
+    modules[1].load_state_dict(modules[0].state_dict())
+    plain = torch.optim.Adam(modules[0].inner.parameters(), lr=0.01)
+    owned = Owned(modules[1], [(modules[1].inner.parameters(), torch.optim.Adam, {"lr": 0.01})])
+    owned.load_state_dict(owned.state_dict())  # as Accelerate does, before anything is stepped
+    asked = []
+    owned.register_step_post_hook(lambda *_: asked.append("once"))
+    ddps = [minddp.DistributedDataParallel(module) for module in modules]
+    draw = torch.Generator().manual_seed(rank)
+    for number in range(4):
+        x = torch.randn(2, 12, generator=draw)
+        if number == 2:
+            for optimizer, module in ((plain, modules[0]), (owned, modules[1])):
+                optimizer.add_param_group({"params": list(module.last.parameters()), "lr": 0.5})
+        for ddp, optimizer in zip(ddps, (plain, owned)):
+
+            def closure(ddp=ddp, optimizer=optimizer, x=x):
+                optimizer.zero_grad()
+                loss = ddp(x).square().mean()
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure).requires_grad
+    assert asked == ["once"] * 4
+    assert all(torch.equal(p, q) for p, q in zip(*(module.parameters() for module in modules)))
+    # An overflow on one rank is everybody's, since gradients are averaged; the scaler skips that step on all ranks.
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in modules]
+    before = [p.clone() for p in modules[1].parameters()]
+    for number in range(3):
+        for ddp, optimizer, scaler in zip(ddps, (plain, owned), scalers):
+            optimizer.zero_grad()
+            factor = float("inf") if (rank, number) == (1, 0) else 1.0
+            scaler.scale(ddp(torch.ones(2, 12)).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if number == 0:
+            assert all(torch.equal(p, q) for p, q in zip(before, modules[1].parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(*(module.parameters() for module in modules)))
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0
+
+
+def test_a_trainers_order_closures_new_groups_and_scalers():
+    run_ranks(other_programs, 2)
+
+
+def test_a_program_of_one_process_needs_no_wrapper():
+    torch.manual_seed(0)
+    modules = [Net(), Net()]
+    modules[1].load_state_dict(modules[0].state_dict())
+    plain = torch.optim.AdamW(modules[0].parameters(), lr=0.01)
+    owned = Owned(modules[1], [(modules[1].parameters(), torch.optim.AdamW, {"lr": 0.01})])
+    for _ in range(3):
+        for module, optimizer in zip(modules, (plain, owned)):
+            optimizer.zero_grad()
+            module(torch.ones(2, 12)).square().mean().backward()
+            optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(*(module.parameters() for module in modules)))
+    assert_same(plain.state_dict(), owned.state_dict())
