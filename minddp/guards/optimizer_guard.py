@@ -9,7 +9,6 @@ the others' have changed: who reduces them asks before the next forward, by :fun
 
 from __future__ import annotations
 
-import collections
 import functools
 import inspect
 import itertools
@@ -30,9 +29,6 @@ class Guarded(Protocol):
     def may_refuse_step(self) -> bool: ...
 
     def parameter_ids(self) -> set[int]: ...
-
-    def last_averages(self) -> tuple[set[int], int]:
-        """``id`` of each parameter with an average of the last backward, and when that ended (monotonic, ns)."""
 
     def check_step(self, stepped: set[int], others: Sequence[Guarded]) -> bool:
         """Raises where gradients must not be used; returns whether the step is to change nothing."""
@@ -76,20 +72,15 @@ def refuse(parameter: torch.Tensor, why: str) -> None:
     _refused[key] = weakref.ref(parameter, lambda _: _refused.pop(key, None)), why
 
 
-_COUNTED = 64
-
-
 class _Steps:
     """Of one optimizer: how many have begun and not ended (a subclass's, and its base's within; those that end with
-    an exception stay), and when the last ones ended."""
+    an exception stay), and when the last one ended."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         key = id(optimizer)
         self.optimizer = weakref.ref(optimizer, lambda _: _steps.pop(key, None))
-        self.begun, self.begun_ns = 0, -1
-        self.ended: collections.deque[int] = collections.deque(maxlen=_COUNTED)
+        self.begun = self.begun_ns = self.ended_ns = 0
         self.versions: dict[int, int] = {}  # of the parameters, when it began
-        self.checked: tuple[Any, Any] = None, None  # the program's last closure, and what the optimizer got for it
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         self.begun += 1
@@ -99,28 +90,20 @@ class _Steps:
 
     def end(self) -> None:
         global _spent_ns
-        self.ended.append(time.monotonic_ns())
+        self.ended_ns = time.monotonic_ns()
         if self.begun == 1:
-            _spent_ns += self.ended[-1] - self.begun_ns
+            _spent_ns += self.ended_ns - self.begun_ns
         self.begun = max(0, self.begun - 1)
 
-    def leaves_unchanged(self, guarded: Guarded) -> bool:
+    def leaves_unchanged(self, averaged: set[int], averaged_ns: int) -> bool:
         """Whether a step that has begun and not ended has left parameters as they were that it had averages for. It
         has not where all have changed, by this step or when it was tried again; nor where none has, and there was
         nothing new to step with."""
         optimizer = self.optimizer()
-        if optimizer is None:
-            return False
-        averaged, averaged_ns = guarded.last_averages()
-        listed = _listed(optimizer)
-        changed = {id(p) for p in listed if _version(p) != self.versions.get(id(p))}
-        if not changed:
-            return averaged_ns > (self.ended[-1] if self.ended else 0)
-        return not averaged & {id(p) for p in listed} <= changed
-
-    def is_of(self, ids: set[int]) -> bool:
-        optimizer = self.optimizer()
-        return optimizer is not None and not ids.isdisjoint(_parameters(optimizer))
+        listed = [] if optimizer is None else [p for p in _listed(optimizer) if id(p) in averaged]
+        self.begun *= not listed
+        changed = [_version(p) != self.versions.get(id(p)) for p in listed]
+        return not all(changed) and (any(changed) or averaged_ns > self.ended_ns)
 
 
 _steps: dict[int, _Steps] = {}  # by id: an optimizer of the program's may not be hashable
@@ -139,22 +122,16 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> _Steps:
     return found
 
 
-def interrupted(guarded: Guarded) -> bool:
-    """Whether a step on some of its parameters has begun and not ended, and has left some as they were. Each such
-    step is reported once. None is where a closure runs inside of a step."""
-    begun = [steps for steps in list(_steps.values()) if steps.begun]
-    ids = guarded.parameter_ids() if begun else set()
-    found = [steps for steps in begun if steps.is_of(ids)]
-    for steps in found:
-        steps.begun = 0
-    return any(steps.leaves_unchanged(guarded) for steps in found)
+def interrupted(averages: Callable[[], tuple[set[int], int]]) -> bool:
+    """Whether a step has begun and not ended, and has left some parameters as they were. Each such step is reported
+    once. None is where a closure runs inside of a step.
 
-
-def steps_since(ids: set[int], moment_ns: int) -> int:
-    """How many steps on some of these parameters have ended after a moment of :func:`time.monotonic_ns`; of one
-    optimizer, at most the last :data:`_COUNTED`."""
-    of_them = [steps for steps in list(_steps.values()) if steps.is_of(ids)]
-    return sum(ended > moment_ns for steps in of_them for ended in tuple(steps.ended))
+    Args:
+        averages: answers which parameters (``id``) have an average of the last backward, and when that ended
+            (:func:`time.monotonic_ns`).
+    """
+    found = [steps.leaves_unchanged(*averages()) for steps in list(_steps.values()) if steps.begun]
+    return any(found)
 
 
 @functools.cache
@@ -177,11 +154,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     steps.begin(optimizer)
     if not isinstance(closure, _FUNCTIONS):
         return None
-    if steps.checked[0] is not closure:
-        steps.checked = closure, _checked(closure, steps)
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": steps.checked[1]}
-    return (args[0], steps.checked[1], *args[2:]), kwargs
+        return args, {**kwargs, "closure": _checked(closure, steps)}
+    return (args[0], _checked(closure, steps), *args[2:]), kwargs
 
 
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial

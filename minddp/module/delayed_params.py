@@ -175,10 +175,6 @@ class DelayedAllReduce:
     def parameter_ids(self) -> set[int]:
         return {id(parameter) for parameter in self._parameters}
 
-    def last_averages(self) -> tuple[set[int], int]:
-        """Nothing that counts: its backward is the wrapper's."""
-        return set(), -1
-
     def yield_ownership(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another wrapper has been made around some of ``parameters``: it cares for them."""
         ids = set(map(id, parameters))

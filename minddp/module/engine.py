@@ -172,9 +172,7 @@ class Engine(StepCheck):
         self.inspector = None
         if has_store:
             known, streams = self.parameters.names, self.parameters.device.type != "cpu"
-            self.inspector = StallInspector(
-                self.group, self.reducer, known, self.parameter_ids(), self.config.desync_timeout, streams
-            )
+            self.inspector = StallInspector(self.group, self.reducer, known, self.config.desync_timeout, streams)
             stalls, interrupted = weakly(self.inspector.on_stall), weakly(self._on_interrupted)
             self.reducer.set_callbacks(on_stall=stalls, on_interrupted=interrupted)
         store = dist.distributed_c10d._get_default_store() if has_store else None
@@ -281,7 +279,7 @@ class Engine(StepCheck):
             self.reducer.set_divisor(self.group.size())
         if self.config.skip_all_reduce_unused_params:  # a joined rank sends all buckets: it knows nobody's flags
             self.reducer.set_skip_all_reduce_unused(not joining)
-        if optimizer_guard.interrupted(self):
+        if optimizer_guard.interrupted(self.last_averages):
             self.report_failure(lambda: self._local_gradients.meet_after_step(self.reducer.iteration()))
         if not joining:  # a joined rank would not take part in these collectives
             if self.tuner is not None:
@@ -377,7 +375,7 @@ class Engine(StepCheck):
     def check_finished(self) -> None:
         """Raises where the last synchronized backward left something undone, or cannot have ended."""
         if self.inspector is not None:
-            self.inspector.check_peers()  # what follows may wait for the device
+            self.inspector.check_lost()  # what follows may wait for the device
         self.report_failure(self.reducer.check_finished)
         if self.finite is not None:
             self.finite.check()

@@ -2,7 +2,8 @@
 
 Refused are gradients that would let the replicas drift apart without a word: of a backward that is not over, that an
 exception has ended, or that bypassed the wrapper and differs between ranks. Logged are those of a backward that ran
-outside of its forward's ``no_sync()``.
+outside of its forward's ``no_sync()``: until a step uses them nothing is wrong, since the next synchronized backward
+averages them, as in a pipeline whose micro-batches are forwarded before the first goes back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from ..guards.local_gradients import LocalGradients, has_values
 from ..guards.stall_inspector import StallInspector
 from ..ranks.logs import log
 from ..reduction.reducer import Reducer
-from .local_steps import LocalSteps
 from .parameters import Parameters
 
 
@@ -42,8 +42,7 @@ class StepCheck:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._local_steps = LocalSteps()
-        self._has_warned_of_bypassed = False
+        self._has_warned_of_bypassed = self._has_warned_of_local = False
 
     def may_refuse_step(self) -> bool:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
@@ -67,7 +66,7 @@ class StepCheck:
             self.report_failure(self.reducer.check_finished)
             self.report_failure(lambda: self._check_not_interrupted(stepped))
         skips = self.finite is not None and self.finite.check()
-        self._local_steps.look(self.reducer, self._with_gradients(stepped), others)
+        self._look_at_local(stepped, others)
         names, parameters = self.parameters.names, self.parameters.reduced
         bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
         for other in others if bypassed else ():
@@ -100,6 +99,18 @@ class StepCheck:
             if not self._has_warned_of_bypassed:
                 log.warning("%s Or the communication hook leaves gradients local: the step goes on.", error)
             self._has_warned_of_bypassed = True
+
+    def _look_at_local(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> None:
+        """Warns once, in the log: a program may have made warnings errors."""
+        left = set() if self._has_warned_of_local else set(self.reducer.left_local())
+        found = [
+            self.parameters.names[i]
+            for i, p in (self._with_gradients(stepped) if left else ())
+            if i in left and not any(other.has_averaged(p, self.reducer.touched_in(i)) for other in others)
+        ]
+        if found:
+            self._has_warned_of_local = True
+            log.warning(_LOCAL, self.group.rank(), found[:10])
 
     def last_averages(self) -> tuple[set[int], int]:
         """``id`` of each parameter with an average of the last backward, and when that ended (monotonic, ns)."""
@@ -164,3 +175,10 @@ class StepCheck:
             for key, (index, backward) in bypassed.items()
             if key not in mine or self.reducer.arrived_in(mine[key]) < backward
         }
+
+
+_LOCAL = (
+    "DistributedDataParallel: optimizer.step() on rank %d uses gradients of this rank alone, of %s: their forward "
+    "ran inside of no_sync(), and backward() outside of it. As in torch, where forward ran decides. Put both "
+    "inside, or both outside."
+)

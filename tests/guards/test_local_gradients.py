@@ -163,7 +163,7 @@ def test_a_step_is_interrupted_if_it_has_not_ended_and_that_makes_a_difference()
     layer = torch.nn.Linear(2, 2)
     layer(torch.ones(1, 2)).sum().backward()
     cares = _Cares(layer.parameters())
-    optimizer_guard.watch(cares)
+    optimizer_guard.watch(cares)  # it hears of the steps
     optimizer = _Raising(layer.parameters(), 0.1)
 
     def fail(changes):
@@ -171,15 +171,15 @@ def test_a_step_is_interrupted_if_it_has_not_ended_and_that_makes_a_difference()
             optimizer.step(changes=changes)
 
     fail(0)
-    assert optimizer_guard.interrupted(cares), "the other ranks have stepped"
-    assert not optimizer_guard.interrupted(cares), "each is told of once"
+    assert optimizer_guard.interrupted(cares.last_averages), "the other ranks have stepped"
+    assert not optimizer_guard.interrupted(cares.last_averages), "each is told of once"
     fail(0)
     optimizer.step()
-    assert not optimizer_guard.interrupted(cares), "tried again"
+    assert not optimizer_guard.interrupted(cares.last_averages), "tried again"
     fail(0)
-    assert not optimizer_guard.interrupted(cares), "no backward has been since the last step"
+    assert not optimizer_guard.interrupted(cares.last_averages), "no backward has been since the last step"
     cares.averaged_ns = time.monotonic_ns()
     fail(1)
-    assert optimizer_guard.interrupted(cares), "one of two has changed"
+    assert optimizer_guard.interrupted(cares.last_averages), "one of two has changed"
     fail(2)
-    assert not optimizer_guard.interrupted(cares), "all has changed"
+    assert not optimizer_guard.interrupted(cares.last_averages), "all has changed"
