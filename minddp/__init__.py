@@ -5,9 +5,9 @@
 buckets. ``report``, ``add_weight`` and others take a wrapper: docs/wrapper.md lists them. csrc/README.md says where
 to begin reading.
 
-Importing it registers the backends ``"shm"`` and ``"auto"``, and functions for the process's end: this rank reports to
-the others how it has ended, and wrappers go before their groups. The first wrapper sets torch's hooks for a whole
-process, on optimizers and on registrations in modules.
+Importing it registers the backends ``"shm"`` and ``"auto"``, and functions for the process's end: this rank reports
+to the others how it has ended, and wrappers go before their groups. The first wrapper sets torch's hooks for a whole
+process on optimizers.
 """
 
 from __future__ import annotations

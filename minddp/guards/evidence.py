@@ -37,32 +37,21 @@ class Awaited(NamedTuple):
 class Wait:
     """A wait of this rank.
 
-    ``what``: what it is for, in words. ``rank``: this one, in the group. ``ranks``: the group's, by their numbers in
-    the default group, which all texts use. ``iteration``: this rank's, where a backward waits. ``parameters``: names
-    by index of those whose gradients are waited for. ``hook``: the communication hook that sends them, if one does.
-    ``given_up``: the last iteration that it gave up.
+    ``here``: this rank in the default group, whose numbers all texts use. ``others``: the group's other ranks.
+    ``parameters``: names by index of those whose gradients are waited for. ``hook``: the communication hook that
+    sends them, if one does. ``given_up``: the last iteration that this rank gave up.
     """
 
     awaited: Awaited
-    what: str
-    rank: int
-    ranks: tuple[int, ...]
+    here: int
+    others: tuple[int, ...]
     parameters: dict[int, str] = field(default_factory=dict)
     hook: str = ""
-    iteration: int = 0
     given_up: int = 0
 
     @property
     def wrapper(self) -> str:
         return self.awaited.wrapper
-
-    @property
-    def here(self) -> int:
-        """This rank, in the default group."""
-        return self.ranks[self.rank]
-
-    def others(self) -> list[int]:
-        return [rank for rank in self.ranks if rank != self.here]
 
 
 class Fact(NamedTuple):
@@ -81,9 +70,14 @@ class Fact(NamedTuple):
     silent: bool = False
 
     @property
+    def is_gone(self) -> bool:
+        """Its process."""
+        return self.sight is not None and self.sight.state == "gone"
+
+    @property
     def has_ended(self) -> bool:
         """Its program, or what it did for the wrapper that is waited for."""
-        return self.failure is not None or (self.sight is not None and self.sight.state == "gone")
+        return self.failure is not None or self.is_gone
 
     @property
     def awaits(self) -> Awaited | None:
@@ -164,7 +158,7 @@ def _alone(fact: Fact, wait: Wait) -> Kind:
     left = fact.failure is not None and fact.failure["left"]
     if fact.failure is not None and not left and not _has_failed_before(fact, wait):
         return Kind.FAILED
-    if left or (fact.sight is not None and fact.sight.state == "gone"):
+    if left or fact.is_gone:
         return Kind.GONE
     if fact.sight is not None and fact.sight.state == "stopped":
         return Kind.STOPPED
@@ -185,7 +179,7 @@ def _has_sent_its_part(fact: Fact, wait: Wait) -> bool:
     if mine.collective:
         return bool(place["collectives"] >= mine.collective)
     done = place["iteration"] - (place["phase"] != "between")
-    return bool(wait.iteration and done >= wait.iteration)
+    return bool(mine.iteration and done >= mine.iteration)
 
 
 def _has_failed_before(fact: Fact, wait: Wait) -> bool:
@@ -194,46 +188,44 @@ def _has_failed_before(fact: Fact, wait: Wait) -> bool:
     place = fact.failure["places"].get(wait.wrapper)
     if fact.failure["ends"] or place is None or place["phase"] != "backward":
         return False
-    return bool(place["iteration"] <= wait.given_up < wait.iteration)
+    return bool(place["iteration"] <= wait.given_up < wait.awaited.iteration)
 
 
 def _is_certainly_missed(fact: Fact, wait: Wait) -> bool:
     if fact.sight is not None and fact.sight.how:
         return True
     place = (fact.failure or {}).get("places", {}).get(wait.wrapper)
-    return place is not None and wait.iteration + wait.awaited.collective > 0  # and has not sent its part
+    return place is not None and wait.awaited.iteration + wait.awaited.collective > 0  # and has not sent its part
 
 
-def has_passed(fact: Fact, wait: Wait, own: dict[str, Any]) -> bool:
-    """Whether a rank has gone on without the word that this one waits for, which is at its ``own`` place.
-
-    It has gone on to a later iteration, or waits in a later one's backward, or in a collective of this wrapper's that
-    this rank has not begun; or it has taken more optimizer steps since its last backward than this rank.
-    """
+def has_gone_on(fact: Fact, places: dict[str, dict[str, Any]]) -> bool:
+    """Whether a rank waits in a later backward, or collective, of a wrapper than this rank at its ``places``, or is
+    past the beginning of such a backward."""
     theirs = fact.awaits
-    if theirs and theirs.wrapper == wait.wrapper:
-        if theirs.collective:
-            return bool(theirs.collective > own["collectives"])
-        if theirs.iteration:
-            return theirs.iteration > wait.iteration
-    backward, steps = (fact.report or {}).get("reached", {}).get(wait.wrapper, (0, 0))
-    return bool(backward > wait.iteration or (backward == wait.iteration and steps > own["steps"]))
+    if theirs and theirs.wrapper in places:
+        mine = places[theirs.wrapper]
+        return bool(theirs.iteration > mine["iteration"] or theirs.collective > mine["collectives"])
+    return any(
+        place["iteration"] - (place["phase"] in ("forward", "loss")) > places[wrapper]["iteration"]
+        for wrapper, place in (fact.report or {}).get("places", {}).items()
+        if wrapper in places
+    )
 
 
-def reached(place: dict[str, Any]) -> tuple[int, int]:
-    """The last iteration whose backward a rank has begun, and how many optimizer steps it has taken since that."""
-    return place["iteration"] - (place["phase"] in ("forward", "loss")), place["steps"]
-
-
-def with_blamed(causes: Judged, absent: Judged) -> Judged:
-    """And those of the absent ranks that they have named themselves."""
+def culprits(causes: Judged, judged: Judged) -> Judged:
+    """``causes``, and the absent ranks that they have named themselves, without those that failed, or wait, because
+    of another one of them."""
     blamed = {rank for fact, _ in causes for rank in _because(fact)}
-    return causes + [(fact, kind) for fact, kind in absent if fact.rank in blamed and (fact, kind) not in causes]
+    absent = [each for each in judged if each[1] is not Kind.HERE and each not in causes]
+    found = causes + [(fact, kind) for fact, kind in absent if fact.rank in blamed]
+    ranks = {fact.rank for fact, _ in found}
+    first = [(fact, kind) for fact, kind in found if not ranks & set(_because(fact)) - {fact.rank}]
+    return [(fact, kind) for fact, kind in first if kind is not Kind.WAITS] or first or found
 
 
 def lost_ranks(causes: Judged, here: int) -> list[int]:
-    """Whom they come down to: a rank that gave up because of another one counts as that one, which may have come back
-    meanwhile."""
+    """The ranks that ``causes`` come down to. A rank that gave up because of another one counts as that one: it may
+    have come back meanwhile."""
     found: set[int] = set()
     for fact, _ in causes:
         found |= set(_because(fact)) - {here} or {fact.rank}
@@ -242,13 +234,6 @@ def lost_ranks(causes: Judged, here: int) -> list[int]:
 
 def _because(fact: Fact) -> Sequence[int]:
     return (fact.failure or {}).get("because", ())
-
-
-def root_causes(judged: Judged) -> Judged:
-    """Without those that failed, or wait, because of another one of them."""
-    found = {fact.rank for fact, _ in judged}
-    first = [(fact, kind) for fact, kind in judged if not found & set(_because(fact)) - {fact.rank}]
-    return [(fact, kind) for fact, kind in first if kind is not Kind.WAITS] or first or judged
 
 
 def describe(fact: Fact, kind: Kind, wait: Wait) -> str:
@@ -303,13 +288,13 @@ def lost(wait: Wait, seconds: float | None, causes: Judged, error: str) -> str:
         note += " Ranks with different numbers of batches train inside of `with ddp.join():`."
     # Programs look for these words in an error to skip a batch: another rank's lack of memory is none here.
     who = re.sub(r"(?i)out of memory", "out-of-memory", who)
-    return f"{ranks} will not take part in {wait.what}{waited}. {who[0].upper()}{who[1:]}.{note}"
+    return f"{ranks} will not take part in {wait.awaited.what}{waited}. {who[0].upper()}{who[1:]}.{note}"
 
 
 def slow(wait: Wait, seconds: float, judged: Judged, store_is_silent: bool) -> str:
     """The warning of a rank that goes on waiting."""
-    absent = root_causes([(fact, kind) for fact, kind in judged if kind is not Kind.HERE])
-    waited = f"rank {wait.here} has waited {seconds:.0f} s for {wait.what}"
+    absent = culprits([(fact, kind) for fact, kind in judged if kind is not Kind.HERE], [])
+    waited = f"rank {wait.here} has waited {seconds:.0f} s for {wait.awaited.what}"
     if not absent:
         hook = f" Or {wait.hook}, which must not wait for a collective in a callback?" if wait.hook else ""
         return f"{waited}, and all ranks are there: a slow network?{hook}"

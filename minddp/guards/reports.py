@@ -28,7 +28,6 @@ import json
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -46,25 +45,13 @@ _LISTED = 16  # absent ranks whose reports stand in a summary
 Report = dict[str, Any]
 
 
-def innermost(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def file_of(store: dist.Store) -> str | None:
-    """Its path, if it lies in one."""
-    inner = innermost(store)
-    return inner.path if isinstance(inner, dist.FileStore) else None  # type: ignore[attr-defined, no-any-return]
-
-
 class Reports:
-    """One rank's view of the keys.
+    """One rank's view of the keys. Until :meth:`open` and after :meth:`close` nobody has said anything.
 
     Args:
-        store: a client of its own: the program blocks it with no request.
+        store: where the keys will lie; is not kept.
         rank, size: of the default group.
-        process: this one.
+        known: processes by rank, this one's among them; grows.
         clock: seconds, of this process alone.
     """
 
@@ -73,30 +60,43 @@ class Reports:
         store: dist.Store,
         rank: int,
         size: int,
-        process: Process,
+        known: dict[int, Process],
         clock: Callable[[], float] = time.monotonic,
     ):
-        # What ranks have left on a store in an earlier default group says nothing about this one. A process that
-        # takes another's place counts as those do that have gone on, if the store is a new one.
-        era = store.add(f"minddp/watch/groups/{rank}/{process.pid}/{process.started}", 1)
-        self._store: Any = dist.PrefixStore(f"minddp/watch/{era}", store)
-        self._rank, self._size, self._clock = rank, size, clock
-        self._process = process
-        self.known: dict[int, Process] = {}
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        self._file = store.path if isinstance(store, dist.FileStore) else None  # type: ignore[attr-defined]
+        self.port: int | None = store.port if isinstance(store, dist.TCPStore) else None
+        self._host = store.host if isinstance(store, dist.TCPStore) else ""
+        self._store: Any = None
+        self._rank, self._size, self._clock, self._known = rank, size, clock, known
         self.interval = max(times.look, 2 * size / REQUESTS_A_SECOND)  # a request and an answer a turn
         self.patience = 2 * (self.interval + times.look)  # in which a rank that can answer does
         self._question, self._read = 0, 0
-        self._asks: deque[tuple[float, int]] = deque(maxlen=8)  # when this rank has asked, and the question's number
-        self._first = 0  # of these questions, without a pause
+        self._asks: list[
+            tuple[float, int]
+        ] = []  # when this rank has asked without a pause, and the questions' numbers
         self._waits_since: float | None = None
         self._summary_text, self._summary_since = "", float("-inf")
         self._summary: dict[str, Any] = {}
-        self._file = file_of(store)
+
+    def open(self, client: dist.Store) -> None:
+        """``client``: of the store, this thread's own: the program blocks it with no request.
+
+        What ranks have left on a store in an earlier default group says nothing about this one. A process that takes
+        another's place counts as those do that have gone on, if the store is a new one.
+        """
+        process = self._known[self._rank]
+        era = client.add(f"minddp/watch/groups/{self._rank}/{process.pid}/{process.started}", 1)
         if self._file is not None:
-            store.set_timeout(_FILE_TIMEOUT)
+            client.set_timeout(_FILE_TIMEOUT)
+        self._store = dist.PrefixStore(f"minddp/watch/{era}", client)
         for counter in ("asked", "failures"):
             self._store.add(counter, 0)
         self._store.compare_set("summary", "", "{}")
+
+    def close(self) -> None:
+        self._store = self._waits_since = None
 
     def has_store(self) -> bool:
         """Whether there is still what the store lies in: a request would make a file anew that was removed."""
@@ -104,10 +104,9 @@ class Reports:
 
     def takes_a_last_word(self) -> bool:
         """Whether the store's host still listens. After its end torch's client writes a C++ stack to stderr."""
-        inner = innermost(self._store)
-        if isinstance(inner, dist.TCPStore):
+        if self.port is not None:
             try:
-                socket.create_connection((inner.host, inner.port), timeout=1.0).close()
+                socket.create_connection((self._host, self.port), timeout=1.0).close()
             except OSError:
                 return False
         return self.has_store()
@@ -130,23 +129,22 @@ class Reports:
             self._asks.clear()
 
     def publish(self, report: Report) -> None:
-        mine = {"question": self._question, "process": self._process, "at": processes.now(), **report}
+        mine = {"question": self._question, "process": self._known[self._rank], "at": processes.now(), **report}
         self._store.set(f"report/{self._rank}", json.dumps(mine))
 
     def tell(self, failure: Report) -> None:
         number = self._store.add("failures", 1)
-        mine = {"rank": self._rank, "process": self._process, "at": processes.now(), **failure}
+        mine = {"rank": self._rank, "process": self._known[self._rank], "at": processes.now(), **failure}
         self._store.set(f"failures/{number}", json.dumps(mine))
 
     def of(self, rank: int) -> tuple[Report | None, bool]:
         """What the summary says of a rank: its report, and whether it is silent."""
         if self._waits_since is None or self._summary_since < self._waits_since:
             return None, False
-        for key, ranks in self._summary.get("waiting", {}).items():
+        for wait, ranks in self._summary["waiting"]:
             if any(first <= rank <= last for first, last in ranks):
-                wait, reached = json.loads(key)
-                return {"wait": wait, "reached": reached, "places": {}, "line": "", "words": ""}, False
-        return self._summary.get("absent", {}).get(str(rank)), rank in self._summary.get("silent", ())
+                return {"wait": wait, "places": {}, "line": "", "words": ""}, False
+        return self._summary["absent"].get(str(rank)), rank in self._summary["silent"]
 
     def has_summary(self) -> bool:
         """Whether ranks have had time to answer since this one waits."""
@@ -172,13 +170,12 @@ class Reports:
     def _take(self, summary: str) -> None:
         self._summary_text, self._summary, self._summary_since = summary, json.loads(summary), self._clock()
         for rank, process in self._summary["strangers"].items():
-            self.known.setdefault(int(rank), Process(*process))
+            self._known.setdefault(int(rank), Process(*process))
 
     def _ask(self, now: float, hear: Callable[[list[Report]], None]) -> None:
         if not self._asks or now - self._asks[-1][0] >= 2 * self.interval:
-            number = self._store.add("asked", 1)
-            self._first = self._first if self._asks else number
-            self._asks.append((now, number))
+            self._asks.append((now, self._store.add("asked", 1)))
+        first = self._asks[0][1]
         due = max((number for asked, number in self._asks if now - asked > self.patience), default=-1)
         waiting: dict[str, list[list[int]]] = {}
         absent: dict[int, Report | None] = {}
@@ -187,18 +184,18 @@ class Reports:
         for rank, report in enumerate(self._all_reports()):
             if report is not None and not self.is_believed(rank, report):
                 report = None
-            if report is not None and len(strangers) < _LISTED and rank not in self.known:
+            if report is not None and len(strangers) < _LISTED and rank not in self._known:
                 strangers[rank] = report["process"]
             answered = -1 if report is None else report["question"]
             if answered < due:
                 silent.append(rank)
-            elif report is not None and report["wait"] and answered >= self._first:
-                key = json.dumps([report["wait"], report.get("reached", {})])
-                _add_to_ranges(waiting.setdefault(key, []), rank)
+            elif report is not None and report["wait"] and answered >= first:
+                _add_to_ranges(waiting.setdefault(json.dumps(report["wait"]), []), rank)
                 continue
             if len(absent) < _LISTED:
-                absent[rank] = report if answered >= self._first else None
-        facts = {"by": self._rank, "turn": now, "waiting": waiting, "absent": absent, "silent": silent}
+                absent[rank] = report if answered >= first else None
+        said = [(json.loads(wait), ranks) for wait, ranks in waiting.items()]
+        facts = {"by": self._rank, "turn": now, "waiting": said, "absent": absent, "silent": silent}
         facts["strangers"] = strangers
         hear(self._news(int(*self._get("failures"))))
         self._take(json.dumps(facts | {"settled": due >= 0}))
@@ -226,12 +223,12 @@ class Reports:
 
     def is_believed(self, rank: int, entry: Report) -> bool:
         """Whether a rank of this group has written ``entry``, and not one of before that had its number."""
-        process = Process(*entry["process"])
+        process, mine = Process(*entry["process"]), self._known[self._rank]
         if rank == self._rank:
             return True
-        if rank in self.known:
-            return process == self.known[rank]
-        return process.machine == self._process.machine != "" and entry["at"] >= processes.began(self._process)
+        if rank in self._known:
+            return process == self._known[rank]
+        return process.machine == mine.machine != "" and entry["at"] >= processes.began(mine)
 
     def _get(self, *keys: str) -> list[bytes]:
         if self._store.has_extended_api():

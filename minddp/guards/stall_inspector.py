@@ -6,9 +6,9 @@ that waits, to look at what the watchdog has found. What is certain (``evidence.
 name, place and words. What is suspected it logs, and goes on waiting, until the group's own timeout.
 
 On a device with streams (NCCL) nobody waits in backward: a collective is over for the host when it is enqueued. There
-each forward looks whether the watchdog has heard of a rank that failed, or seen one that was ended. Until then the
-program may wait for the device. So where a rank is certainly lost the watchdog itself gives the group up, which ends
-that wait, and the next forward raises (``device_waits.py``).
+the program waits for the device once it reads something (``loss.item()``), and the group's own timeout is half an
+hour. So where a rank is certainly lost the watchdog itself gives the group up, which ends that wait, and the next
+step and forward raise (:meth:`StallInspector.heed_loss`).
 
 Costs nothing while collectives end within a second.
 """
@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +32,7 @@ import torch.distributed as dist
 from .. import _C, environment
 from ..ranks import waiting
 from ..ranks.logs import log
-from . import device_waits, optimizer_guard, times, watchdog
+from . import times, watchdog
 from .evidence import (
     CERTAIN,
     Awaited,
@@ -38,13 +40,13 @@ from .evidence import (
     Judged,
     Kind,
     Wait,
-    has_passed,
+    culprits,
+    describe,
+    has_gone_on,
     judge,
     lost,
     lost_ranks,
-    root_causes,
     slow,
-    with_blamed,
 )
 from .local_gradients import Word
 from .location import exception_text
@@ -57,9 +59,12 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 
+_PARTIAL_SUMS = (
+    " A step of an optimizer that was enqueued after that backward may have used partial sums: from now on "
+    "optimizer.step(), forward and ddp.state_dict() raise. Start again from a checkpoint."
+)
 # Reducers of one group are made in the same order on most programs' ranks: a name until they agree on one.
 _counters: dict[str, itertools.count[int]] = {}
-_inspectors: weakref.WeakSet[StallInspector] = weakref.WeakSet()
 
 
 class StallInspector:
@@ -70,10 +75,9 @@ class StallInspector:
     Args:
         group: the reducer's group.
         reducer: asked where it is; by other threads too.
-        names, parameter_ids: the parameters'.
+        names: the parameters'.
         desync_timeout: seconds after which a rank that is only suspected is waited for no more; ``None``: warns only.
-        has_streams: backward does not wait for its collectives: :meth:`check_peers` and :meth:`heed_loss` have
-            something to look at.
+        has_streams: backward does not wait for its collectives: :meth:`heed_loss` is called.
     """
 
     def __init__(
@@ -81,7 +85,6 @@ class StallInspector:
         group: dist.ProcessGroup,
         reducer: _C.Reducer,
         names: Sequence[str],
-        parameter_ids: set[int],
         desync_timeout: float | None,
         has_streams: bool,
     ):
@@ -92,23 +95,18 @@ class StallInspector:
         self.rename(f"{name}/{next(_counters.setdefault(name, itertools.count()))}")
         self._reducer = weakref.ref(reducer)
         self._names = names
-        self._parameter_ids = parameter_ids
         self._ranks = tuple(dist.get_process_group_ranks(group))  # in the default group, by rank in this one
-        self._rank = group.rank()
         self._reported_as = ""
         self._given_up = 0  # an iteration
-        self._has_streams = has_streams
+        self.has_streams = has_streams
         self.lost: LostPeer | None = None  # why the group was given up, where the device may use what that has left
         self._has_warned = False  # heed_loss(), of ranks that may be lost
-        self._checked = (-1, float("inf"))  # by check_peers: an iteration, and when it was first called in it
+        self._begun = -math.inf, -math.inf  # when the last two forwards began
         self._collectives = 0  # outside of backward, that have ended on this rank
         self._forward_ended_ns = -1  # by an exception, which the reducer does not see
         self._dog: Watchdog | None = watchdog.current(group)
         if self._dog is not None:
-            weakref.finalize(self, self._dog.add_place(_weakly(self.place))).atexit = False
-            if has_streams:
-                weakref.finalize(self, self._dog.listen(_weakly(self.heed_loss))).atexit = False
-        _inspectors.add(self)
+            self._dog.add(self)
 
     def rename(self, key: str) -> str:
         """From now on all ranks know this wrapper under ``key``."""
@@ -133,10 +131,11 @@ class StallInspector:
             self.report_failure(why)
         elif not self._reported_as and self._dog is not None:
             self._reported_as = self.key
-            self._dog.tell_later("an exception ended its backward", self.key)
+            self._dog.tell("an exception ended its backward", self.key, later=True)
 
     def note_forward(self) -> None:
         """A forward begins, on this thread."""
+        self._begun = self._begun[1], time.monotonic()
         if self._dog is not None:
             self._dog.note_forward()
 
@@ -156,8 +155,8 @@ class StallInspector:
             self._dog.take_back(self._reported_as)
             self._reported_as = ""
 
-    def place(self) -> tuple[str, dict[str, Any]] | None:
-        """This wrapper's name, and where its iteration is."""
+    def place(self) -> dict[str, Any] | None:
+        """Where this wrapper's iteration is."""
         reducer = self._reducer()
         if reducer is None:
             return None
@@ -173,8 +172,7 @@ class StallInspector:
             phase = "between"
         iteration = position["iteration"] + (phase in ("forward", "loss"))
         missing = position["missing"] if phase == "backward" else []
-        place = {"phase": phase, "iteration": iteration, "missing": missing, "collectives": self._collectives}
-        return self.key, {**place, "steps": 0 if phase == "backward" else self._steps()}
+        return {"phase": phase, "iteration": iteration, "missing": missing, "collectives": self._collectives}
 
     # --- what it waits for ---
 
@@ -200,17 +198,13 @@ class StallInspector:
         buckets, iteration = reducer.buckets(), reducer.iteration()
         indices = buckets[bucket] if bucket < len(buckets) else []
         name = f"bucket {bucket}" if indices else "what follows the last bucket"
-        wait = Wait(
-            Awaited(self.key, iteration, what=f"{name} of iteration {iteration}"),
-            f"the reduction of {name} of iteration {iteration}",
-            self._rank,
-            self._ranks,
-            {index: self._names[index] for index in indices},
-            self.hook,
-            iteration,
-            given_up=self._given_up,
-        )
+        wait = self._wait(f"the reduction of {name} of iteration {iteration}", iteration, indices)
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
+
+    def _wait(self, what: str, iteration: int = 0, indices: Sequence[int] = ()) -> Wait:
+        parameters = {index: self._names[index] for index in indices}
+        awaited = Awaited(self.key, iteration, what=what)
+        return _wait(self.group, awaited, parameters=parameters, hook=self.hook, given_up=self._given_up)
 
     def word_of(self, rank: int, seconds: float) -> Word:
         """Whether a rank of the group, for whose word on its gradients this one has waited so long, will say it.
@@ -220,17 +214,14 @@ class StallInspector:
         Raises:
             LostPeer: it has failed, or is gone without having left.
         """
-        own = self.place()
-        if self._dog is None or own is None:
+        if self._dog is None or self._reducer() is None:
             return Word.OPEN
-        ranks = self._ranks[self._rank], self._ranks[rank]
-        awaited = Awaited(self.key, what="the others' word on their gradients")
-        wait = Wait(awaited, awaited.what, 0, ranks, iteration=self._iteration())
-        (fact,) = self._dog.facts(wait.others(), self.key)
+        wait = replace(self._wait("the others' word on their gradients"), others=(self._ranks[rank],))
+        (fact,) = self._dog.facts(wait.others, self.key)
         if fact.failure is not None and fact.failure["left"]:
             return Word.LEFT
-        look_into(self._dog, self.group, wait, seconds, "", self.desync_timeout)
-        if has_passed(fact, wait, own[1]):
+        look_into(self._dog, self.group, wait, seconds, "", None)  # it may step later, or never
+        if has_gone_on(fact, self._dog.places()):
             return Word.PASSED
         return Word.ENDING if fact.has_ended else Word.OPEN
 
@@ -239,81 +230,63 @@ class StallInspector:
         return None if self._dog is None else self._dog.client
 
     def heed_loss(self) -> None:
-        """Gives the group up where another rank is certainly lost to an iteration that this one has launched: the
-        program may wait for the device. Where ranks may be lost, warns once. Called by the watchdog, on its thread,
-        while a rank has failed or is gone."""
+        """Gives the group up where another rank is certainly lost to the last iteration that this one has launched as
+        a whole: the program may wait for the device. Lost is a rank that has reported an exception in that iteration,
+        or before, or that was gone before its forward began. One that is gone since, without a word, may have done
+        its part, and nobody knows whether this rank waits at all: that is logged, once. Called by the watchdog, on
+        its thread, while a rank has failed or is gone."""
         reducer, dog = self._reducer(), self._dog
         if reducer is None or dog is None or self.lost is not None:
             return
-        iteration = device_waits.launched(reducer.position())
+        position = reducer.position()
+        forward, _, begin, end, _ = position["moments"]
+        is_launched = end >= begin and position["phase"] != _C.Phase.INCOMPLETE
+        iteration = int(position["iteration"]) - (not is_launched)
         if iteration <= 0:
             return
-        wait = device_waits.may_wait(self.key, iteration, self._rank, self._ranks, self.hook, self._given_up)
-        judged = judge(dog.facts(wait.others(), self.key), wait)
-        causes = device_waits.certainly_lost(judged, wait)
+        wait = self._wait(f"the reduction of iteration {iteration}", iteration)
+        judged = judge(dog.facts(wait.others, self.key), wait)
+        begun = (
+            self._begun[forward < begin] if is_launched and not self.hook else -math.inf
+        )  # a hook may leave ranks out
+        causes: Judged = []
+        for fact, kind in judged:
+            missed = fact.has_ended and dog.failed.get(fact.rank, math.inf) < begun
+            if kind is Kind.FAILED and self.key in (fact.failure or {})["places"]:
+                causes.append((fact, kind))
+            elif missed and kind is not Kind.HERE:
+                causes.append((fact, Kind.ENDED if kind is Kind.GONE else kind))
         if causes:
-            absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
-            error = _given_up(dog, self.group, wait, None, root_causes(with_blamed(causes, absent)), "")
+            error = _given_up(dog, self.group, wait, None, culprits(causes, judged), "")
             log.error("%s The process group is given up; the next step and forward raise.", error)
-        elif not self._has_warned:
-            gone = device_waits.gone_without_a_word(judged)
-            ranks = [fact.rank for fact, _ in gone]
-            if gone and dog.seconds_gone(ranks) >= dog.seconds_until_settled():
-                self._has_warned = True
-                log.warning(device_waits.suspicion(gone, wait))
+            return
+        gone = [(fact, kind) for fact, kind in judged if fact.is_gone and not fact.failure and kind is not Kind.HERE]
+        settled = bool(gone) and dog.seconds_gone([fact.rank for fact, _ in gone]) >= dog.seconds_until_settled()
+        if settled and not self._has_warned:
+            self._has_warned = True
+            who = "; ".join(describe(fact, kind, wait) for fact, kind in gone)
+            log.warning(_SUSPICION, who, wait.here, wait.awaited.what)
 
     def check_lost(self) -> None:
         """Before what uses gradients, or parameters, that a device may have made with a group that was given up."""
         if self.lost is not None:
             raise self.lost.with_traceback(None)
 
-    def check_peers(self) -> None:
-        """Before a forward on a device with streams, where no wait tells that a rank is lost.
-
-        Who was gone before a forward took no part in its backward, which this rank has launched since.
-
-        Raises:
-            RuntimeError: another rank has failed, or was gone; says which, and why.
-        """
-        self.check_lost()
-        if self._dog is None:
-            return
-        iteration, since = self._iteration(), self._checked
-        if since[0] != iteration:
-            self._checked = (iteration, time.monotonic())
-        if not self._dog.failed:
-            return
-        wait = Wait(Awaited(self.key), f"iteration {iteration + 1}", self._rank, self._ranks)
-        facts = self._dog.facts([rank for rank in wait.others() if rank in self._dog.failed], self.key)
-        missed = set() if self.hook else {r for r, seen in self._dog.failed.items() if seen < since[1]}
-        causes: Judged = [
-            (fact, Kind.ENDED if kind is Kind.GONE else kind)
-            for fact, kind in ((fact, judge([fact], wait)[0][1]) for fact in facts)
-            if kind is Kind.FAILED or (since[0] < iteration and fact.rank in missed and fact.has_ended)
-        ]
-        if causes:
-            _give_up(self._dog, self.group, wait, None, root_causes(causes), "")
-
     def _iteration(self) -> int:
         reducer = self._reducer()
         return 0 if reducer is None else reducer.iteration()
 
-    def _steps(self) -> int:
-        """Of optimizers, since the last backward."""
-        reducer = self._reducer()
-        ended = 0 if reducer is None else max(reducer.position()["moments"][2:])
-        return optimizer_guard.steps_since(self._parameter_ids, ended)
+
+_SUSPICION = (
+    "%s. If rank %d waits for its device, it may wait for the part of %s that is missing, until the process group's "
+    "own timeout. If not, the forward after its next backward raises LostPeer."
+)
 
 
-def _weakly(method: Callable[[], Any]) -> Callable[[], Any]:
-    """``method``, which does not keep its inspector; None once that is gone."""
-    itself = weakref.WeakMethod(method)
-
-    def call() -> Any:
-        alive = itself()
-        return None if alive is None else alive()
-
-    return call
+def _wait(group: dist.ProcessGroup, awaited: Awaited, **known: Any) -> Wait:
+    ranks = dist.get_process_group_ranks(group)
+    here = ranks[group.rank()]
+    return Wait(awaited, here, tuple(rank for rank in ranks if rank != here), **known)
 
 
 def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> None:
@@ -321,17 +294,14 @@ def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> N
     dog = watchdog.current(group)
     if dog is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed: its wrappers may go on
         return
-    given: Sequence[float | None] = _owner.patience
-    if not given:  # Whose wait it is nobody says: the most patient of the group's wrappers decides.
-        inspectors = list(_inspectors)
-        own = [inspector for inspector in inspectors if inspector.group is group]
-        given = [inspector.desync_timeout for inspector in own or inspectors] or [environment.desync_timeout()]
-    timeouts = [timeout for timeout in given if timeout is not None]
-    timeout = max(timeouts) if len(timeouts) == len(given) else None
-    ranks = tuple(dist.get_process_group_ranks(group))
+    patient: Any = _owner.patience  # where nobody says whose wait it is, the most patient of the wrappers decides
+    patient = (
+        patient or [inspector.desync_timeout for inspector in dog.inspectors()] or [environment.desync_timeout()]
+    )
+    timeout = None if None in patient else max(patient)
     wrapper, number = _owner.collective or (group.group_name, 0)
     awaited = Awaited(wrapper, collective=number, what=what, joins=what == waiting.SHADOWED)
-    look_into(dog, group, Wait(awaited, what, group.rank(), ranks), seconds, error, timeout)
+    look_into(dog, group, _wait(group, awaited), seconds, error, timeout)
 
 
 class _Owner(threading.local):
@@ -371,17 +341,16 @@ def look_into(
         return _abandon(group)
     if error:
         return _name_the_lost(dog, group, wait, seconds, error)
-    dog.waits(wait, urgent=False)
-    judged = judge(dog.facts(wait.others(), wait.wrapper), wait)
+    dog.waits(wait)
+    judged = judge(dog.facts(wait.others, wait.wrapper), wait)
     causes: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
     ended: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.ENDED]
     if ended and dog.seconds_gone([fact.rank for fact, _ in ended]) >= dog.seconds_until_settled():
         causes += ended
-    absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
     if not causes and timeout is not None and seconds >= timeout and dog.has_summary():
-        causes = absent
+        causes = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
     if causes:
-        _give_up(dog, group, wait, seconds, root_causes(with_blamed(causes, absent)), "")
+        raise _given_up(dog, group, wait, seconds, culprits(causes, judged), "")
     if times.warning_is_due(seconds):
         log.warning(slow(wait, seconds, judged, dog.store_is_silent()))
 
@@ -389,29 +358,26 @@ def look_into(
 def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float, error: str) -> None:
     """A collective has failed. Where that looks like a lost peer, finds out which, and raises instead of it."""
     suspicious = _LOST_PEER.search(error) is not None
-    begin = time.monotonic()
+    begin, slept = time.monotonic(), 0.0  # counted: a test library may stop the clock
 
-    def may_have_words(fact: Fact, kind: Kind) -> bool:
+    def may_have_words(fact: Fact) -> bool:
         """Its last words are still to be read, if nobody has read any since it was seen to be gone."""
-        gone = begin if kind is Kind.STOPPED else max(begin, time.monotonic() - dog.seconds_gone([fact.rank]))
-        return fact.failure is None and not dog.has_heard_since(gone)
+        return fact.failure is None and not dog.has_heard_since(time.monotonic() - dog.seconds_gone([fact.rank]))
 
-    slept = 0.0  # counted: a test library may stop the clock
     while True:
-        dog.waits(wait, urgent=True)
-        judged = judge(dog.facts(wait.others(), wait.wrapper), wait)
+        dog.waits(wait)
+        judged = judge(dog.facts(wait.others, wait.wrapper), wait)
         causes = [(fact, kind) for fact, kind in judged if kind in {*CERTAIN, Kind.GONE, Kind.STOPPED}]
-        unread = any(may_have_words(fact, kind) for fact, kind in causes)
+        unread = any(may_have_words(fact) for fact, _ in causes)
         patience = times.NAMING * times.look * suspicious
         if (causes and not unread) or dog.lost or max(time.monotonic() - begin, slept) >= patience:
             break
         time.sleep(0.05)
         slept += 0.05
-    absent: Judged = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
     if not causes and suspicious:
-        causes = absent
+        causes = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
     if causes:
-        _give_up(dog, group, wait, seconds, root_causes(with_blamed(causes, absent)), error)
+        raise _given_up(dog, group, wait, seconds, culprits(causes, judged), error)
     dog.waits_no_more()
 
 
@@ -425,24 +391,17 @@ class LostPeer(RuntimeError):
     lost_ranks: list[int]
 
 
-def _give_up(
-    dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float | None, causes: Judged, error: str
-) -> None:
-    raise _given_up(dog, group, wait, seconds, causes, error)
-
-
 def _given_up(
     dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: float | None, causes: Judged, error: str
 ) -> LostPeer:
     """Gives ``group`` up; returns why. On a device its wrappers know that first: a program that waits there goes on
     as soon as the group is aborted, with gradients that are no averages."""
-    here = [each for each in list(_inspectors) if each.group is group]
-    on_device = any(each._has_streams for each in here)
-    why = LostPeer(lost(wait, seconds, causes, error) + device_waits.PARTIAL_SUMS * on_device)
+    here = [each for each in dog.inspectors() if each.group is group]
+    on_device = [each for each in here if each.has_streams]
+    why = LostPeer(lost(wait, seconds, causes, error) + _PARTIAL_SUMS * bool(on_device))
     why.lost_ranks = lost_ranks(causes, wait.here)
-    for each in here:
-        if each._has_streams:
-            each.lost = each.lost or why
+    for each in on_device:
+        each.lost = each.lost or why
     # Of what goes through this group; the program may go on in another one.
     dog.tell(str(why), wait.wrapper, group.group_name, *(each.key for each in here), because=why.lost_ranks, wait=0.5)
     dog.waits_no_more()  # Once it has told why: a rank that does not wait, and has said nothing, would be suspected.

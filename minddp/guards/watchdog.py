@@ -25,8 +25,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,12 +35,11 @@ from .. import environment
 from ..ranks.logs import log
 from ..ranks.processes import Process, here, look
 from . import location, times
-from .evidence import Fact, Wait, reached
-from .reports import Report, Reports, file_of, innermost
+from .evidence import Fact, Wait
+from .reports import Report, Reports
 
 _EXIT_SECONDS = 1.0
-
-Place = Callable[[], tuple[str, dict[str, Any]] | None]  # where a wrapper is, under a name that ranks share
+_TEXT_SECONDS = 0.25  # in which an exception that nobody catches ends the program, and is reported with its text
 
 
 class _Thread(threading.Thread):
@@ -57,39 +55,32 @@ class Watchdog:
 
     Attributes:
         processes: by rank of the default group, as far as known.
-        failures: what ranks have reported and not taken back, by rank.
-        failed: with :meth:`listen`, when this first saw that a rank has failed, has left or is gone.
+        failures: what ranks have reported and not taken back, by rank and wrapper; ``""``: the program's end.
+        failed: where a wrapper's backward waits for nobody: when this first saw that a rank has failed or is gone.
+        client: of the group's store, once it is there.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int):
-        self.rank, self.size = rank, size
         self.processes: dict[int, Process] = {rank: here()}
-        self.failures: dict[int, dict[str, Report]] = {}  # by rank and wrapper; "": the program's end
+        self.failures: dict[int, dict[str, Report]] = {}
         self.failed: dict[int, float] = {}
-        self._store = weakref.ref(store, _when_gone(self))
+        self.client: dist.Store | None = None
+        self.lost = self._stopping = False
+        self._store = weakref.ref(store, lambda _: self._end_with_the_store())
+        self._reports = Reports(store, rank, size, self.processes)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._sent = threading.Condition()
-        self._outbox: deque[Report] = deque()
-        self._places: dict[int, Place] = {}
-        self._listens = False
-        self._listeners: dict[int, Callable[[], None]] = {}
+        self._outbox: list[tuple[float, Report]] = []  # and when each is due
+        self._told: dict[str, str] = {}  # what this rank has reported and not taken back: words, by wrapper
+        self._inspectors: dict[int, weakref.ref[Any]] = {}  # StallInspectors, one a wrapper
         self._wait: tuple[float, Wait] | None = None  # when this rank was last known to wait, and for what
-        self._urgent = False
         self._gone: dict[int, float] = {}
         self._words = ""
-        self._told: dict[str, str] = {}  # what this rank has reported and not taken back: words, by wrapper
-        self._later: tuple[float, str, str] | None = None
         self._trains, self._native_id = threading.main_thread(), os.getpid()  # who has run the last forward
         self._activity = location.Activity()
         self._turn_began = time.monotonic()
-        self._stopping = self.lost = False
         self._heard = float("-inf")  # when the last turn began that has read what was reported
-        self._reports: Reports | None = None
-        self.client: dist.Store | None = None  # once it is there
-        inner = innermost(store)
-        self._port = inner.port if isinstance(inner, dist.TCPStore) else None
-        self._file = file_of(store)
         self._thread = _Thread(target=self._run, args=([store],), name="minddp: watchdog", daemon=True)
         try:
             self._thread.start()
@@ -107,18 +98,17 @@ class Watchdog:
         with self._lock:
             self.processes.update(processes)
 
-    def add_place(self, place: Place) -> Callable[[], None]:
-        """``place`` is asked for when somebody wants to know; returns what takes it away again."""
-        key = id(place)
-        self._places[key] = place
-        return lambda: self._places.pop(key, None) and None
+    def add(self, inspector: Any) -> None:
+        """Until it is gone, it is asked for its ``place()`` when somebody wants to know. If its wrapper's backward
+        waits for nobody (``has_streams``), :attr:`failed` is looked after, and its ``heed_loss()`` called in each
+        turn in which a rank has failed."""
+        key = id(inspector)
+        self._inspectors[key] = weakref.ref(inspector, lambda _: self._inspectors.pop(key, None))
 
-    def listen(self, heed: Callable[[], None]) -> Callable[[], None]:
-        """From now on :attr:`failed` is looked after, also while nobody waits; ``heed`` is called on this watchdog's
-        thread in each turn in which it is not empty. Returns what ends these calls."""
-        key = id(heed)
-        self._listens, self._listeners[key] = True, heed
-        return lambda: self._listeners.pop(key, None) and None
+    def inspectors(self) -> list[Any]:
+        """All that :meth:`add` was given and that are still there."""
+        found = [inspector() for inspector in list(self._inspectors.values())]
+        return [inspector for inspector in found if inspector is not None]
 
     def note_forward(self) -> None:
         """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
@@ -129,7 +119,9 @@ class Watchdog:
         """Of an exception that the program may handle: reported only to those who ask where this rank is."""
         self._words = words
 
-    def tell(self, words: str, *wrappers: str, because: Sequence[int] = (), wait: float = 0.0) -> None:
+    def tell(
+        self, words: str, *wrappers: str, because: Sequence[int] = (), wait: float = 0.0, later: bool = False
+    ) -> None:
         """Tells all ranks that this one will not come. The first words stand.
 
         Args:
@@ -137,53 +129,53 @@ class Watchdog:
             wrappers: whose iterations have failed: nobody else's, since the program may go on; none: it ends.
             because: the ranks whose failure this one follows from.
             wait: at most so many seconds until it has been reported: the process may be about to end.
+            later: unless more is known in a moment.
         """
-        self._later = None
+        self._drop_later()
+        due = time.monotonic() + _TEXT_SECONDS * later
         for wrapper in sorted(set(wrappers)) or [""]:
-            if wrapper in self._told or "" in self._told:
-                continue
-            if not wrapper:
-                words = next(iter(self._told.values()), words)
-            self._told[wrapper] = words
-            self._outbox.append(self._message(words, wrapper, because, ends=not wrapper))
-        self._send_soon(wait)
-
-    def take_back(self, wrapper: str) -> None:
-        """What was told of ``wrapper`` has passed."""
-        if self._later is not None and self._later[2] == wrapper:
-            self._later = None
-        if self._told.pop(wrapper, None) is not None:
-            self._outbox.append(self._message("", wrapper, over=True))
-            self._send_soon()
-
-    def _send_soon(self, wait: float = 0.0) -> None:
+            if wrapper not in self._told and "" not in self._told:
+                if not wrapper:
+                    words = next(iter(self._told.values()), words)
+                self._told[wrapper] = words
+                self._outbox.append((due, self._message(words, wrapper, because, ends=not wrapper)))
         self._wake.set()
         if wait and threading.current_thread() is not self._thread:
             with self._sent:
                 self._sent.wait_for(lambda: self.lost or not self._outbox, wait)
 
-    def tell_later(self, words: str, wrapper: str) -> None:
-        """Unless more is known in a moment: an exception that nobody catches is reported with its text."""
-        self._later = time.monotonic() + 0.25, words, wrapper
-        self._wake.set()
+    def take_back(self, wrapper: str) -> None:
+        """What was told of ``wrapper`` has passed."""
+        self._drop_later(wrapper)
+        if self._told.pop(wrapper, None) is not None:
+            self._outbox.append((0.0, self._message("", wrapper, over=True)))
+            self._wake.set()
 
-    def waits(self, wait: Wait, urgent: bool) -> None:
-        """This rank waits, as of now. ``urgent``: it has lost a peer, and wants to know whom."""
-        self._wait, self._urgent = (time.monotonic(), wait), urgent
+    def _drop_later(self, wrapper: str = "") -> None:
+        """What was to be told later, of ``wrapper`` or of all, is not told."""
+        with self._lock:
+            for entry in [(due, message) for due, message in self._outbox if due > time.monotonic()]:
+                if wrapper in ("", entry[1]["wrapper"]):
+                    self._outbox.remove(entry)
+                    self._told.pop(entry[1]["wrapper"], None)
+
+    def waits(self, wait: Wait) -> None:
+        """This rank waits, as of now."""
+        self._wait = time.monotonic(), wait
         self._wake.set()
 
     def waits_no_more(self) -> None:
-        self._wait, self._urgent = None, False
+        self._wait = None
 
     def facts(self, ranks: Sequence[int], wrapper: str) -> list[Fact]:
         """What is known about ``ranks`` (of the default group) without asking anybody but this machine's kernel, and
         concerns who waits for a part of ``wrapper``'s."""
-        facts, reports = [], self._reports
+        facts = []
         with self._lock:
             for rank in ranks:
                 process = self.processes.get(rank)
                 sight = None if process is None else look(process)
-                report, silent = (None, False) if reports is None else reports.of(rank)
+                report, silent = self._reports.of(rank)
                 facts.append(Fact(rank, process, sight, report, self._failure(rank, wrapper), silent))
         return facts
 
@@ -202,9 +194,7 @@ class Watchdog:
 
     def seconds_until_settled(self) -> float:
         """What a rank had sent has arrived by then, and where the others are was asked anew."""
-        reports = self._reports
-        interval = times.look if reports is None else reports.interval
-        return times.SETTLED * times.look + times.ANEW * interval
+        return times.SETTLED * times.look + times.ANEW * self._reports.interval
 
     def has_heard_since(self, when: float) -> bool:
         """Whether what ranks have reported was read in a turn that began later."""
@@ -212,47 +202,43 @@ class Watchdog:
 
     def has_summary(self) -> bool:
         """Whether ranks have had time to say where they are."""
-        reports = self._reports
-        return reports is not None and reports.has_summary()
+        return self._reports.has_summary()
 
     def store_is_silent(self) -> bool:
-        reports = self._reports
-        longest = 4 * times.look if reports is None else reports.patience + reports.interval
+        longest = self._reports.patience + self._reports.interval
         return self.lost or time.monotonic() - self._turn_began > max(longest, 1.0)
 
     # --- the thread ---
 
     def _run(self, stores: list[dist.Store]) -> None:
         """Empties ``stores``: a store that somebody holds keeps its port, or its file, from the next group."""
+        reports = self._reports
         try:
-            if self._file is not None and not os.path.exists(self._file):
+            if not reports.has_store():
                 return  # a clone would make it anew
-            mine = stores.pop().clone()  # type: ignore[attr-defined]  # torch's stub forgets it
-            self.client = mine
-            self._reports = reports = Reports(mine, self.rank, self.size, self.processes[self.rank])
-            reports.known = self.processes
+            self.client = stores.pop().clone()  # type: ignore[attr-defined]  # torch's stub forgets it
+            reports.open(self.client)
             reports.publish(self._report())
             while not self._stopping and self._group_is_there() and reports.has_store():
-                self._turn(reports)
-                self._wake.wait(0.1 * times.look if self._outbox or self._urgent or self._later else reports.interval)
+                self._turn()
+                self._wake.wait(0.1 * times.look if self._outbox else reports.interval)
                 self._wake.clear()
-            if self._later is not None:
-                self.tell(*self._later[1:])
             if not self._stopping and "" not in self._told:
-                self._outbox.append(self._message("it has destroyed its process group", left=True))
+                self._outbox.append((0.0, self._message("it has destroyed its process group", left=True)))
             if self._outbox and reports.takes_a_last_word():
-                self._send(reports)
+                self._send(at_once=True)
         except (dist.DistError, RuntimeError, OSError, ValueError):
             pass  # the store is gone, and with it all that could be said here
         finally:
-            self.lost, self._reports, self.client = True, None, None
+            self.lost, self.client = True, None
+            reports.close()
             with self._sent:
                 self._sent.notify_all()
 
-    def end_with_the_store(self) -> None:
+    def _end_with_the_store(self) -> None:
         """The program has let go of it: the thread's own goes as well. A store's host is asked for nothing that soon:
         it may be ending."""
-        if self._port is None and threading.current_thread() is not self._thread:
+        if self._reports.port is None and threading.current_thread() is not self._thread:
             self._wake.set()
             self._join(_EXIT_SECONDS)
 
@@ -264,22 +250,21 @@ class Watchdog:
         store = self._store()
         return store is not None and dist.is_initialized() and dist.distributed_c10d._get_default_store() is store
 
-    def _turn(self, reports: Reports) -> None:
+    def _turn(self) -> None:
         self._turn_began = time.monotonic()
-        if (later := self._later) is not None and self._turn_began >= later[0]:
-            self.tell(*later[1:])
         if self._trains is threading.main_thread() and not (self._trains.is_alive() or "" in self._told):
             self._tell_of_exception()
-        self._send(reports)
-        reports.turn(self._report, self._is_waiting() or bool(self.failed), self._hear)
+        self._send()
+        self._reports.turn(self._report, self._waited() is not None or bool(self.failed), self._hear)
         self._heard = self._turn_began
-        if self._listens:
+        on_devices = [inspector for inspector in self.inspectors() if inspector.has_streams]
+        if on_devices:
             with self._lock:
                 gone = {rank for rank, process in self.processes.items() if look(process).state == "gone"}
             now = time.monotonic()
             self.failed = {rank: self.failed.get(rank, now) for rank in gone | self.failures.keys()}
-        for heed in list(self._listeners.values()) if self.failed else ():
-            heed()
+        for inspector in on_devices if self.failed else ():
+            inspector.heed_loss()
 
     def _hear(self, entries: list[Report]) -> None:
         with self._lock:
@@ -291,60 +276,56 @@ class Watchdog:
                 if not of_rank:
                     del self.failures[entry["rank"]]
 
-    def _send(self, reports: Reports) -> None:
-        while self._outbox:
-            reports.tell(self._outbox[0])
-            self._outbox.popleft()
+    def _send(self, at_once: bool = False) -> None:
+        """What is due, in order."""
+        while self._outbox and (at_once or self._outbox[0][0] <= time.monotonic()):
+            entry = self._outbox[0]
+            self._reports.tell(entry[1])
+            self._outbox.remove(entry)
         with self._sent:
             self._sent.notify_all()
 
-    def _is_waiting(self) -> bool:
+    def _waited(self) -> Wait | None:
+        """What this rank waits for."""
         wait = self._wait
-        return wait is not None and time.monotonic() - wait[0] < times.FRESH * times.look
+        return wait[1] if wait is not None and time.monotonic() - wait[0] < times.FRESH * times.look else None
 
-    def _where(self) -> dict[str, Any]:
-        found = [place() for place in list(self._places.values())]
-        return dict(place for place in found if place is not None)
+    def places(self) -> dict[str, Any]:
+        """Where this process's wrappers are, by their names."""
+        found = [(inspector.key, inspector.place()) for inspector in self.inspectors()]
+        return {key: place for key, place in found if place is not None}
 
     def _report(self) -> Report:
-        wait, trains = self._wait, self._trains
-        line, collective = location.of_thread(trains)
-        waits, places = wait is not None and self._is_waiting(), self._where()
+        wait = self._waited()
+        line, collective = location.of_thread(self._trains)
         return {
-            "wait": wait[1].awaited if wait is not None and waits else None,
-            "reached": {wrapper: reached(place) for wrapper, place in places.items()},
-            "places": places,
+            "wait": None if wait is None else wait.awaited,
+            "places": self.places(),
             "line": line,
             "collective": collective,
             "does": self._activity(self._native_id),
             "words": self._words,
         }
 
-    def _message(
-        self,
-        words: str,
-        wrapper: str = "",
-        because: Sequence[int] = (),
-        *,
-        ends: bool = False,
-        over: bool = False,
-        left: bool = False,
-    ) -> Report:
-        facts = {"words": words, "because": list(because), "ends": ends, "over": over, "left": left}
-        return {**facts, "wrapper": wrapper, "places": self._where()}
+    def _message(self, words: str, wrapper: str = "", because: Sequence[int] = (), **flags: bool) -> Report:
+        """``ends``: the program ends with an exception. ``over``: the wrapper's failure has passed. ``left``: without
+        one."""
+        message = {"words": words, "wrapper": wrapper, "because": list(because), "places": self.places()}
+        return {**message, "ends": False, "over": False, "left": False, **flags}
 
     def end(self) -> None:
         """The interpreter ends: says so, and lets the thread end before it does.
 
         A thread that comes back from a request to a stopped host while Python shuts down would abort the process.
         """
-        if not self.lost and not self.store_is_silent() and "" not in self._told:
-            self._say_goodbye()
+        if not self.lost and not self.store_is_silent() and "" not in self._told and not self._tell_of_exception():
+            first = "" if self._group_is_there() else "it has destroyed its process group, and "
+            self._outbox.append((0.0, self._message(f"{first}its program has ended", left=True)))
         self._stopping = True
         self._wake.set()
         self._join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
-        if self._thread.is_alive() and self._port is not None:
-            _cut_connections(self._port)
+        if self._thread.is_alive() and self._reports.port is not None:
+            _cut_connections(self._reports.port)
             self._join(_EXIT_SECONDS)
 
     def _tell_of_exception(self) -> bool:
@@ -354,15 +335,6 @@ class Watchdog:
             return False
         self.tell(f"its program ended with {location.exception_text(error)}")
         return True
-
-    def _say_goodbye(self) -> None:
-        if self._tell_of_exception():
-            return
-        if self._later is not None:
-            self.tell(*self._later[1:])
-        else:
-            first = "" if self._group_is_there() else "it has destroyed its process group, and "
-            self._outbox.append(self._message(f"{first}its program has ended", left=True))
 
 
 def _cut_connections(port: int) -> None:
@@ -375,17 +347,6 @@ def _cut_connections(port: int) -> None:
                     link.shutdown(socket.SHUT_RDWR)
             finally:
                 link.detach()
-
-
-def _when_gone(dog: Watchdog) -> Callable[[object], None]:
-    itself = weakref.ref(dog)
-
-    def end(store: object) -> None:
-        alive = itself()
-        if alive is not None:
-            alive.end_with_the_store()
-
-    return end
 
 
 _current: Watchdog | None = None

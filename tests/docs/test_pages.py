@@ -50,7 +50,8 @@ def test_troubleshooting_quotes_what_is_raised():
 WORDED_ELSEWHERE = [
     "minddp/functional/calls.py: CollectiveError(call.error)",
     "minddp/guards/optimizer_guard.py: RuntimeError(_refused[key][1])",
-    "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, causes, error)",
+    "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), '')",
+    "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), error)",
     "minddp/guards/stall_inspector.py: self.lost.with_traceback(None)",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
     "minddp/testing.py: RankError(_text(failures), failures, {})",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minddp import DistributedDataParallel as DDP
-from minddp.guards import reports, times, watchdog
+from minddp.guards import times, watchdog
 from minddp.testing import RankPool, free_port, run_ranks
 from tests.on_ranks import on_ranks
 
@@ -23,7 +23,10 @@ SECONDS = 120  # less than a store's own timeout
 
 def _wrapped(rank, world_size):
     DDP(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
-    return reports.innermost(dist.distributed_c10d._get_default_store()).path
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.path
 
 
 def _watchdogs_left(rank, world_size):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from minddp import _C
-from minddp.guards import device_waits, stall_inspector, watchdog
+from minddp.guards import stall_inspector, watchdog
 from minddp.guards.evidence import Fact
 from minddp.guards.stall_inspector import LostPeer, StallInspector
 from minddp.ranks.processes import Sight
@@ -21,11 +21,11 @@ DONE, ON_ITS_WAY = report("between", 7, wrapper=W), report("forward", 7, wrapper
 
 
 class Reducer:
-    def __init__(self, moments):
-        self.moments = moments
+    def __init__(self, moments, phase):
+        self.moments, self.phase = moments, phase
 
     def position(self):
-        return {"moments": self.moments, "phase": _C.Phase.IDLE, "iteration": 7, "missing": []}
+        return {"moments": self.moments, "phase": self.phase, "iteration": 7, "missing": []}
 
     def iteration(self):
         return 7
@@ -35,7 +35,7 @@ class Dog:
     """What an inspector asks of a watchdog."""
 
     def __init__(self, facts):
-        self.known, self.gone, self.said, self.heeds, self.failed = facts, 0.0, [], [], {1: 0.0}
+        self.known, self.gone, self.said, self.seen, self.failed = facts, 0.0, [], [], {1: 0.0}
 
     def facts(self, ranks, wrapper):
         return self.known
@@ -50,12 +50,14 @@ class Dog:
         assert len(wrappers) >= 2, "the group's and the wrapper's; it is not the program's end"
         self.said.append(words)
 
-    def add_place(self, place):
-        return lambda: None
+    def add(self, inspector):
+        self.seen.append(inspector)
 
-    def listen(self, heed):
-        self.heeds.append(heed)
-        return lambda: None
+    def inspectors(self):
+        return self.seen
+
+    def note_forward(self):
+        pass
 
     def waits_no_more(self):
         pass
@@ -83,16 +85,17 @@ def looks(monkeypatch):
     """Lets a watchdog look four times at ranks 1 and 2 as given; answers how often the group was given up."""
     monkeypatch.setattr(stall_inspector.dist, "get_process_group_ranks", lambda group: [0, 1, 2])
 
-    def run(first, second=None, gone=60.0, moments=LAUNCHED, hook="", has_streams=True):
+    def run(first, second=None, gone=60.0, moments=LAUNCHED, hook="", phase=_C.Phase.IDLE, forwards=0):
         monkeypatch.setattr(stall_inspector, "_counters", {})
         second = second or Fact(2, report=DONE)
-        dog, group, reducer = Dog([first, second]), Group(), Reducer(moments)
+        dog, group, reducer = Dog([first, second]), Group(), Reducer(moments, phase)
         monkeypatch.setattr(watchdog, "current", lambda group: dog)
-        inspector = StallInspector(group, reducer, [], set(), None, has_streams)
+        inspector = StallInspector(group, reducer, [], None, has_streams=True)
         inspector.hook, dog.gone, group.inspector = hook, gone, inspector
+        for _ in range(forwards):
+            inspector.note_forward()
         for _ in range(4):
-            for heed in dog.heeds:
-                heed()
+            inspector.heed_loss()
         if dog.said:
             assert group.aborted.wait(250)
         return SimpleNamespace(dog=dog, group=group, inspector=inspector, reducer=reducer)
@@ -112,7 +115,7 @@ def test_who_is_certainly_lost_is_given_up_once_and_named(looks):
     assert seen.group.lost_then is not None, "nothing may step in between"
     for _ in range(2):
         with pytest.raises(LostPeer, match="rank 1 will not take part in the reduction of iteration 7") as raised:
-            seen.inspector.check_peers()
+            seen.inspector.check_lost()
         assert raised.value.lost_ranks == [1]
 
 
@@ -136,12 +139,20 @@ def test_who_is_suspected_is_not(fact, looks):
     assert looks(fact).group.aborts == 0
 
 
+def test_who_was_gone_before_the_forward_began_is_lost(looks):
+    for fact in (KILLED, LEFT):
+        assert looks(fact, forwards=1).group.aborts == 1
+        assert looks(fact, forwards=1, hook="sends to some ranks only").group.aborts == 0
+        next_forward = [6, 7, 3, 4, 5]
+        assert [looks(fact, forwards=n, moments=next_forward).group.aborts for n in (1, 2)] == [0, 1]
+
+
 def test_a_rank_that_is_gone_without_a_word_is_named_once(looks, caplog):
     assert looks(KILLED).group.aborts == 0
     assert [r.message for r in caplog.records] == [
         "rank 1 is gone (SIGKILL), without a word. If rank 0 waits for its device, it may wait for the part of the "
-        "reduction of iteration 7 that is missing, until the process group's own timeout. If not, its next forward "
-        "raises LostPeer."
+        "reduction of iteration 7 that is missing, until the process group's own timeout. If not, the forward "
+        "after its next backward raises LostPeer."
     ]
     caplog.clear()
     for fact, seconds in ((KILLED, 1.0), (LEFT, 60.0), (Fact(1, sight=Sight("gone"), report=DONE), 60.0)):
@@ -152,11 +163,4 @@ def test_a_rank_that_is_gone_without_a_word_is_named_once(looks, caplog):
 def test_only_what_was_launched_is_waited_for_on_a_device(looks):
     """In a backward this rank may be about to raise the same."""
     assert looks(FAILED, moments=IN_BACKWARD).group.aborts == 0
-    assert looks(FAILED, has_streams=False).group.aborts == 0
-
-
-def test_launched():
-    position = Reducer(LAUNCHED).position()
-    assert device_waits.launched(position) == 7
-    assert device_waits.launched({**position, "phase": _C.Phase.INCOMPLETE}) == 6
-    assert device_waits.launched(Reducer(IN_BACKWARD).position()) == 6
+    assert looks(FAILED, phase=_C.Phase.INCOMPLETE).group.aborts == 0

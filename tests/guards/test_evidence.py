@@ -19,23 +19,20 @@ from minddp.guards.evidence import (
     Fact,
     Kind,
     Wait,
+    culprits,
     describe,
-    has_passed,
+    has_gone_on,
     judge,
     lost,
-    reached,
-    root_causes,
     slow,
 )
 from minddp.ranks.processes import Process, Sight, here, look
 from tests.on_ranks import on_ranks
 
 NAMES = {3: "a.weight", 2: "a.bias"}
-WAIT = Wait(
-    Awaited("w", 7, what="bucket 1 of iteration 7"), "the reduction of bucket 1", 0, (4, 5, 6), NAMES, iteration=7
-)
-OUTSIDE = Wait(Awaited("group", what="the buffers"), "the buffers", 0, (4, 5, 6))
-ASKS = Wait(Awaited("w", what="the others' word"), "the others' word", 0, (4, 5, 6), iteration=7)
+WAIT = Wait(Awaited("w", 7, what="bucket 1 of iteration 7"), 4, (5, 6), NAMES)
+OUTSIDE = Wait(Awaited("group", what="the buffers"), 4, (5, 6))
+ASKS = Wait(Awaited("w", what="the others' word"), 4, (5, 6))
 PROCESS = Process("node7", "m", 77, 1)
 GONE, KILLED, EXITED = Sight("gone"), Sight("gone", "SIGKILL"), Sight("gone", "exit code 3")
 
@@ -48,18 +45,16 @@ def report(
     missing=(),
     wrapper="w",
     does="",
-    steps=0,
 ):
-    place = {"phase": phase, "iteration": iteration, "missing": list(missing), "steps": steps, "collectives": 3}
+    place = {"phase": phase, "iteration": iteration, "missing": list(missing), "collectives": 3}
     said = {"line": "train.py:3 in f", "words": "", "does": does}
-    said["reached"] = {wrapper: reached(place)}
     return {"places": {wrapper: place}, "wait": wait, "collective": collective, **said}
 
 
 def told(
     words="KeyError: x", left=False, because=(), phase="backward", iteration=7, wrapper="w", ends=False, collectives=3
 ):
-    place = {"phase": phase, "iteration": iteration, "missing": [], "steps": 0, "collectives": collectives}
+    place = {"phase": phase, "iteration": iteration, "missing": [], "collectives": collectives}
     places = {wrapper: place}
     said = {"words": words, "because": list(because), "ends": ends, "left": left, "over": False}
     return {**said, "places": places}
@@ -170,17 +165,11 @@ def test_the_number_of_a_collective_tells_who_has_done_its_part(known, kind):
     assert judge([fact(**known), BUSY], fourth)[0][1] is kind
 
 
-OWN = report("between", 7)["places"]["w"]
-
-
 @pytest.mark.parametrize(
-    ("known", "passed"),
+    ("known", "gone_on"),
     [
         ({"report": report("between", 7)}, False),  # before its step, or in it
-        ({"report": report("between", 7, steps=1)}, True),
-        ({"report": report("between", 6, steps=1)}, False),  # of the iteration before
         ({"report": report("forward", 8)}, False),
-        ({"report": report("forward", 8, steps=1)}, True),
         ({"report": report("backward", 8)}, True),
         ({"report": report("forward", 9)}, True),
         ({"report": report(wait=bucket_0("w", 7))}, False),  # this rank has sent its part
@@ -194,25 +183,21 @@ OWN = report("between", 7)["places"]["w"]
         ({"sight": Sight("stopped"), "report": report()}, False),
     ],
 )
-def test_who_has_gone_on_without_a_word(known, passed):
-    assert has_passed(fact(**known), ASKS, OWN) is passed
-
-
-@pytest.mark.parametrize(("theirs", "passed"), [(1, False), (2, False), (3, True)])
-def test_who_has_taken_more_steps_has_passed(theirs, passed):
-    assert has_passed(fact(report=report("between", 7, steps=theirs)), ASKS, {**OWN, "steps": 2}) is passed
+def test_who_has_gone_on_without_a_word(known, gone_on):
+    assert has_gone_on(fact(**known), report("between", 7)["places"]) is gone_on
 
 
 def test_the_first_cause_is_named():
     first, second = fact(sight=KILLED), fact(rank=6, failure=told("rank 5 will not", because=[5]))
     both = [(second, Kind.FAILED), (first, Kind.ENDED)]
-    assert root_causes(both) == [(first, Kind.ENDED)]
-    assert root_causes(both[:1]) == both[:1]
+    assert culprits(both, []) == [(first, Kind.ENDED)]
+    assert culprits(both[:1], []) == both[:1]
+    assert culprits(both[:1], both) == both[1:], "whom it has named is absent, too"
     victim = (fact(rank=6, report=report(wait=bucket_0("w", 6))), Kind.WAITS)
-    assert root_causes([victim, (first, Kind.STOPPED)]) == [(first, Kind.STOPPED)]
-    assert root_causes([victim]) == [victim]
-    text = lost(WAIT, 3.0, root_causes(both), "Connection closed\nat somewhere")
-    waits = "rank 5 will not take part in the reduction of bucket 1, for which rank 4 has waited 3 s. Rank 5 ("
+    assert culprits([victim, (first, Kind.STOPPED)], []) == [(first, Kind.STOPPED)]
+    assert culprits([victim], []) == [victim]
+    text = lost(WAIT, 3.0, culprits(both, []), "Connection closed\nat somewhere")
+    waits = "rank 5 will not take part in bucket 1 of iteration 7, for which rank 4 has waited 3 s. Rank 5 ("
     assert text.startswith(waits)
     assert text.endswith("The collective's own error: Connection closed")
     assert "with ddp.join():" in lost(WAIT, 3.0, [(fact(sight=GONE), Kind.ENDED)], "")
@@ -220,7 +205,7 @@ def test_the_first_cause_is_named():
 
 def test_the_warning():
     text = slow(WAIT, 10.0, [(BUSY, Kind.BUSY), (fact(), Kind.HERE)], store_is_silent=True)
-    assert "rank 4 has waited 10 s for the reduction of bucket 1. rank 6 did not come yet" in text
+    assert "rank 4 has waited 10 s for bucket 1 of iteration 7. rank 6 did not come yet" in text
     assert "store does not answer" in text
     assert slow(WAIT, 10.0, [(THERE, Kind.HERE)], False).endswith("all ranks are there: a slow network?")
     hooked = slow(replace(WAIT, hook="my_hook"), 10.0, [(THERE, Kind.HERE)], False)

@@ -13,6 +13,12 @@ from minddp.ranks.processes import Process, began, here
 ME = here()
 
 
+def opened(store, rank, size, process, clock=time.monotonic):
+    reports = Reports(store, rank, size, {rank: process}, clock)
+    reports.open(store)
+    return reports
+
+
 class Counted:
     """A store that counts requests."""
 
@@ -41,7 +47,7 @@ class Ranks:
         self.waiting, self.mute = {}, set()
 
     def _rank(self, rank):
-        reports = Reports(dist.HashStore(), rank, self.size, ME, clock=lambda: self.now)
+        reports = opened(dist.HashStore(), rank, self.size, ME, clock=lambda: self.now)
         reports._store = self.store
         for counter in ("asked", "failures"):
             self.store.add(counter, 0)
@@ -49,8 +55,7 @@ class Ranks:
         return reports
 
     def report(self, rank):
-        wait, reached = getattr(self, "waiting", {}).get(rank), {"w": [3, 2 * rank // self.size]}
-        return {"wait": wait, "reached": reached, "places": {}, "line": f"line {rank}"}
+        return {"wait": getattr(self, "waiting", {}).get(rank), "places": {}, "line": f"line {rank}"}
 
     def turns(self, seconds):
         """Returns the requests a second that all of them made."""
@@ -76,7 +81,7 @@ def test_requests_grow_no_faster_than_ranks(size):
         report, silent = ranks.ranks[rank].of(size // 2)
         if rank != size // 2:
             assert report["line"] == f"line {size // 2}" and not silent
-    assert collections.Counter(reports._asks != collections.deque() for reports in ranks.ranks)[True] == 1, "one asks"
+    assert collections.Counter(bool(reports._asks) for reports in ranks.ranks)[True] == 1, "one asks"
 
 
 def test_another_asks_once_the_one_that_did_is_mute():
@@ -84,7 +89,6 @@ def test_another_asks_once_the_one_that_did_is_mute():
     ranks.waiting = dict.fromkeys((1, 3, 5, 7), "w/1|bucket 0")
     ranks.turns(10)
     assert ranks.ranks[1]._asks and ranks.ranks[7].of(3)[0]["wait"] == "w/1|bucket 0"
-    assert [ranks.ranks[7].of(rank)[0]["reached"]["w"] for rank in (3, 5)] == [[3, 0], [3, 1]]
     ranks.mute = {1}
     ranks.turns(20)
     assert ranks.ranks[3]._asks and not ranks.ranks[5]._asks
@@ -147,37 +151,37 @@ def test_why_a_rank_waits_no_more_is_heard_before_it_is_seen(asks, monkeypatch):
 def test_what_earlier_ranks_left_on_the_store_is_passed_over(monkeypatch):
     """A launcher may give restarted ranks the store of those that failed."""
     store, other = dist.HashStore(), ME._replace(pid=1)
-    earlier = Reports(store, 1, 2, other)
+    earlier = opened(store, 1, 2, other)
     earlier.tell(FAILURE)
-    assert _news(Reports(store, 0, 2, ME)) == ["KeyError"]
+    assert _news(opened(store, 0, 2, ME)) == ["KeyError"]
     monkeypatch.setattr(processes, "began", lambda process: processes.now() + 10)
-    later = Reports(store, 0, 2, ME._replace(pid=2))
+    later = opened(store, 0, 2, ME._replace(pid=2))
     assert _news(later) == []
-    later.known[1] = other  # from the constructor's exchange: whatever the clocks say
+    later._known[1] = other  # from the constructor's exchange: whatever the clocks say
     earlier.tell({**FAILURE, "words": "again"})
     assert _news(later) == ["again"]
 
 
 def test_of_another_machine_only_a_process_that_is_known_is_believed():
     store, far = dist.HashStore(), Process("far", "another boot", 7, 1)
-    Reports(store, 1, 2, far).tell(FAILURE)
-    assert _news(Reports(store, 0, 2, ME)) == []
-    knows = Reports(store, 0, 2, ME._replace(pid=2))
-    knows.known[1] = far
+    opened(store, 1, 2, far).tell(FAILURE)
+    assert _news(opened(store, 0, 2, ME)) == []
+    knows = opened(store, 0, 2, ME._replace(pid=2))
+    knows._known[1] = far
     assert _news(knows) == ["KeyError"]
-    replaced = Reports(store, 0, 2, ME._replace(pid=3))
-    replaced.known[1] = far._replace(pid=8)
+    replaced = opened(store, 0, 2, ME._replace(pid=3))
+    replaced._known[1] = far._replace(pid=8)
     assert _news(replaced) == []
 
 
 def test_each_group_on_a_store_has_words_of_its_own():
     """A rank that goes on, and one whose process is another than before, meet on a new store."""
     store = dist.HashStore()
-    Reports(store, 1, 2, ME).tell(FAILURE)
-    assert _news(Reports(store, 1, 2, ME)) == []  # its next group
+    opened(store, 1, 2, ME).tell(FAILURE)
+    assert _news(opened(store, 1, 2, ME)) == []  # its next group
     another = dist.HashStore()
-    Reports(another, 1, 2, ME).tell(FAILURE)
-    assert _news(Reports(another, 0, 2, ME._replace(pid=1))) == ["KeyError"]
+    opened(another, 1, 2, ME).tell(FAILURE)
+    assert _news(opened(another, 0, 2, ME._replace(pid=1))) == ["KeyError"]
 
 
 def test_when_this_process_began():
@@ -186,7 +190,7 @@ def test_when_this_process_began():
 
 def test_a_host_that_has_left_is_seen_without_a_request(capfd):
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    reports = Reports(dist.TCPStore("127.0.0.1", host.port), 0, 2, ME)
+    reports = opened(dist.TCPStore("127.0.0.1", host.port), 0, 2, ME)
     assert reports.takes_a_last_word()
     del host
     deadline = time.monotonic() + 10
