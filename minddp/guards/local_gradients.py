@@ -5,7 +5,7 @@ for nobody. An optimizer that uses them takes another step on each rank, and the
 that every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside
 the other ranks, so they are asked, through the store, and only where such gradients are about to be used. A rank
 says its word when it steps, whatever it steps. A rank that is elsewhere, and steps later or never, is not waited for
-long: the step goes on, and what that rank says is compared at the next one.
+long: the step goes on.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class LocalGradients:
         self._shown = -1  # the backward of the last word
         self._mine: dict[str, list[float]] = {}  # that word
         self._is_compared = False
-        self._open: list[tuple[int, str, dict[str, list[float]]]] = []  # silent ranks, their keys, this word
         self._has_told = False
         self._refusal: RuntimeError | None = None
         self._kept: list[str] = []
@@ -113,7 +112,7 @@ class LocalGradients:
             uses: the step changes some of these parameters.
 
         Raises:
-            RuntimeError: the ranks' differ, or have differed at an earlier step; or another rank has none.
+            RuntimeError: the ranks' differ, or another rank has none.
             LostPeer: a rank whose word is waited for has failed.
 
         Where the store's host has left, nobody can be asked: that is logged, once a backward.
@@ -127,7 +126,7 @@ class LocalGradients:
                 self._show(named, iteration)
             if uses and not self._is_compared:
                 self._is_compared = True
-                self._refusal = self._compare_earlier() or self._compare()
+                self._refusal = self._compare()
         except dist.DistNetworkError:
             self._is_compared = True
             log.warning(_NOBODY_ANSWERS, self._rank, named[0][0])
@@ -171,34 +170,22 @@ class LocalGradients:
         return f"{self._asked[0]}/{self._asked[1]}"
 
     def _compare(self) -> RuntimeError | None:
+        assert self._store is not None
         begin = time.monotonic()
         for rank in self._others():
             key = f"{self._turn}/{rank}"
             word = self._await(rank, key, begin, patience=_PATIENCE * times.look)
             if word is Word.PASSED:
                 return RuntimeError(_message(list(self._mine), self._rank, rank, time.monotonic() - begin))
-            if word is Word.OPEN:
-                self._open.append((rank, key, self._mine))
-                if not self._has_told:
-                    self._has_told = True
-                    log.warning(_NO_WORD, self._rank, next(iter(self._mine)), rank, time.monotonic() - begin)
-            elif word is Word.SAID and (refusal := self._difference(rank, key, self._mine)):
-                return refusal
+            if word is Word.OPEN and not self._has_told:
+                self._has_told = True
+                log.warning(_NO_WORD, self._rank, next(iter(self._mine)), rank, time.monotonic() - begin)
+            if word is Word.SAID and self._store.check([key]):  # one that has joined has said nothing
+                theirs = json.loads(self._store.get(key))
+                differing = [name for name, mine in self._mine.items() if not _alike(mine, theirs.get(name))]
+                if differing:
+                    return RuntimeError(_message(differing, self._rank, rank, None))
         return None
-
-    def _compare_earlier(self) -> RuntimeError | None:
-        """With what ranks have said since."""
-        still, self._open = self._open, []
-        return next(filter(None, (self._difference(*each) for each in still)), None)
-
-    def _difference(self, rank: int, key: str, mine: dict[str, list[float]]) -> RuntimeError | None:
-        """None of a rank that has joined, or said nothing."""
-        assert self._store is not None
-        if not self._store.check([key]):
-            return None
-        theirs = json.loads(self._store.get(key))
-        differing = [name for name in mine if not _alike(mine[name], theirs.get(name))]
-        return RuntimeError(_message(differing, self._rank, rank, None)) if differing else None
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
@@ -239,7 +226,7 @@ _NOBODY_ANSWERS = (
 _NO_WORD = (
     "optimizer.step() on rank %d uses gradients of a backward that ran past DistributedDataParallel's forward, of "
     "'%s' among others. Rank %d has said nothing about its own for %.0f s: it may step later, or not at all. The "
-    "step goes on, and so do later ones after as long a wait; if that rank's turn out to differ, one raises."
+    "step goes on, and so do later ones after as long a wait. If that rank's differ, the replicas drift apart."
 )
 
 _NOT_ALL_STEPPED = (

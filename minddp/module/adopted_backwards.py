@@ -25,20 +25,15 @@ _TEXT = (
 )
 
 
-class AdoptedBackwards:
-    """Warns once."""
-
-    def __init__(self) -> None:
-        self._has_warned = False
-
-    def look(self, module: torch.nn.Module, reducer: Reducer, parameters: Sequence[int]) -> None:
-        """``parameters``: the indices of those that the backward's graph leads to. Called inside of the backward."""
-        if self._has_warned or _is_within_a_node():
-            return
-        self._has_warned = True
-        names = ", ".join(f"'{reducer.names[index]}'" for index in parameters[:3])
-        more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
-        log.warning(_TEXT, type(module).__name__, reducer.group.rank(), names + more)
+def warn(module: torch.nn.Module, reducer: Reducer, parameters: Sequence[int]) -> bool:
+    """Inside of such a backward: logs it. ``parameters``: the indices of those that its graph leads to. Returns
+    whether it is one."""
+    if _is_within_a_node():
+        return False
+    names = ", ".join(f"'{reducer.names[index]}'" for index in parameters[:3])
+    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
+    log.warning(_TEXT, type(module).__name__, reducer.group.rank(), names + more)
+    return True
 
 
 def _is_within_a_node() -> bool:

@@ -30,7 +30,7 @@ from ..reduction.reducer import Reducer, weakly
 from ..reduction.wire import WireFormat
 from ..straggler.watch import StragglerWatch
 from ..timeline import recording
-from .adopted_backwards import AdoptedBackwards
+from . import adopted_backwards
 from .comm_hooks import BUILTIN_HOOK_DTYPES, waits_in_callbacks
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
@@ -77,7 +77,7 @@ class Engine(StepCheck):
         self.hook: tuple[Any, Any] | None = None
         self.mixed: MixedPrecision | None = None
         self.finite: FiniteCheck | None = None
-        self._adopted = AdoptedBackwards()
+        self._has_warned_of_adopted = False
         self.has_rebuilt_buckets = False
         self._stragglers = None if config.on_straggler is None else StragglerWatch(config.on_straggler)
         self._made = False
@@ -352,7 +352,8 @@ class Engine(StepCheck):
 
     def _on_adopted(self, parameters: list[int]) -> None:
         """A backward counts as a waiting forward's, and its graph has no node of the wrapper's."""
-        self._adopted.look(self.module, self.reducer, parameters)
+        if not self._has_warned_of_adopted:
+            self._has_warned_of_adopted = adopted_backwards.warn(self.module, self.reducer, parameters)
 
     # --- refusing ---
 

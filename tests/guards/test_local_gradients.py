@@ -106,7 +106,7 @@ def test_a_store_whose_host_has_left_ends_no_program(caplog):
     guard.meet_after_step(1)
 
 
-def test_a_rank_that_says_nothing_is_not_waited_for_long_and_compared_later(monkeypatch, caplog):
+def test_a_rank_that_says_nothing_is_not_waited_for_long(monkeypatch, caplog):
     monkeypatch.setattr(times, "look", 0.01)
     store = dist.HashStore()
     guard = LocalGradients(_Group(), store, "wrapper")
@@ -115,9 +115,7 @@ def test_a_rank_that_says_nothing_is_not_waited_for_long_and_compared_later(monk
     assert [record.getMessage()[:73] for record in caplog.records] == [
         "optimizer.step() on rank 0 uses gradients of a backward that ran past Dis"
     ]
-    theirs = dist.PrefixStore("minddp/local/wrapper", store)
-    theirs.set("3/0/1", theirs.get("3/0/0") if theirs.check(["3/0/0"]) else theirs.get("4/0/0"))
-    theirs.set("4/0/1", '{"weight": [1.0, 1.0, 0.0]}')
+    dist.PrefixStore("minddp/local/wrapper", store).set("5/0/1", '{"weight": [1.0, 1.0, 0.0]}')
     with pytest.raises(RuntimeError, match="'weight': .* they differ from rank 1's"):
         guard.check(ONES, backward=5, iteration=5)
 
