@@ -34,6 +34,7 @@ ROOMS = {
         "_functions", "config", "environment", "ranks", "guards", "reduction", "planner", "timeline", "straggler",
         "wire",
     },
+    "owned": {"guards", "module", "ranks"},
     "testing": set(),
     "launching": {"_extension", "module", "planner", "timeline", "straggler", "shm", "testing"},
     "__main__": {"launching"},
