@@ -8,8 +8,8 @@ What always holds: when :meth:`Owned.step` returns, every parameter is whole on 
 optimizers would have given it. An owner's update of a parameter may depend on that parameter, its gradient and its
 state alone.
 
-Here: who owns what (``layout``), the values' way to the others (``exchange``), states (``states``), what is asked of a
-wrapper (``binding``), and the class (``optimizer``). May import from ``module``, ``guards`` and ``ranks``. Not here:
+Here: who owns what (``layout``), the values' way to the others (``exchange``), states (``states``), what is asked of
+a wrapper (``binding``), and the class (``optimizer``). May import from ``module``, ``guards`` and ``ranks``. Not here:
 anything that averages gradients.
 """
 
