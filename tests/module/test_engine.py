@@ -19,23 +19,15 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import minddp
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
+from tests.programs.beside_torch import batch, mlp
 from tests.reducer.test_reducer_contracts import Complex
 
 DDP = minddp.DistributedDataParallel
 
 
-def _net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def _batch(rank, i=0):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
-
-
 def _step(ddp, rank, i=0):
     ddp.zero_grad()
-    ddp(_batch(rank, i)).pow(2).sum().backward()
+    ddp(batch(rank, i)).pow(2).sum().backward()
     return [p.grad.clone() for p in ddp.parameters()]
 
 
@@ -44,7 +36,7 @@ def _truth(net, world_size, i=0, reduce="mean"):
     net = copy.deepcopy(net).float()
     net.zero_grad()
     for rank in range(world_size):
-        net(_batch(rank, i)).pow(2).sum().backward()
+        net(batch(rank, i)).pow(2).sum().backward()
     return [p.grad / (world_size if reduce == "mean" else 1) for p in net.parameters()]
 
 
@@ -110,7 +102,7 @@ def test_after_each_remaking_one_reducer_is_hooked_and_right(rank, world_size):
     warnings.simplefilter("ignore")
     for remake in REMAKE:
         for arguments in ARGUMENTS:
-            ddp = DDP(_net(), **arguments)
+            ddp = DDP(mlp(), **arguments)
             if remake in (_refresh, _new_group):
                 _step(ddp, rank)
             same = remake(ddp)
@@ -124,11 +116,11 @@ def test_after_each_remaking_one_reducer_is_hooked_and_right(rank, world_size):
 @on_ranks(2)
 def test_the_tuner_and_mixed_precision_follow_the_reducer(rank, world_size):
     mixed = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    auto = DDP(_net(), bucket_cap_mb="auto")
+    auto = DDP(mlp(), bucket_cap_mb="auto")
     auto._set_static_graph()
     assert auto._minddp_engine.tuner._reducer is auto.reducer
     group = dist.new_group()
-    for ddp in (auto, DDP(_net(), mixed_precision=mixed)):
+    for ddp in (auto, DDP(mlp(), mixed_precision=mixed)):
         ddp._update_process_group(group)
         low = ddp.mixed_precision is not None
         for i in range(3):
@@ -145,7 +137,7 @@ def test_nothing_outlives_its_wrapper(rank, world_size):
     alive = []
     for option in options:
         for hook in (False, True):
-            ddp = DDP(_net(), **option)
+            ddp = DDP(mlp(), **option)
             if hook and option.get("bucket_cap_mb") != "auto":
                 ddp.register_comm_hook(ddp, lambda state, bucket: default_hooks.allreduce_hook(None, bucket))
             for i in range(2):
@@ -161,7 +153,7 @@ def test_nothing_outlives_its_wrapper(rank, world_size):
 
 @on_ranks(2)
 def test_a_constructor_that_failed_leaves_no_hooks(rank, world_size):
-    net = _net()
+    net = mlp()
     other = minddp.bucket_plan(DDP(nn.Linear(3, 3)))
     with pytest.raises(ValueError, match="plan"):
         DDP(net, bucket_plan=other)
@@ -202,16 +194,16 @@ def test_a_sum_that_one_rank_adds_to(rank, world_size):
 
 
 def _plans(rank, world_size, folder):
-    ddp = DDP(_net(), bucket_cap_mb=numpy.float64(1e-5), bucket_cap_mb_list=None)
+    ddp = DDP(mlp(), bucket_cap_mb=numpy.float64(1e-5), bucket_cap_mb_list=None)
     _step(ddp, rank)
     _step(ddp, rank)
     plan = minddp.bucket_plan(ddp)
     path = f"{folder}/plan-{rank}.json"
     plan.save(path)
-    pinned = DDP(_net(), bucket_plan=path)
+    pinned = DDP(mlp(), bucket_plan=path)
     buckets = pinned.reducer.buckets()
     assert buckets == ddp.reducer.buckets()
-    for same in (copy.deepcopy(pinned), _unpickled(pinned), _static(pinned), _builtin(DDP(_net(), bucket_plan=plan))):
+    for same in (copy.deepcopy(pinned), _unpickled(pinned), _static(pinned), _builtin(DDP(mlp(), bucket_plan=plan))):
         assert same.reducer.buckets() == buckets
         _step(same, rank)
         _step(same, rank)
@@ -222,9 +214,9 @@ def _plans(rank, world_size, folder):
     other = minddp.BucketPlan([[i] for i in range(4)]).for_parameters(names, shapes, dtypes, order)
     turned = minddp.BucketPlan([[i] for i in range(4)]).for_parameters(names, shapes, dtypes, order[::-1])
     with pytest.raises(ValueError, match="bucket_plan"):
-        DDP(_net(), bucket_plan=other if rank == 0 else turned)
+        DDP(mlp(), bucket_plan=other if rank == 0 else turned)
     with pytest.raises(TypeError, match="bucket_plan"):
-        DDP(_net(), bucket_plan=3)
+        DDP(mlp(), bucket_plan=3)
     return True
 
 
@@ -253,7 +245,7 @@ def _raise_after(backward_calls):
 @on_ranks(2, 3)
 def test_after_an_exception_that_all_ranks_met(rank, world_size):
     for index in (-1, 0):  # before the first gradient of a backward, and in its midst
-        net = _net()
+        net = mlp()
         ddp = DDP(net, bucket_cap_mb_list=[1e-5] * 2)
         optimizer = torch.optim.SGD(net.parameters(), 0.0)
         for i in range(2):
@@ -265,13 +257,13 @@ def test_after_an_exception_that_all_ranks_met(rank, world_size):
             else net[0].weight.register_hook(_raise_after(1))
         )
         with pytest.raises(Boom):
-            ddp(_batch(rank)).pow(2).sum().backward()
+            ddp(batch(rank)).pow(2).sum().backward()
         handle.remove()
         if index == 0:
             with pytest.raises(RuntimeError, match="ended with an exception.*abort_iteration"):
                 optimizer.step()
             with pytest.raises(RuntimeError, match="ended with an exception"):
-                ddp(_batch(rank))
+                ddp(batch(rank))
             minddp.abort_iteration(ddp)
         for i in range(3):
             _same(_step(ddp, rank, i), _truth(net, world_size, i))
@@ -371,7 +363,7 @@ def test_the_finite_check_beside_skipped_buckets_and_join(rank, world_size):
             ddp(torch.full((1, 1), value), which).sum().backward()
         with pytest.raises(RuntimeError, match=f"'{which}.weight' on rank 1"):
             optimizer.step()
-    ddp = DDP(_net(), check_finite=True)
+    ddp = DDP(mlp(), check_finite=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     with ddp.join():
         for i in range(2 + 2 * rank):
@@ -384,22 +376,22 @@ def test_the_finite_check_beside_skipped_buckets_and_join(rank, world_size):
 
 @on_ranks(2)
 def test_odd_parameters_and_names(rank, world_size):
-    net = _net()
+    net = mlp()
     if hasattr(net[0].weight, "grad_dtype"):
         net.half()
         net[0].weight.grad_dtype = torch.float32
         with pytest.raises(RuntimeError, match="'0.weight'.*grad_dtype"):
             DDP(net)
-    net = _net()
+    net = mlp()
     net.register_buffer("one", torch.ones(2))
     net.register_buffer("two", net.one)
     net._ddp_params_and_buffers_to_ignore = ["nowhere", "two"]
     with unittest.TestCase().assertLogs("minddp", "WARNING") as logs:
         ddp = DDP(net)
     assert "nowhere" in logs.output[0]
-    _same(_step(ddp, rank), _truth(_net(), world_size))
-    mixed = DDP(_net(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    mixed(_batch(rank))
+    _same(_step(ddp, rank), _truth(mlp(), world_size))
+    mixed = DDP(mlp(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    mixed(batch(rank))
     state = mixed.state_dict()
     assert {t.dtype for t in state.values()} == {torch.float32}
     mixed.load_state_dict(pickle.loads(pickle.dumps(state)))
@@ -456,7 +448,7 @@ class PythonGroup(dist.ProcessGroup):
 def test_a_process_group_written_in_python(rank, world_size):
     for arguments in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
         group = PythonGroup()
-        net = _net()
+        net = mlp()
         if rank:
             net[0].weight.data.zero_()  # rank 0's is broadcast
         net.register_buffer("count", torch.full((1,), float(rank)))
@@ -493,7 +485,7 @@ def test_another_group_for_delayed_parameters(rank, world_size):
     """Where every parameter is delayed there is no reducer; the one collective goes over the new group, too."""
     pair = dist.new_group([0, 1])
     for all_delayed in (True, False):
-        net = _net()
+        net = mlp()
         delayed = [named for named in net.named_parameters() if all_delayed or named[0].startswith("2.")]
         ddp = DDP(net, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=net[0].weight)
         if rank == 2:
@@ -504,11 +496,11 @@ def test_another_group_for_delayed_parameters(rank, world_size):
 
 
 def _refreshed(rank, world_size):
-    ddp = DDP(_net().double(), gradient_as_bucket_view=True, reduce_dtype=torch.float64)
+    ddp = DDP(mlp().double(), gradient_as_bucket_view=True, reduce_dtype=torch.float64)
     ddp.module.float()
     with pytest.raises(ValueError, match="contradict"):
         minddp.refresh(ddp)
-    ddp = DDP(_net(), find_unused_parameters=True)
+    ddp = DDP(mlp(), find_unused_parameters=True)
     key = ddp._minddp_engine.inspector.key
     minddp.refresh(ddp)
     assert ddp._minddp_engine.inspector.key == key  # or what one rank tells, the others look for under another name
@@ -525,7 +517,7 @@ def test_refresh_repeats_what_construction_checks_and_agrees_on():
 def test_an_unpickled_wrapper_logs_its_hook(rank, world_size):
     names = []
     for hook in (default_hooks.allreduce_hook, dist.BuiltinCommHookType.ALLREDUCE):
-        ddp = DDP(_net())
+        ddp = DDP(mlp())
         if isinstance(hook, dist.BuiltinCommHookType):
             ddp._register_builtin_comm_hook(hook)
         else:

@@ -1,4 +1,4 @@
-"""One program twice in the same processes: with torch's class, and with minddp's."""
+"""One program twice in the same processes: with torch's class, and with minddp's. And what programs are made of."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
@@ -59,3 +60,21 @@ def those_that_differ(
         for name, (theirs, ours) in seen.items()
         if differ(theirs, ours)
     ]
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batch(rank: int, i: int = 0) -> torch.Tensor:
+    """That of a rank in its iteration ``i``, for :func:`mlp`."""
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
+
+
+def gradients(*modules: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for module in modules for p in module.parameters()]
+
+
+def weights(module: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in module.parameters()]

@@ -17,18 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import minddp
 from minddp.testing import free_port
 from tests.on_ranks import on_ranks
-from tests.programs.beside_torch import differ
+from tests.programs.beside_torch import batch, differ, mlp
 
 pytestmark = pytest.mark.skipif(not rpc.is_available(), reason="torch was built without RPC")
-
-
-def batch(rank, i=0):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 class Branches(nn.Module):

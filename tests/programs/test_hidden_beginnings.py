@@ -17,31 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from tests.on_ranks import on_ranks
-from tests.programs.beside_torch import those_that_differ
+from tests.programs.beside_torch import batch, gradients, mlp, those_that_differ, weights
 from tests.programs.other_collective import other_collective
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def batch(rank, i=0):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
-
-
-def gradients(*modules):
-    return [None if p.grad is None else p.grad.clone() for module in modules for p in module.parameters()]
 
 
 def descend(module):
     with torch.no_grad():
         for p in module.parameters():
             p -= 0.1 * p.grad
-
-
-def weights(module):
-    return [p.detach().clone() for p in module.parameters()]
 
 
 class Experts(nn.Module):

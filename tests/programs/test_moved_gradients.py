@@ -13,23 +13,15 @@ import minddp
 from minddp.testing import run_ranks
 from tests.faults.logged import logged
 from tests.on_ranks import on_ranks
-from tests.programs.beside_torch import MODES, those_that_differ
+from tests.programs.beside_torch import MODES, batch, gradients, those_that_differ
 
 # In the first iteration of a static graph torch's class takes gradients at the end only.
 AS_THEY_ARRIVE = {mode: MODES[mode] for mode in MODES if mode != "static"}
 
 
-def batch(rank, i=0):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
-
-
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def gradients(ddp):
-    return [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
 
 
 def main_grad_of_some(cls, rank, **args):

@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.programs.beside_torch import MODES, those_that_differ
-
-
-def _net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+from tests.programs.beside_torch import MODES, mlp, those_that_differ
 
 
 def _steps(ddp, rank, count=4, first=0):
@@ -32,14 +27,14 @@ def _steps(ddp, rank, count=4, first=0):
 
 
 def hook_on_one_rank(cls, rank, **args):
-    ddp = cls(_net(), **args)
+    ddp = cls(mlp(), **args)
     if rank == 0:
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     return _steps(ddp, rank)
 
 
 def hook_on_one_rank_later(cls, rank, **args):
-    ddp = cls(_net(), **args)
+    ddp = cls(mlp(), **args)
     seen = _steps(ddp, rank)
     if rank == 0:
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -48,7 +43,7 @@ def hook_on_one_rank_later(cls, rank, **args):
 
 def all_reduce_by_hand(cls, rank, **args):
     """A rank without a batch sends zeros for its one bucket."""
-    ddp = cls(_net(), **args)
+    ddp = cls(mlp(), **args)
     seen = _steps(ddp, rank)
     ddp.zero_grad()
     if rank == 0:
@@ -75,13 +70,13 @@ def hook_in_a_thread(cls, rank, **args):
             time.sleep(0.02 * (rank == 0))
             return future
 
-        ddp = cls(_net(), **args)
+        ddp = cls(mlp(), **args)
         ddp.register_comm_hook(None, hook)
         return _steps(ddp, rank)
 
 
 def other_default_dtypes(cls, rank, **args):
-    ddp = cls(_net(), **args)
+    ddp = cls(mlp(), **args)
     torch.set_default_dtype([torch.float32, torch.float64][rank % 2])
     try:
         return _steps(ddp, rank)

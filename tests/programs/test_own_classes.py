@@ -17,11 +17,7 @@ from torch import nn
 
 import minddp
 from minddp.testing import run_ranks
-from tests.programs.beside_torch import MODES, those_that_differ
-
-
-def batch(rank, i=0):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
+from tests.programs.beside_torch import MODES, batch, those_that_differ
 
 
 class Two(nn.Module):

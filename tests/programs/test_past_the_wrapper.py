@@ -18,24 +18,11 @@ import minddp
 from minddp.guards import times
 from minddp.testing import RankError, run_ranks, shutdown
 from tests.on_ranks import on_ranks
-from tests.programs.beside_torch import those_that_differ
-
-
-def _net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def _batch(rank, i=0):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
+from tests.programs.beside_torch import batch, mlp, those_that_differ, weights
 
 
 def _sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr)
-
-
-def _weights(model):
-    return [p.detach().clone() for p in model.parameters()]
 
 
 # ---- right with torch: the same weights with minddp
@@ -43,62 +30,62 @@ def _weights(model):
 
 def logged_forward_then_no_sync(wrap, rank):
     """A synchronized forward whose backward never comes adopts the next one."""
-    model = wrap(_net())
+    model = wrap(mlp())
     for i in range(3):
         model.zero_grad()
         with model.no_sync():
-            out = model(_batch(rank, i))
-        model(_batch(rank, i + 1)).detach()
+            out = model(batch(rank, i))
+        model(batch(rank, i + 1)).detach()
         out.pow(2).sum().backward()
         _sgd(model).step()
-    return _weights(model)
+    return weights(model)
 
 
 def a_static_graph_is_that_of_its_own_outputs(wrap, rank):
     """While the first forward waits, another backward is none of its: local, with torch's class too."""
-    net = _net()
+    net = mlp()
     model = wrap(net, static_graph=True)
-    past = net(_batch(rank))
-    model(_batch(rank, 1))
+    past = net(batch(rank))
+    model(batch(rank, 1))
     past.pow(2).sum().backward()
     return [p.grad.clone() for p in net.parameters()]
 
 
 def a_static_graph_that_begins_under_no_sync(wrap, rank):
     """A synchronized forward waits, and adopts the backward of one under no_sync."""
-    model = wrap(_net(), static_graph=True)
-    model(_batch(rank, 1))
+    model = wrap(mlp(), static_graph=True)
+    model(batch(rank, 1))
     with model.no_sync():
-        out = model(_batch(rank))
+        out = model(batch(rank))
     out.pow(2).sum().backward()
     return [p.grad.clone() for p in model.parameters()]
 
 
 def penalty_then_probe(wrap, rank):
-    model = wrap(_net())
+    model = wrap(mlp())
     for i in range(3):
         model.zero_grad()
-        x = _batch(rank, i).requires_grad_()
+        x = batch(rank, i).requires_grad_()
         out = model(x)
         (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         (out.pow(2).mean() + g.pow(2).mean()).backward()
         _sgd(model).step()
         model.zero_grad()
         if rank == 0:
-            model.module(_batch(rank)).sum().backward()
+            model.module(batch(rank)).sum().backward()
             model.zero_grad()
-    return _weights(model)
+    return weights(model)
 
 
 def _penalized(model, rank, i):
     model.zero_grad()
-    model(_batch(rank, i)).pow(2).mean().backward()
+    model(batch(rank, i)).pow(2).mean().backward()
     (0.1 * sum(p.pow(2).sum() for p in model.parameters() if p.dim() > 1)).backward()
 
 
 def a_penalty_where_each_rank_steps_its_share(wrap, rank):
     """All that the penalty has touched is rank 0's."""
-    model = wrap(_net())
+    model = wrap(mlp())
     parameters = list(model.parameters())
     mine = parameters[rank::2] if rank < 2 else [torch.zeros(1, requires_grad=True)]
     optimizer = torch.optim.Adam(mine, 0.1)
@@ -107,12 +94,12 @@ def a_penalty_where_each_rank_steps_its_share(wrap, rank):
         optimizer.step()
         for number, parameter in enumerate(parameters):
             dist.broadcast(parameter.data, number % 2)
-    return _weights(model)
+    return weights(model)
 
 
 def a_penalty_where_rank_0_alone_steps(wrap, rank):
     with times.faster(0.05):
-        model = wrap(_net())
+        model = wrap(mlp())
         optimizer = torch.optim.Adam(model.parameters(), 0.1)
         for i in range(2):
             _penalized(model, rank, i)
@@ -120,12 +107,12 @@ def a_penalty_where_rank_0_alone_steps(wrap, rank):
                 optimizer.step()
             for parameter in model.parameters():
                 dist.broadcast(parameter.data, 0)
-    return _weights(model)
+    return weights(model)
 
 
 def probe_in_another_thread(wrap, rank):
     """Each thread numbers its nodes from 0."""
-    model = wrap(_net())
+    model = wrap(mlp())
 
     def in_thread(f):
         thread = threading.Thread(target=f)
@@ -134,13 +121,13 @@ def probe_in_another_thread(wrap, rank):
 
     for i in range(3):
         model.zero_grad()
-        in_thread(lambda i=i: model(_batch(rank, i)).pow(2).sum().backward())
+        in_thread(lambda i=i: model(batch(rank, i)).pow(2).sum().backward())
         _sgd(model).step()
         model.zero_grad()
         if rank == 0:
-            in_thread(lambda: model.module(_batch(rank)).sum().backward())
+            in_thread(lambda: model.module(batch(rank)).sum().backward())
             model.zero_grad()
-    return _weights(model)
+    return weights(model)
 
 
 class Box:
@@ -151,7 +138,7 @@ class Box:
 class Hides(nn.Module):
     def __init__(self):
         super().__init__()
-        self.net = _net()
+        self.net = mlp()
 
     def forward(self, x):
         return Box(checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=True).pow(2).mean())
@@ -161,9 +148,9 @@ def hidden_output_of_a_checkpoint(wrap, rank):
     model = wrap(Hides())
     for i in range(3):
         model.zero_grad()
-        model(_batch(rank, i)).loss.backward()
+        model(batch(rank, i)).loss.backward()
         _sgd(model).step()
-    return _weights(model)
+    return weights(model)
 
 
 class Scale(nn.Module):
@@ -179,52 +166,52 @@ def penalty_with_a_forward_between(wrap, rank):
     model = wrap(Scale())
     for i in range(3):
         model.zero_grad()
-        x = _batch(rank, i).requires_grad_()
+        x = batch(rank, i).requires_grad_()
         (g,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
-        model(_batch(rank, i + 1))
+        model(batch(rank, i + 1))
         g.pow(2).mean().backward()
         _sgd(model, 0.01).step()
-    return _weights(model)
+    return weights(model)
 
 
 def penalty_on_weights_with_zero(wrap, rank):
     """Each rank steps its own shard."""
-    model = wrap(_net())
+    model = wrap(mlp())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     for i in range(3):
         model.zero_grad()
-        model(_batch(rank, i)).pow(2).mean().backward()
+        model(batch(rank, i)).pow(2).mean().backward()
         sum(p.pow(2).sum() * 0.1 for p in model.parameters()).backward()
         optimizer.step()
-    return _weights(model)
+    return weights(model)
 
 
 def copied_on_one_rank(wrap, rank):
     """Wrappers are not numbered alike on the ranks."""
-    first = wrap(_net())
+    first = wrap(mlp())
     kept = copy.deepcopy(first) if rank == 0 else None
-    model = wrap(_net())
+    model = wrap(mlp())
     for i in range(3):
         model.zero_grad()
-        model(_batch(rank, i)).pow(2).mean().backward()
+        model(batch(rank, i)).pow(2).mean().backward()
         sum(p.pow(2).sum() * 0.1 for p in model.parameters()).backward()
         _sgd(model).step()
-    return _weights(model) if kept is None or kept is not None else []
+    return weights(model) if kept is None or kept is not None else []
 
 
 def with_a_closure(wrap, rank):
-    model = wrap(_net())
+    model = wrap(mlp())
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     for i in range(2):
 
         def closure(i=i):
             optimizer.zero_grad()
-            loss = model(_batch(rank, i)).pow(2).mean()
+            loss = model(batch(rank, i)).pow(2).mean()
             loss.backward()
             return 0.0 * loss.detach()  # local losses would end the search at other places
 
         optimizer.step(closure)
-    return _weights(model)
+    return weights(model)
 
 
 class _Checkpointed(nn.Module):
@@ -247,42 +234,42 @@ def old_wrapper_and_a_reentrant_checkpoint(wrap, rank):
     with model.join():
         for i in range(3 if rank == 0 else 2):
             optimizer.zero_grad()
-            model(_batch(rank, i)[: 2 + rank]).pow(2).sum().backward()
+            model(batch(rank, i)[: 2 + rank]).pow(2).sum().backward()
             optimizer.step()
-    return _weights(model)
+    return weights(model)
 
 
 def forward_on_one_rank_after_a_step(wrap, rank):
     """With find_unused_parameters, and no buffers, forward has no collective in it."""
-    weights = []
+    trained = []
     for skip in (False, True):
-        model = wrap(_net(), find_unused_parameters=True, skip_all_reduce_unused_params=skip)
+        model = wrap(mlp(), find_unused_parameters=True, skip_all_reduce_unused_params=skip)
         for i in range(3):
             model.zero_grad()
-            model(_batch(rank, i)).pow(2).sum().backward()
+            model(batch(rank, i)).pow(2).sum().backward()
             if rank == 1:
-                model(_batch(rank, i + 1)).detach()
+                model(batch(rank, i + 1)).detach()
             torch.distributed.barrier()
             _sgd(model).step()
-        weights += _weights(model)
-    return weights
+        trained += weights(model)
+    return trained
 
 
 def a_hook_after_the_first_steps(wrap, rank):
-    model = wrap(_net())
+    model = wrap(mlp())
     for i in range(6):
         if i in (2, 4):
             model = wrap(model.module) if i == 4 else model
             model.register_comm_hook(None, fp16_compress_hook if i == 2 else allreduce_hook)
         model.zero_grad()
-        model(_batch(rank, i)).pow(2).sum().backward()
+        model(batch(rank, i)).pow(2).sum().backward()
         _sgd(model).step()
-    return _weights(model)
+    return weights(model)
 
 
 def a_step_in_a_hooks_callback(wrap, rank):
     """By hand what torch's _hook_then_optimizer does, on whichever thread the collective ends."""
-    model = wrap(_net(), bucket_cap_mb_list=[1e-5] * 2)
+    model = wrap(mlp(), bucket_cap_mb_list=[1e-5] * 2)
     optimizers = {p: torch.optim.SGD([p], 0.05, momentum=0.9) for p in model.parameters()}
 
     def hook(_, bucket):
@@ -296,9 +283,9 @@ def a_step_in_a_hooks_callback(wrap, rank):
 
     model.register_comm_hook(None, hook)
     for i in range(4):
-        model(_batch(rank, i)).pow(2).sum().backward()
+        model(batch(rank, i)).pow(2).sum().backward()
         model.zero_grad()
-    return _weights(model)
+    return weights(model)
 
 
 class _Prompt(nn.Module):
@@ -320,7 +307,7 @@ def a_parameter_as_the_output(wrap, rank):
         with model.no_sync() if i < 2 else contextlib.nullcontext():
             (model() + rank + i).pow(2).sum().backward()
         _sgd(model).step()
-    return _weights(model)
+    return weights(model)
 
 
 class _Half(nn.Module):
@@ -339,9 +326,9 @@ def unused_in_one_of_two_wrappers(wrap, rank):
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
     first, second = wrap(_Half(layer, nn.Linear(4, 4))), wrap(_Half(layer))
-    (first(_batch(rank)) + second(_batch(rank, 1))).pow(2).sum().backward()
+    (first(batch(rank)) + second(batch(rank, 1))).pow(2).sum().backward()
     _sgd(second).step()
-    return _weights(second)
+    return weights(second)
 
 
 def interrupted_in_one_of_two_wrappers(wrap, rank):
@@ -351,11 +338,11 @@ def interrupted_in_one_of_two_wrappers(wrap, rank):
     first, second = wrap(_Half(layer)), wrap(_Half(layer))
     handle = layer.bias.register_post_accumulate_grad_hook(_raises)
     with pytest.raises(ValueError, match="on purpose"):
-        first(_batch(rank)).pow(2).sum().backward()
+        first(batch(rank)).pow(2).sum().backward()
     handle.remove()
-    second(_batch(rank, 1)).pow(2).sum().backward()
+    second(batch(rank, 1)).pow(2).sum().backward()
     _sgd(second).step()
-    return _weights(second)
+    return weights(second)
 
 
 def _raises(*_):
@@ -364,17 +351,17 @@ def _raises(*_):
 
 def forwards_on_one_rank_with_a_static_graph(wrap, rank):
     """Buckets are cut anew in a forward, together: with a static graph after the second backward, not the first."""
-    model = wrap(_net(), static_graph=True, bucket_cap_mb_list=[1e-4] * 2)
+    model = wrap(mlp(), static_graph=True, bucket_cap_mb_list=[1e-4] * 2)
     optimizer = _sgd(model)
     for i in range(4):
         optimizer.zero_grad()
-        model(_batch(rank, i)).pow(2).sum().backward()
+        model(batch(rank, i)).pow(2).sum().backward()
         optimizer.step()
         if i != 1 and rank == 1:
-            x = _batch(rank).requires_grad_()
+            x = batch(rank).requires_grad_()
             torch.autograd.grad(model(x).sum(), x)
         dist.all_reduce(torch.ones(1))
-    return _weights(model)
+    return weights(model)
 
 
 def after_an_exception_before_any_gradient(wrap, rank):
@@ -383,50 +370,50 @@ def after_an_exception_before_any_gradient(wrap, rank):
     class Heads(nn.Module):
         def __init__(self):
             super().__init__()
-            self.trunk, self.a, self.b = _net(), nn.Linear(2, 1), nn.Linear(2, 1)
+            self.trunk, self.a, self.b = mlp(), nn.Linear(2, 1), nn.Linear(2, 1)
 
         def forward(self, x):
             h = self.trunk(x)
             return self.a(h), self.b(h)
 
     model = wrap(Heads(), find_unused_parameters=True)
-    older = model(_batch(rank))
+    older = model(batch(rank))
 
     handle = model.module.register_full_backward_hook(_raises)
-    newer = model(_batch(rank, 1))
+    newer = model(batch(rank, 1))
     handle.remove()
     with pytest.raises(ValueError, match="on purpose"):
         newer[0].sum().backward()
     older[0].sum().backward()
     _sgd(model).step()
-    return _weights(model)
+    return weights(model)
 
 
 def local_steps_with_a_penalty_and_past_the_wrapper(wrap, rank):
     """Each rank trains by itself for three steps, and then all together."""
-    model = wrap(_net())
+    model = wrap(mlp())
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for i in range(3):
         optimizer.zero_grad()
         with model.no_sync():
-            (model if i < 2 else model.module)(_batch(rank, i)).pow(2).sum().backward()
+            (model if i < 2 else model.module)(batch(rank, i)).pow(2).sum().backward()
             sum(p.pow(2).sum() for p in model.parameters()).backward()
         optimizer.step()
     optimizer.zero_grad()
-    model(_batch(rank, 3)).pow(2).sum().backward()
-    return [*(p.grad.clone() for p in model.parameters()), *_weights(model)]
+    model(batch(rank, 3)).pow(2).sum().backward()
+    return [*(p.grad.clone() for p in model.parameters()), *weights(model)]
 
 
 def penalties_in_a_join(wrap, rank):
     """A rank that has no more data is asked for nothing."""
-    model = wrap(_net())
+    model = wrap(mlp())
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     with model.join():
         for i in range(2 + rank):
             optimizer.zero_grad()
             if i % 2:
                 sum(p.pow(2).sum() for p in model.parameters()).backward()
-            model(_batch(rank, i)).pow(2).sum().backward()
+            model(batch(rank, i)).pow(2).sum().backward()
             if not i % 2:
                 sum(p.pow(2).sum() for p in model.parameters()).backward()
             optimizer.step()
@@ -459,13 +446,13 @@ def adopted_with_absent_parameters(wrap, rank):
 
 
 def an_old_forward_under_no_sync(wrap, rank):
-    ddp = wrap(_net())
+    ddp = wrap(mlp())
     optimizer = _sgd(ddp)
     with ddp.no_sync():
-        losses = [ddp(_batch(rank, i)).sum() for i in range(70)]  # of the last 64 the reducer knows the nodes
+        losses = [ddp(batch(rank, i)).sum() for i in range(70)]  # of the last 64 the reducer knows the nodes
         losses[0].backward()
     optimizer.step()
-    return _weights(ddp)
+    return weights(ddp)
 
 
 class _Feature(nn.Module):
@@ -487,12 +474,12 @@ def left_by_a_synchronized_forward(wrap, rank):
     for again in ("feature", "rank 0's feature", "backward", "part", "outside"):
         for _ in range(2):
             ddp.zero_grad()
-            loss, feature = ddp(_batch(rank))
+            loss, feature = ddp(batch(rank))
             loss.backward(retain_graph=True)
         ddp.zero_grad()
         if again == "outside":  # ranks' graphs differ
             with ddp.no_sync():
-                local = ddp(_batch(rank, 1))[0]
+                local = ddp(batch(rank, 1))[0]
             (loss + local if rank else loss).backward()
             found += [p.grad.clone() for p in ddp.parameters()]
             continue
@@ -505,18 +492,18 @@ def left_by_a_synchronized_forward(wrap, rank):
                 ddp(None, kept)[0].square().backward(retain_graph=True, inputs=inputs)
         found += [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ddp(_batch(rank))[0].backward()
+        ddp(batch(rank))[0].backward()
         ddp.zero_grad()
         with ddp.no_sync():
-            ddp(_batch(rank))[0].backward()
+            ddp(batch(rank))[0].backward()
     return found + [p.grad for p in ddp.parameters()]
 
 
 def a_penalty_under_no_sync(wrap, rank):
     """A penalty's gradient is adopted by the forward that waits; what is made of it stays the other forward's."""
-    ddp = wrap(_net())
-    loss = ddp(_batch(rank)).sum()
-    x = _batch(rank, 1).requires_grad_()
+    ddp = wrap(mlp())
+    loss = ddp(batch(rank)).sum()
+    x = batch(rank, 1).requires_grad_()
     with ddp.no_sync():
         y = ddp(x).square()
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -530,10 +517,10 @@ def a_penalty_under_no_sync(wrap, rank):
 def a_penalty_alone_under_no_sync(wrap, rank):
     """The same, of a module whose penalty has no node of the forward's."""
     ddp = wrap(Scale())
-    x = _batch(rank, 1).requires_grad_()
+    x = batch(rank, 1).requires_grad_()
     with ddp.no_sync():
         local = ddp(x).sum()
-    loss = ddp(_batch(rank)).sum()
+    loss = ddp(batch(rank)).sum()
     (gradient,) = torch.autograd.grad(local, x, create_graph=True)
     loss.backward()
     ddp.zero_grad()
@@ -542,16 +529,16 @@ def a_penalty_alone_under_no_sync(wrap, rank):
 
 
 def a_step_on_zeros_that_one_rank_has(wrap, rank):
-    model = wrap(_net())
+    model = wrap(mlp())
     optimizer = torch.optim.Adam(model.parameters())
-    model(_batch(rank)).pow(2).sum().backward()
+    model(batch(rank)).pow(2).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     if rank == 0:
-        model.module(_batch(rank)).pow(2).sum().backward()
+        model.module(batch(rank)).pow(2).sum().backward()
     optimizer.zero_grad(set_to_none=False)
     optimizer.step()  # zeros here, None there
-    return _weights(model)
+    return weights(model)
 
 
 RIGHT = [
@@ -590,10 +577,10 @@ def other_rows_of_a_sparse_table(wrap, rank):
 
 
 def a_closure_past_the_wrapper(wrap, rank):
-    model = wrap(_net())
+    model = wrap(mlp())
 
     def closure():
-        loss = model.module(_batch(rank)).pow(2).mean()
+        loss = model.module(batch(rank)).pow(2).mean()
         loss.backward()
         return loss
 
@@ -612,20 +599,20 @@ class Branches(nn.Module):
 def static_and_unused_at_first(wrap, rank):
     model = wrap(Branches(), static_graph=True)
     for i in range(2):
-        model(_batch(rank, i), "a").pow(2).sum().backward()
+        model(batch(rank, i), "a").pow(2).sum().backward()
     model.zero_grad()
-    model.module(_batch(rank, 7), "b").pow(2).sum().backward()
-    model(_batch(rank, 3), "a").pow(2).sum().backward()
+    model.module(batch(rank, 7), "b").pow(2).sum().backward()
+    model(batch(rank, 3), "a").pow(2).sum().backward()
     _sgd(model).step()
 
 
 def step_in_a_gradient_hook(wrap, rank):
-    model = wrap(_net())
+    model = wrap(mlp())
     optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
     for i in range(2):
-        model(_batch(rank, i)).pow(2).sum().backward()
+        model(batch(rank, i)).pow(2).sum().backward()
 
 
 def step_in_the_hook_of_the_first_gradient(wrap, rank):
@@ -634,7 +621,7 @@ def step_in_the_hook_of_the_first_gradient(wrap, rank):
     optimizer = _sgd(model)
     model.module.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step() and None)
     for i in range(2):
-        model(_batch(rank, i)).pow(2).sum().backward()
+        model(batch(rank, i)).pow(2).sum().backward()
 
 
 DRIFT = [
@@ -665,7 +652,7 @@ class _NestedHidden(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = _net()
+        self.net = mlp()
 
     def forward(self, x):
         def outer(x):
@@ -680,15 +667,15 @@ def _what_is_logged(rank, world_size):
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("minddp").addHandler(handler)
-    past, local, own = (minddp.DistributedDataParallel(net) for net in (_net(), _net(), _NestedHidden()))
+    past, local, own = (minddp.DistributedDataParallel(net) for net in (mlp(), mlp(), _NestedHidden()))
     for i in range(3):
-        past(_batch(rank, i))
-        past.module(_batch(rank, i)).sum().backward()
-        local(_batch(rank, i))
+        past(batch(rank, i))
+        past.module(batch(rank, i)).sum().backward()
+        local(batch(rank, i))
         with local.no_sync():
-            loss = local(_batch(rank, i)).sum()
+            loss = local(batch(rank, i)).sum()
         loss.backward()
-        own(_batch(rank, i))[0].loss.backward()
+        own(batch(rank, i))[0].loss.backward()
     return said
 
 
@@ -705,14 +692,14 @@ def test_a_backward_past_the_wrapper_that_a_forward_adopts_is_logged_once():
 @times.faster(0.2)
 def _past_it_on_one_rank(rank, world_size, iteration, with_buffers):
     """The others wait in their next forward (for new buckets, or buffers), or in its backward."""
-    layers = [_net(), nn.BatchNorm1d(2)] if with_buffers else [_net()]
+    layers = [mlp(), nn.BatchNorm1d(2)] if with_buffers else [mlp()]
     model = minddp.DistributedDataParallel(nn.Sequential(*layers))
     optimizer = _sgd(model)
     with pytest.raises(RuntimeError) as raised:
         for i in range(5):
             optimizer.zero_grad()
             forward = model.module if rank == 1 and i == iteration else model
-            forward(_batch(rank, i)).pow(2).sum().backward()
+            forward(batch(rank, i)).pow(2).sum().backward()
             optimizer.step()
     expected = "would use gradients that were never averaged" if rank == 1 else "rank 1 will not take part"
     assert i == iteration and expected in str(raised.value)
@@ -776,10 +763,10 @@ def _shared_layer(rank, world_size, views):
     for i in range(3):
         for p in (*parameters, *alone.parameters()):
             p.grad = None
-        x = _batch(rank, i)
+        x = batch(rank, i)
         hidden = first(x)
         (second(hidden).sum() + hidden.pow(2).sum()).backward()
-        everyone = torch.cat([_batch(other, i) for other in range(world_size)])
+        everyone = torch.cat([batch(other, i) for other in range(world_size)])
         hidden = alone[0](everyone)
         ((alone[1](hidden).sum() + hidden.pow(2).sum()) / world_size).backward()
     return [torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5) for p, q in zip(parameters, alone.parameters())]

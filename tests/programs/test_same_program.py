@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.testing import run_ranks
+from tests.programs.beside_torch import batch, mlp
 from tests.programs.other_collective import other_collective
 
 MODES = {
@@ -36,15 +37,6 @@ MODES = {
 ONLY_HERE = {"auto": {"bucket_cap_mb": "auto"}, "check_finite": {"check_finite": True}}
 MODES.update({mode: {} for mode in (*ONLY_HERE, "hook", "fp16_hook")})
 HOOKS = {"hook": default_hooks.allreduce_hook, "fp16_hook": default_hooks.fp16_compress_hook}
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def batch(rank, i=0):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
 
 
 def grads(*modules):

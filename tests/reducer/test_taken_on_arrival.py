@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import minddp
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
+from tests.programs.beside_torch import batch, gradients, mlp
 
 MODES = {
     "default": {},
@@ -24,19 +25,6 @@ MODES = {
     "small": {"bucket_cap_mb_list": [1e-5] * 2},
 }
 ITERATIONS = 4
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def batch(rank, i):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
-
-
-def gradients(module):
-    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
 def clear(p):
@@ -62,7 +50,7 @@ CHANGES = (clear, scale, replace)
 
 def by_a_hook(wrap, rank, kwargs, change):
     """The first layer's hook changes the last one's gradient."""
-    module = net()
+    module = mlp()
     ddp, seen = wrap(module, **kwargs), []
     module[0].weight.register_post_accumulate_grad_hook(lambda _: change(module[2].weight))
     for i in range(ITERATIONS):
@@ -174,7 +162,7 @@ def test_what_comes_again_in_the_first_iteration_is_taken_again(mode, small):
 
 def main_grad(wrap, rank, kwargs, moves):
     """As Megatron: gradients are added up in another place, and `.grad` is dropped, where ``moves(name, i)``."""
-    module, seen, now = net(), [], [0]
+    module, seen, now = mlp(), [], [0]
     for name, parameter in module.named_parameters():
         parameter.main_grad = torch.zeros_like(parameter)
 
@@ -196,7 +184,7 @@ def main_grad(wrap, rank, kwargs, moves):
 
 def main_grad_at_the_node(wrap, rank, kwargs, moves):
     """The same with a hook on AccumulateGrad, which was there before the wrapper."""
-    module, seen, nodes = net(), [], []
+    module, seen, nodes = mlp(), [], []
     for parameter in module.parameters():
         node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
         node.register_hook(lambda *_, p=parameter: clear(p))
