@@ -12,6 +12,7 @@ from minddp import functional as F
 from minddp.functional import control
 from minddp.functional.agreement import Header, disagreement, message
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 
 def _error(program):
@@ -26,10 +27,18 @@ def _error(program):
     return text
 
 
-def _mismatches(rank, size):
+def _same_on_every_rank(texts):
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, texts)
+    assert all(theirs == texts for theirs in everyones)
+    return texts
+
+
+@on_ranks(2, 3)
+def test_calls_that_differ(rank, size):
     odd = rank == size - 1
     x = torch.ones(2, 3)
-    return {
+    texts = {
         "the shape": _error(lambda: F.all_reduce(x.t() if odd else x)),
         "the dtype": _error(lambda: F.all_reduce(x.double() if odd else x)),
         "the dtype ": _error(lambda: F.all_reduce(x.int() if odd else x.requires_grad_())),
@@ -42,6 +51,9 @@ def _mismatches(rank, size):
         "the splits": _error(lambda: F.reduce_scatter(x[:, 0], splits=[2 * odd, 2 - 2 * odd] + [0] * (size - 2))),
         "whether gradients are recorded": _error(lambda: _no_grad_on(odd, x)),
     }
+    for what, text in _same_on_every_rank(texts).items():
+        assert f"do not agree on {what.strip()}" in text
+        assert f"rank {size - 1}: " in text
 
 
 def _no_grad_on(odd, x):
@@ -49,20 +61,12 @@ def _no_grad_on(odd, x):
         F.all_reduce(x.detach().requires_grad_())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_calls_that_differ(world_size):
-    results = run_ranks(_mismatches, world_size)
-    for what, text in results[0].items():
-        assert f"do not agree on {what.strip()}" in text
-        assert f"rank {world_size - 1}: " in text
-    assert all(result == results[0] for result in results)
-
-
-def _bad_arguments(rank, size):
+@on_ranks(2, 3)
+def test_arguments_that_are_wrong_on_one_rank_or_all(rank, size):
     x = torch.ones(size + 1)
     integers = x.int()
     one = rank == 0  # some mistakes are made by rank 0 alone
-    return {
+    texts = {
         "op='median' is not one of": _error(lambda: F.all_reduce(x, "median" if one else "sum")),
         "op=.*BAND.* is not one of": _error(lambda: F.all_reduce(x, dist.ReduceOp.BAND)),
         "an average of integers": _error(lambda: F.all_reduce(integers, "avg")),
@@ -90,14 +94,8 @@ def _bad_arguments(rank, size):
         "rank 1 .* output_splits=.* rows": _error(lambda: F.all_to_all(x[:size], None, [1 + rank] * size)),
         "at most 15 are": _error(lambda: F.all_reduce(torch.ones([1] * 16) if one else x)),
     }
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_arguments_that_are_wrong_on_one_rank_or_all(world_size):
-    results = run_ranks(_bad_arguments, world_size)
-    for pattern, text in results[0].items():
+    for pattern, text in _same_on_every_rank(texts).items():
         assert re.search(pattern, text), (pattern, text)
-    assert all(result == results[0] for result in results)
 
 
 class _Breaks:
@@ -165,7 +163,8 @@ def _learned_from_each_other(rank, size):
     }
 
 
-def _no_such_argument(rank, size):
+@on_ranks(2, 3)
+def test_an_argument_that_does_not_exist_is_told_to_the_other_ranks(rank, size):
     """A misspelt keyword on one rank is a TypeError there, and told to the others."""
     group = dist.new_group()
     if rank == 0:
@@ -184,12 +183,8 @@ def _no_such_argument(rank, size):
     assert F.all_reduce(torch.ones(1), group=group).item() == size
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_argument_that_does_not_exist_is_told_to_the_other_ranks(world_size):
-    run_ranks(_no_such_argument, world_size)
-
-
-def _other_whole_numbers(rank, size):
+@on_ranks(2, 3)
+def test_numpys_integers_are_counts_and_ranks(rank, size):
     """NumPy's integers are numbers like others."""
     n = numpy.int64
     x = torch.arange(float(size)) + rank
@@ -199,12 +194,8 @@ def _other_whole_numbers(rank, size):
     assert F.all_to_all(x, [n(1)] * size, [n(1)] * size).numel() == size
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_numpys_integers_are_counts_and_ranks(world_size):
-    run_ranks(_other_whole_numbers, world_size)
-
-
-def _forward_mode(rank, size):
+@on_ranks(2, 3)
+def test_forward_mode_and_transforms_raise_instead_of_losing_derivatives(rank, size):
     """No transform may see a zero where there is a derivative."""
     forward_ad = torch.autograd.forward_ad
     x = torch.ones(2)
@@ -228,18 +219,15 @@ def _forward_mode(rank, size):
     assert "the gradient in SumToAll carries a forward-mode tangent" in text
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_forward_mode_and_transforms_raise_instead_of_losing_derivatives(world_size):
-    run_ranks(_forward_mode, world_size)
-
-
-def _outsider(rank, size):
+@on_ranks(2)
+def test_a_rank_outside_the_group_is_told_so(rank, size):
     group = dist.new_group([0])
     x = torch.ones(1)
     if rank == 0:
         assert F.all_reduce(x, group=group).item() == 1
-        return ""
-    return _error_of(lambda: F.all_reduce(x, group=group))
+    else:
+        outside = "rank 1 (of the default group) is outside the group"
+        assert outside in _error_of(lambda: F.all_reduce(x, group=group))
 
 
 def _error_of(program):
@@ -248,23 +236,15 @@ def _error_of(program):
     return str(caught.value)
 
 
-def test_a_rank_outside_the_group_is_told_so():
-    assert "rank 1 (of the default group) is outside the group" in run_ranks(_outsider, 2)[1]
-
-
-def _group_without_cpu(rank, size):
+@on_ranks(2, 3)
+def test_a_group_that_cannot_reach_the_device_says_so_on_every_rank(rank, size):
     """What NCCL is to a CPU tensor: the headers go through a Gloo group of the same ranks."""
     group = dist.new_group(backend="cuda:gloo")
     with pytest.MonkeyPatch.context() as patch:  # there is no device on which they could agree to make it
         patch.setattr(control, "gather_objects", lambda value, group: [value] * size)
-        return _error_of(lambda: F.all_reduce(torch.ones(1), group=group))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_group_that_cannot_reach_the_device_says_so_on_every_rank(world_size):
-    results = run_ranks(_group_without_cpu, world_size)
-    assert "every rank: all_reduce: x is on cpu, which the group's backend" in results[0]
-    assert all(result == results[0] for result in results)
+        text = _error_of(lambda: F.all_reduce(torch.ones(1), group=group))
+    words = "every rank: all_reduce: x is on cpu, which the group's backend"
+    assert words in _same_on_every_rank(text)
 
 
 def test_without_a_process_group():
@@ -272,20 +252,14 @@ def test_without_a_process_group():
         F.all_reduce(torch.ones(1))
 
 
-def _not_replicated(rank, size):
+@on_ranks(2, 3)
+def test_a_loss_that_is_called_replicated_and_is_not(rank, size):
     texts = []
     for collective in (F.all_reduce, F.all_gather, F.broadcast):
         x = torch.ones(2, requires_grad=True)
         y = (rank + 2) * collective(x, loss="replicated")
         texts.append(_error(lambda y=y: y.sum().backward()))
-    return texts
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_loss_that_is_called_replicated_and_is_not(world_size):
-    results = run_ranks(_not_replicated, world_size)
-    assert all('use loss="per_rank"' in text for text in results[0])
-    assert all(result == results[0] for result in results)
+    assert all('use loss="per_rank"' in text for text in _same_on_every_rank(texts))
 
 
 def _other_call(rank, group):
@@ -301,15 +275,14 @@ def _backward_beside_a_call(rank, group):
         F.all_gather(torch.ones(3), group=group)
 
 
-def _in_debug_mode(rank, size, program):
+@pytest.mark.parametrize("program", [_other_call, _backward_beside_a_call])
+@on_ranks(2, env={"MINDDP_CHECK_COLLECTIVES": "0"})
+def test_torchs_debug_mode_names_a_wrong_order(rank, size, program):
+    before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL
     with pytest.raises(RuntimeError, match="Detected mismatch between collectives on ranks"):
         program(rank, dist.new_group())
-
-
-@pytest.mark.parametrize("program", [_other_call, _backward_beside_a_call])
-def test_torchs_debug_mode_names_a_wrong_order(program):
-    run_ranks(_in_debug_mode, 2, program, env={"MINDDP_CHECK_COLLECTIVES": "0"})
+    dist.set_debug_level(before)  # the next test's class of torch would look for a group's wrapper that is not there
 
 
 def test_another_librarys_bytes_are_recognized():

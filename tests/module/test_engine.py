@@ -1,5 +1,6 @@
 """What is remade is remade in one place: hooks, plans, weights, errors and their exits, groups written in Python."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -166,6 +167,19 @@ def test_a_constructor_that_failed_leaves_no_hooks(rank, world_size):
 
 
 # ---- sums and weights
+
+
+@on_ranks(1)
+def test_a_weight_divides_once(rank, world_size):
+    for reduction, expected in (("sum", 2.0), ("weighted", None)):
+        ddp = DDP(nn.Linear(1, 1, bias=False), reduction=reduction)
+        for i in range(2):
+            if reduction == "weighted":
+                minddp.add_weight(ddp, 2)
+            refuses = i and expected is None
+            with pytest.raises(RuntimeError, match="holds the result") if refuses else contextlib.nullcontext():
+                ddp(torch.ones(1, 1)).sum().backward()
+        assert expected is None or ddp.module.weight.grad.item() == expected
 
 
 class OneOfTwo(nn.Module):

@@ -244,6 +244,10 @@ def _weight_errors(rank, world_size):
         minddp.add_weight(ddp, 3)
     with pytest.raises(RuntimeError, match="add_weight.*this rank" if rank else "add_weight.*another rank"):
         ddp(_data(rank)).pow(2).sum().backward()
+    ddp.zero_grad()
+    minddp.add_weight(ddp, 1)
+    ddp(_data(rank)).pow(2).sum().backward()  # nothing is stuck, and the next step is right
+    _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r)]))
     zero = _ddp(reduction="weighted")
     minddp.add_weight(zero, 0)
     with pytest.raises(RuntimeError, match="add up to 0"):

@@ -66,6 +66,9 @@ def test_any_cost_is_solved_exactly_even_one_that_falls(instance, seconds):
     ready, nbytes = instance
     plan = optimal_plan(ready, nbytes, lambda m: seconds[m])
     assert plan.finish_seconds == pytest.approx(brute_force(ready, nbytes, lambda m: seconds[m])[0], abs=1e-9)
+    assert plan_finish(plan.buckets, ready, nbytes, seconds.__getitem__) == pytest.approx(
+        plan.finish_seconds, abs=1e-9
+    )
 
 
 @settings(max_examples=200, deadline=None)

@@ -199,6 +199,22 @@ def copied_on_one_rank(wrap, rank):
     return weights(model) if kept is None or kept is not None else []
 
 
+def probe_then_own_gradients(wrap, rank):
+    """What the probe left was dropped; what is stepped on came through the wrapper."""
+    model = wrap(mlp())
+    for i in range(3):
+        model.zero_grad()
+        model(batch(rank, i)).pow(2).mean().backward()
+        stash = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        if rank == 0:
+            model.module(batch(rank)).sum().backward()
+        for p, grad in zip(model.parameters(), stash):
+            p.grad = grad
+        _sgd(model).step()
+    return weights(model)
+
+
 def with_a_closure(wrap, rank):
     model = wrap(mlp())
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
@@ -210,6 +226,7 @@ def with_a_closure(wrap, rank):
             loss.backward()
             return 0.0 * loss.detach()  # local losses would end the search at other places
 
+        model.module(batch(rank)).sum().backward()  # the closure zeroes it
         optimizer.step(closure)
     return weights(model)
 
@@ -262,6 +279,19 @@ def a_hook_after_the_first_steps(wrap, rank):
             model = wrap(model.module) if i == 4 else model
             model.register_comm_hook(None, fp16_compress_hook if i == 2 else allreduce_hook)
         model.zero_grad()
+        model(batch(rank, i)).pow(2).sum().backward()
+        _sgd(model).step()
+    return weights(model)
+
+
+def a_builtin_hook_after_the_first_steps(wrap, rank):
+    model = wrap(mlp())
+    for i in range(4):
+        if i == 2:
+            model._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
+        model.zero_grad()
+        with model.no_sync():
+            model(batch(rank, i + 1)).pow(2).sum().backward()
         model(batch(rank, i)).pow(2).sum().backward()
         _sgd(model).step()
     return weights(model)
@@ -335,7 +365,10 @@ def interrupted_in_one_of_two_wrappers(wrap, rank):
     """What an exception has left in .grad is averaged by the second, together with its own."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
-    first, second = wrap(_Half(layer)), wrap(_Half(layer))
+    return _interrupted_then_averaged(wrap(_Half(layer)), wrap(_Half(layer)), layer, rank)
+
+
+def _interrupted_then_averaged(first, second, layer, rank):
     handle = layer.bias.register_post_accumulate_grad_hook(_raises)
     with pytest.raises(ValueError, match="on purpose"):
         first(batch(rank)).pow(2).sum().backward()
@@ -343,6 +376,26 @@ def interrupted_in_one_of_two_wrappers(wrap, rank):
     second(batch(rank, 1)).pow(2).sum().backward()
     _sgd(second).step()
     return weights(second)
+
+
+class _Branch(nn.Module):
+    """A layer of its own, and one that the second rank alone uses."""
+
+    def __init__(self, branch, rank):
+        super().__init__()
+        self.own, self.branch, self.rank = nn.Linear(4, 4), branch, rank
+
+    def forward(self, x):
+        return self.branch(self.own(x)) if self.rank == 1 else self.own(x)
+
+
+def interrupted_before_another_wrappers_backward(wrap, rank):
+    """The backward of the second reaches the first on one rank alone, and does not end what was interrupted there."""
+    torch.manual_seed(0)
+    branch = nn.Linear(4, 4)
+    first = wrap(_Branch(branch, rank), static_graph=True)
+    second = wrap(_Branch(branch, rank), find_unused_parameters=True)
+    return _interrupted_then_averaged(first, second, first.module.own, rank)
 
 
 def _raises(*_):
@@ -545,13 +598,14 @@ RIGHT = [
     logged_forward_then_no_sync, a_static_graph_is_that_of_its_own_outputs, a_static_graph_that_begins_under_no_sync,
     penalty_then_probe, a_penalty_where_each_rank_steps_its_share, a_penalty_where_rank_0_alone_steps,
     probe_in_another_thread, hidden_output_of_a_checkpoint, penalty_with_a_forward_between,
-    penalty_on_weights_with_zero, copied_on_one_rank, with_a_closure, old_wrapper_and_a_reentrant_checkpoint,
-    forward_on_one_rank_after_a_step, a_hook_after_the_first_steps, a_step_in_a_hooks_callback,
-    a_parameter_as_the_output, unused_in_one_of_two_wrappers, interrupted_in_one_of_two_wrappers,
-    forwards_on_one_rank_with_a_static_graph, after_an_exception_before_any_gradient,
-    local_steps_with_a_penalty_and_past_the_wrapper, penalties_in_a_join, adopted_with_absent_parameters,
-    an_old_forward_under_no_sync, left_by_a_synchronized_forward, a_penalty_under_no_sync,
-    a_penalty_alone_under_no_sync, a_step_on_zeros_that_one_rank_has,
+    penalty_on_weights_with_zero, copied_on_one_rank, with_a_closure, probe_then_own_gradients,
+    old_wrapper_and_a_reentrant_checkpoint, forward_on_one_rank_after_a_step, a_hook_after_the_first_steps,
+    a_step_in_a_hooks_callback, a_parameter_as_the_output, unused_in_one_of_two_wrappers,
+    interrupted_in_one_of_two_wrappers, interrupted_before_another_wrappers_backward,
+    a_builtin_hook_after_the_first_steps, forwards_on_one_rank_with_a_static_graph,
+    after_an_exception_before_any_gradient, local_steps_with_a_penalty_and_past_the_wrapper, penalties_in_a_join,
+    adopted_with_absent_parameters, an_old_forward_under_no_sync, left_by_a_synchronized_forward,
+    a_penalty_under_no_sync, a_penalty_alone_under_no_sync, a_step_on_zeros_that_one_rank_has,
 ]  # fmt: skip
 
 

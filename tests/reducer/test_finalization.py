@@ -540,6 +540,21 @@ def _every_parameter_delayed(rank, world_size):
     assert set(found) == {("Manual backward finalization is not supported",) * 2 + (False,)}
 
 
+def _not_finite(rank, world_size):
+    ddp = _wrap(check_finite=True)
+    _step(ddp, _x(rank) * (float("nan") if rank == 1 else 1.0))
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight.* on rank 1"):
+        _sgd(ddp).step()
+
+
+def _trace_is_whole(rank, world_size):
+    ddp = _wrap()
+    for within in (False, False, True):
+        _step(ddp, _x(rank, ahead=True), within)
+        step = ddp.reducer.last_step()
+        assert step["backward_begin_ns"] <= step["backward_end_ns"] <= step["finalize_end_ns"]
+
+
 def _failed_future(rank, world_size):
     """A future fails, and so does each finalization. What was waited for before is not waited for again."""
 
@@ -581,7 +596,7 @@ def _second_wrapper(rank, world_size):
 CHECKS = [
     _should_finalize, _step_before_finalization, _another_backward, _late_gradient,
     _exception_after_the_last_gradient, _remade, _weight_for_the_next, _every_parameter_delayed, _failed_future,
-    _second_wrapper,
+    _not_finite, _trace_is_whole, _second_wrapper,
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp import DistributedDataParallel as DDP
+from minddp.reduction.weights import Weights
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.reducer.late import LateGroup
@@ -136,6 +137,27 @@ def test_a_failed_collective_is_looked_into(rank, world_size):
     with pytest.raises(RuntimeError, match="the hook's own error"):
         ddp(_x(rank)).backward()
     assert looked
+
+
+def test_the_divisor_waits_for_its_sum():
+    class Group:
+        """Two ranks' weights are added when somebody waits."""
+
+        def rank(self):
+            return 0
+
+        def allreduce(self, tensors, options):
+            class Work(dist._Work):
+                def wait(self, timeout):
+                    tensors[0] += 3.0
+                    return True
+
+            return Work()
+
+    weights = Weights(Group(), torch.device("cpu"))
+    weights.add(1.0)
+    weights.send()
+    assert weights.post_scale() == 0.25
 
 
 class LateMap(LateGroup):
@@ -646,6 +668,16 @@ def test_ranks_with_other_orders_of_arrival_agree():
 
 
 @on_ranks(2)
+def test_buckets_are_cut_anew_once(rank, world_size):
+    ddp = DDP(Two(), **ALONE)
+    seen = []
+    for order in (("left", "right"), ("right", "left"), ("right", "left"), ("left", "right")):
+        ddp(_x(rank), order).backward()
+        seen.append(ddp.reducer.buckets())
+    assert seen[1] == seen[2] == seen[3]
+
+
+@on_ranks(2)
 def test_what_never_arrived_shares_no_bucket(rank, world_size):
     """Where there are several."""
     ddp = DDP(Two(), static_graph=True, bucket_cap_mb=7e-5)  # all but one fit
@@ -772,6 +804,18 @@ def test_gradients_through_another_wrapper_are_no_bypass(rank, world_size):
         second(_x(rank)).backward()
     assert first.reducer.bypassed()  # or nothing is tested here
     torch.optim.SGD(base.parameters(), 0.1).step()
+
+
+@on_ranks(2)
+def test_a_gradient_that_only_one_rank_has_is_refused(rank, world_size):
+    ddp = DDP(Two())
+    ddp(_x(rank)).backward()
+    ddp.zero_grad()
+    layers = (ddp.module.left, ddp.module.right) if rank == 0 else (ddp.module.right,)
+    sum(layer.weight.pow(2).sum() for layer in layers).backward()
+    refuses = pytest.raises(RuntimeError, match=r"never averaged, of 'left\.weight'")
+    with refuses if rank == 0 else contextlib.nullcontext():
+        torch.optim.SGD(ddp.parameters(), 0.1).step()
 
 
 @on_ranks(2)

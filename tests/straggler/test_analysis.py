@@ -204,6 +204,16 @@ def ring(slow: dict[tuple[int, int], float], size: int = 4) -> dict[tuple[int, i
     return {edge: 0.004 * slow.get(edge, 1.0) for edge in links}
 
 
+def test_a_rank_has_one_partner_at_a_time():
+    for size in range(3, 9):
+        links = rounds(size)
+        assert sorted(tuple(sorted(link)) for each in links for link in each) == sorted(
+            tuple(sorted((rank, (rank + 1) % size))) for rank in range(size)
+        )
+        for each in links:
+            assert len({rank for link in each for rank in link}) == 2 * len(each)
+
+
 @pytest.mark.parametrize("size", [3, 4, 5])
 def test_slow_links(size):
     find = lambda slow: find_slow_link(ring(slow, size), 10 << 20, 0.1)  # noqa: E731

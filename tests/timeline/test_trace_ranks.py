@@ -162,6 +162,7 @@ def test_refresh_neither_loses_nor_breaks_an_open_trace(tmp_path: Path, world_si
     for part in document["minddp"]["ranks"]:
         before, after = part["modules"]
         assert [len(module["steps"]) for module in (before, after)] == [2, 2]
+        assert after["name"] == "Sequential (remade after 2 steps)"
         assert before["parameter_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
         assert after["parameter_names"] == ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
     arrivals = [e["name"] for e in document["traceEvents"] if e["ph"] == "i"]
