@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 import minddp
 from minddp import DistributedDataParallel
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 from tutorials import losses
 
 
@@ -94,7 +94,11 @@ CONTRASTIVE = {
 }
 
 
-def _contrastive(rank, size, name, per_rank):
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("name", CONTRASTIVE)
+@on_ranks(2, 3)
+def test_a_contrastive_loss_equals_one_process(rank, size, name, few):
+    per_rank = 1 if few else 3 if name == "barlow_twins" else 4
     ours, in_one_process = CONTRASTIVE[name]
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, size * per_rank, 5, dtype=torch.float64, generator=generator)
@@ -112,14 +116,9 @@ def _contrastive(rank, size, name, per_rank):
     _compare_gradients(ddp, reference)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", CONTRASTIVE)
-def test_a_contrastive_loss_equals_one_process(world_size, name):
-    for per_rank in (1, 4) if name != "barlow_twins" else (1, 3):
-        run_ranks(_contrastive, world_size, name, per_rank)
-
-
-def _uneven(rank, size, name):
+@on_ranks(2, 3)
+def test_uneven_shares_by_weights(rank, size, name):
     """Shares of 1, 2, .. samples: sums and weights give what means cannot."""
     ours, in_one_process = CONTRASTIVE[name]
     shares = list(range(1, size + 1))
@@ -134,13 +133,10 @@ def _uneven(rank, size, name):
     _compare_gradients(ddp, reference)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", CONTRASTIVE)
-def test_uneven_shares_by_weights(world_size, name):
-    run_ranks(_uneven, world_size, name)
-
-
-def _minibatch_stddev(rank, size, per_rank, own_group):
+@pytest.mark.parametrize("per_rank", [1, 4])
+@pytest.mark.parametrize("own_group", [False, True])
+@on_ranks(2, 3)
+def test_minibatch_stddev_equals_one_process(rank, size, per_rank, own_group):
     group = dist.new_group() if own_group else None
     x = torch.randn(size * per_rank, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     reference = _module(Discriminator, _StdDevInOneProcess())
@@ -157,10 +153,3 @@ def _minibatch_stddev(rank, size, per_rank, own_group):
         actual.square().mean().backward()
         torch.testing.assert_close(actual, _share(expected, rank, size))
         _compare_gradients(ddp, reference)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("per_rank", [1, 4])
-@pytest.mark.parametrize("own_group", [False, True])
-def test_minibatch_stddev_equals_one_process(world_size, per_rank, own_group):
-    run_ranks(_minibatch_stddev, world_size, per_rank, own_group)
