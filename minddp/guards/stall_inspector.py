@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -180,7 +180,7 @@ class StallInspector:
     def collective(self) -> Iterator[None]:
         """Inside, this thread's waits are those of a collective outside of backward. All ranks begin one."""
         number = self._collectives + 1
-        with _waits_of((self.key, number), self.desync_timeout):
+        with waits_of((self.key, number), self.desync_timeout):
             yield
         self._collectives = number
 
@@ -315,18 +315,15 @@ _owner = _Owner()
 
 
 @contextmanager
-def _waits_of(collective: tuple[str, int] | None, desync_timeout: float | None) -> Iterator[None]:
+def waits_of(collective: tuple[str, int] | None, desync_timeout: float | None) -> Iterator[None]:
+    """Inside, this thread's waits are those of ``collective``, by its wrapper's name and its number, or of a wrapper
+    that is being made (None); and as patient as that wrapper's ``desync_timeout`` says."""
     outer = _owner.collective, _owner.patience
     _owner.collective, _owner.patience = collective, (desync_timeout,)
     try:
         yield
     finally:
         _owner.collective, _owner.patience = outer
-
-
-def construction(desync_timeout: float | None) -> AbstractContextManager[None]:
-    """A wrapper is being made on this thread: its waits are as patient as it will be."""
-    return _waits_of(None, desync_timeout)
 
 
 waiting.set_watcher(_watch)
@@ -362,7 +359,7 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
 
     def may_have_words(fact: Fact) -> bool:
         """Its last words are still to be read, if nobody has read any since it was seen to be gone."""
-        return fact.failure is None and not dog.has_heard_since(time.monotonic() - dog.seconds_gone([fact.rank]))
+        return fact.failure is None and dog.heard <= time.monotonic() - dog.seconds_gone([fact.rank])
 
     while True:
         dog.waits(wait)

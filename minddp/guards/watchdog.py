@@ -58,6 +58,7 @@ class Watchdog:
         failures: what ranks have reported and not taken back, by rank and wrapper; ``""``: the program's end.
         failed: where a wrapper's backward waits for nobody: when this first saw that a rank has failed or is gone.
         client: of the group's store, once it is there.
+        heard: when the last turn began that has read what ranks have reported.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int):
@@ -80,7 +81,7 @@ class Watchdog:
         self._trains, self._native_id = threading.main_thread(), os.getpid()  # who has run the last forward
         self._activity = location.Activity()
         self._turn_began = time.monotonic()
-        self._heard = float("-inf")  # when the last turn began that has read what was reported
+        self.heard = float("-inf")
         self._thread = _Thread(target=self._run, args=([store],), name="minddp: watchdog", daemon=True)
         try:
             self._thread.start()
@@ -88,9 +89,6 @@ class Watchdog:
             self.lost = True
             log.warning("Rank %d hears nothing of the other ranks, and tells them nothing: %s", rank, error)
         _living.add(self)
-
-    def same_group(self, store: dist.Store) -> bool:
-        return self._store() is store
 
     # --- for any thread: at once ---
 
@@ -196,10 +194,6 @@ class Watchdog:
         """What a rank had sent has arrived by then, and where the others are was asked anew."""
         return times.SETTLED * times.look + times.ANEW * self._reports.interval
 
-    def has_heard_since(self, when: float) -> bool:
-        """Whether what ranks have reported was read in a turn that began later."""
-        return self._heard > when
-
     def has_summary(self) -> bool:
         """Whether ranks have had time to say where they are."""
         return self._reports.has_summary()
@@ -256,7 +250,7 @@ class Watchdog:
             self._tell_of_exception()
         self._send()
         self._reports.turn(self._report, self._waited() is not None or bool(self.failed), self._hear)
-        self._heard = self._turn_began
+        self.heard = self._turn_began
         on_devices = [inspector for inspector in self.inspectors() if inspector.has_streams]
         if on_devices:
             with self._lock:
@@ -361,7 +355,7 @@ def current(group: Any) -> Watchdog | None:
     store = dist.distributed_c10d._get_default_store()
     if dist.get_world_size() == 1:
         return None
-    if _current is None or not _current.same_group(store):
+    if _current is None or _current._store() is not store:
         _current = Watchdog(store, dist.get_rank(), dist.get_world_size())
     return _current
 

@@ -24,7 +24,7 @@ from .._C import GraphMode
 from .._functions import FUNCTIONS
 from ..config import make_config
 from ..guards import lifetime, optimizer_guard
-from ..guards.stall_inspector import construction
+from ..guards.stall_inspector import waits_of
 from ..ranks.broadcast import broadcast_coalesced
 from ..ranks.messages import work_on
 from ..ranks.waiting import wait_for
@@ -188,7 +188,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         self._minddp_set_attributes(self._minddp_config)
         token = None
         if init_sync:
-            with construction(self._minddp_config.desync_timeout):
+            with waits_of(None, self._minddp_config.desync_timeout):
                 token = self._minddp_synchronize_model()
         self._minddp_take_parameters(token, self.broadcast_bucket_size)
 

@@ -47,7 +47,8 @@ class StepCheck:
     def may_refuse_step(self) -> bool:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
         local = self.reducer.bypassed() or self.reducer.left_local()
-        return self._has_lost_peers() or self._is_unfinished() or self.finite is not None or bool(local)
+        lost = self.inspector is not None and self.inspector.lost is not None
+        return lost or self._is_unfinished() or self.finite is not None or bool(local)
 
     def check_step(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
         """Raises where an optimizer must not use the gradients; returns whether its step is to change nothing.
@@ -79,9 +80,6 @@ class StepCheck:
             uses = not bypassed.keys().isdisjoint(stepped)
             self._check_bypassed(lambda: self._local_gradients.check(named, last, iteration, uses))
         return skips
-
-    def _has_lost_peers(self) -> bool:
-        return self.inspector is not None and self.inspector.lost is not None
 
     def check_lost(self) -> None:
         """Raises LostPeer where the group was given up while its device may have gone on."""
