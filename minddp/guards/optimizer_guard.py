@@ -81,6 +81,7 @@ class _Steps:
         self.optimizer = weakref.ref(optimizer, lambda _: _steps.pop(key, None))
         self.begun = self.begun_ns = self.ended_ns = 0
         self.versions: dict[int, int] = {}  # of the parameters, when it began
+        self.stand_in: tuple[Any, Any] = (None, None)  # (a closure, what the optimizer gets for it each time)
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         self.begun += 1
@@ -154,9 +155,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     steps.begin(optimizer)
     if not isinstance(closure, _FUNCTIONS):
         return None
+    if steps.stand_in[0] is not closure:
+        steps.stand_in = closure, _checked(closure, steps)
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": _checked(closure, steps)}
-    return (args[0], _checked(closure, steps), *args[2:]), kwargs
+        return args, {**kwargs, "closure": steps.stand_in[1]}
+    return (args[0], steps.stand_in[1], *args[2:]), kwargs
 
 
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial

@@ -8,9 +8,9 @@ What always holds: when :meth:`Owned.step` returns, every parameter is whole on 
 optimizers would have given it. An owner's update of a parameter may depend on that parameter, its gradient and its
 state alone.
 
-Here: who owns what (``layout``), the values' way to the others (``exchange``), states (``states``), what is asked of
-a wrapper (``binding``), and the class (``optimizer``). May import from ``module``, ``guards`` and ``ranks``. Not here:
-anything that averages gradients.
+Here: who owns what (``layout``), the way of values to the others (``exchange``), states (``states``), questions to a
+wrapper (``binding``), and the class (``optimizer``). May import from ``module``, ``guards`` and ``ranks``.
+Not here: anything that averages gradients.
 """
 
 from .optimizer import Owned
