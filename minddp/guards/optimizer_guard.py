@@ -80,13 +80,14 @@ class _Steps:
         key = id(optimizer)
         self.optimizer = weakref.ref(optimizer, lambda _: _steps.pop(key, None))
         self.begun = self.begun_ns = self.ended_ns = 0
+        self.ended_before_ns = 0  # when the last one ended before the first of the begun ones
         self.versions: dict[int, int] = {}  # of the parameters, when it began
         self.stand_in: tuple[Any, Any] = (None, None)  # (a closure, what the optimizer gets for it each time)
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         self.begun += 1
         if self.begun == 1:
-            self.begun_ns = time.monotonic_ns()
+            self.begun_ns, self.ended_before_ns = time.monotonic_ns(), self.ended_ns
             self.versions = {id(p): _version(p) for p in _listed(optimizer)}
 
     def end(self) -> None:
@@ -104,7 +105,7 @@ class _Steps:
         listed = [] if optimizer is None else [p for p in _listed(optimizer) if id(p) in averaged]
         self.begun *= not listed
         changed = [_version(p) != self.versions.get(id(p)) for p in listed]
-        return not all(changed) and (any(changed) or averaged_ns > self.ended_ns)
+        return not all(changed) and (any(changed) or averaged_ns > self.ended_before_ns)
 
 
 _steps: dict[int, _Steps] = {}  # by id: an optimizer of the program's may not be hashable

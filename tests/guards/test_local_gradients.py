@@ -159,6 +159,7 @@ class _Raising(torch.optim.SGD):
 
 def test_a_step_is_interrupted_if_it_has_not_ended_and_that_makes_a_difference():
     layer = torch.nn.Linear(2, 2)
+    torch.optim.SGD(layer.parameters(), 0.1)  # from now on the base class's step has torch's hooks, too
     layer(torch.ones(1, 2)).sum().backward()
     cares = _Cares(layer.parameters())
     optimizer_guard.watch(cares)  # it hears of the steps
