@@ -82,7 +82,6 @@ class _Steps:
         self.begun = self.begun_ns = self.ended_ns = 0
         self.ended_before_ns = 0  # when the last one ended before the first of the begun ones
         self.versions: dict[int, int] = {}  # of the parameters, when it began
-        self.stand_in: tuple[Any, Any] = (None, None)  # (a closure, what the optimizer gets for it each time)
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         self.begun += 1
@@ -156,14 +155,18 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     steps.begin(optimizer)
     if not isinstance(closure, _FUNCTIONS):
         return None
-    if steps.stand_in[0] is not closure:
-        steps.stand_in = closure, _checked(closure, steps)
+    # Kept by the optimizer, which the closure mostly knows: so both can go.
+    own, stand_in = vars(optimizer).get(_STAND_IN, (None, None))
+    if own is not closure:
+        stand_in = _checked(closure, steps)
+        vars(optimizer)[_STAND_IN] = closure, stand_in
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": steps.stand_in[1]}
-    return (args[0], steps.stand_in[1], *args[2:]), kwargs
+        return args, {**kwargs, "closure": stand_in}
+    return (args[0], stand_in, *args[2:]), kwargs
 
 
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
+_STAND_IN = "_minddp_closure"  # (a closure, what the optimizer gets for it in each step)
 
 
 def _closure_of(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

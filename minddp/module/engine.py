@@ -79,6 +79,7 @@ class Engine(StepCheck):
         self.finite: FiniteCheck | None = None
         self._has_warned_of_adopted = False
         self.has_rebuilt_buckets = False
+        self.is_joining = False  # the last synchronized forward ran inside of join()
         self._stragglers = None if config.on_straggler is None else StragglerWatch(config.on_straggler)
         self._made = False
         self._token: str | None = None  # what all ranks call this wrapper
@@ -275,6 +276,7 @@ class Engine(StepCheck):
         self.logger.before_forward(self.reducer)
         if recording.active:
             recording.after_step(self)
+        self.is_joining = joining
         if self.has_foreign_group:
             self.reducer.set_divisor(self.group.size())
         if self.config.skip_all_reduce_unused_params:  # a joined rank sends all buckets: it knows nobody's flags

@@ -32,6 +32,28 @@ class Binding:
         self.ranks = 1 if engine is None else engine.group.size()
         self.loads = [0.0] * self.ranks
 
+    @property
+    def reduced(self) -> Sequence[torch.Tensor]:
+        """The parameters that the wrapper reduces, the same on all ranks: another object once they have changed."""
+        return () if self._engine is None else self._engine.parameters.reduced
+
+    def follow(self, module: torch.nn.Module) -> None:
+        """Goes over to a younger wrapper of ``module``, which has taken it over.
+
+        Raises:
+            RuntimeError: its process group is another one.
+        """
+        engines = [engine for engine in optimizer_guard.watched() if isinstance(engine, Engine)]
+        if self._engine is None or self._engine is engines[-1]:
+            return
+        younger = bind(module)._engine
+        if younger is not None and younger.group is not self.group:
+            raise RuntimeError(
+                f"minddp.Owned: rank {self.rank}: the module has a wrapper with another process group now. Make a "
+                "new Owned, and load the old one's state."
+            )
+        self._engine = younger
+
     def collective(self) -> AbstractContextManager[None]:
         """Inside, the other ranks know that this rank waits in a collective of this wrapper."""
         return nullcontext() if self._engine is None else self._engine.collective()
@@ -72,6 +94,12 @@ class Binding:
         engine = self._engine
         if engine is None or self.ranks == 1:
             return
+        if engine.is_joining:
+            raise RuntimeError(
+                f"minddp.Owned.step() on rank {self.rank}: inside of join() a rank that has run out of data takes no "
+                "steps, and the others would wait for its parameters. Give all ranks as many batches, or use the "
+                "optimizer itself."
+            )
         reducer, names = engine.reducer, engine.parameters.names
         passed = {index for index, _ in reducer.bypassed()}  # the wrapper compares these over ranks
         local = [

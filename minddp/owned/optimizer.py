@@ -21,9 +21,10 @@ _OF_SCALER = ("grad_scale", "found_inf")  # a GradScaler sets them on the optimi
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings and counters; a tensor among them is copied, since a step may count in it."""
+    """A group's settings and counters; tensors and containers among them are copied, since a step may count there."""
     kept = {name: value for name, value in group.items() if name not in _BY_PARAMETER}
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in kept.items()}
+    tensor = torch.Tensor
+    return {name: v.clone() if isinstance(v, tensor) else copy.deepcopy(v) for name, v in kept.items()}
 
 
 class _Stepper:
@@ -38,12 +39,33 @@ class _Stepper:
         groups = [{**_settings(owned.param_groups[g]), "params": parameters} for g, parameters in mine.items()]
         _, kind, settings = owned._entries[entry]
         self._optimizer = kind(groups, **settings)
-        self._share_state()
 
-    def _share_state(self) -> None:
-        """From now on the optimizer and :class:`Owned` have one dictionary of states."""
-        self._owned.state.update(self._optimizer.state)
-        self._optimizer.state = self._owned.state
+    def show(self) -> None:
+        """The program sees the parameters' states, and what the step has counted in its groups."""
+        self._owned.state.update({p: s for p, s in self._optimizer.state.items() if isinstance(p, torch.Tensor)})
+        for group, index in zip(self._optimizer.param_groups, self._mine):
+            shown = self._owned.param_groups[index]
+            for name, value in _settings(group).items():
+                if isinstance(value, torch.Tensor) and isinstance(shown.get(name), torch.Tensor):
+                    shown[name].copy_(value)
+                else:
+                    shown[name] = value
+
+    def states(self) -> dict[torch.Tensor, Any]:
+        """By parameter.
+
+        Raises:
+            RuntimeError: the optimizer keeps more, which belongs to no parameter.
+        """
+        kind, state = type(self._optimizer), self._optimizer.state
+        more = [repr(key) for key in state if not isinstance(key, torch.Tensor)]
+        if more or kind.state_dict is not torch.optim.Optimizer.state_dict:
+            raise RuntimeError(
+                f"minddp.Owned: {kind.__name__} keeps state that belongs to no parameter"
+                + (f" ({', '.join(more)})" if more else " (it has a state_dict() of its own)")
+                + ", so no dictionary of all ranks can be made of it. Use the optimizer itself where you save."
+            )
+        return dict(state)
 
     def step(self) -> None:
         """Steps with the settings that the program sees, and may have changed."""
@@ -60,16 +82,6 @@ class _Stepper:
             for name in scaler:
                 delattr(optimizer, name)
 
-    def show_counters(self) -> None:
-        """The program sees what the step has counted in its groups."""
-        for group, index in zip(self._optimizer.param_groups, self._mine):
-            shown = self._owned.param_groups[index]
-            for name, value in _settings(group).items():
-                if isinstance(value, torch.Tensor) and isinstance(shown.get(name), torch.Tensor):
-                    shown[name].copy_(value)
-                else:
-                    shown[name] = value
-
     def load(self, loaded: dict[torch.Tensor, Any]) -> None:
         """Takes its parameters' part of ``loaded``, cast as the optimizer casts what it loads."""
         parameters = [p for theirs in self._mine.values() for p in theirs]
@@ -80,7 +92,7 @@ class _Stepper:
         ]
         state = {numbers[p]: loaded[p] for p in parameters if p in loaded}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self._share_state()
+        self.show()
 
 
 class Owned(torch.optim.Optimizer):
@@ -118,9 +130,11 @@ class Owned(torch.optim.Optimizer):
         self._owners: dict[torch.Tensor, int] = {}
         self._pieces: list[list[list[torch.Tensor]]] = []  # for each piece, for each rank, parameters
         self._steppers: list[list[_Stepper]] = []  # for each piece, this rank's
+        self._known: list[int] = []  # `id` of each parameter that has an owner
         self._exchange: Exchange | None = None
-        self._trains: list[bool] | None = None  # by parameter, when the exchange was made
-        self._consolidated: list[dict[str, Any]] | None = None  # by entry
+        self._reduced: Any = None  # the parameters that the wrapper reduced when the exchange was made
+        self._sent: set[int] = set()  # `id` of each parameter whose values are sent
+        self._consolidated: dict[torch.Tensor, Any] | None = None  # all ranks' states
         self._has_state = False  # some rank may have states
         plain = [kind(params, **settings) for params, kind, settings in self._entries]
         self._step_supports_amp_scaling = all(getattr(p, "_step_supports_amp_scaling", False) for p in plain)
@@ -163,8 +177,11 @@ class Owned(torch.optim.Optimizer):
                 mine.setdefault(self._entry_of_group[index], {}).setdefault(index, []).append(parameter)
             self._pieces.append(piece)
             self._steppers.append([_Stepper(self, entry, theirs) for entry, theirs in mine.items()])
+            for stepper in self._steppers[-1]:
+                stepper.show()
+        self._known = [id(p) for p in self._parameters()]
         self._has_state = self._has_state or bool(self.state)
-        self._trains = None
+        self._consolidated = self._reduced = None
 
     def _agree(self, binding: Binding) -> None:
         """Raises on every rank if the ranks' parameters differ, and on this one if no wrapper averages them."""
@@ -224,33 +241,51 @@ class Owned(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         binding = self._bind()
-        binding.report(binding.check_synchronized)
-        self._consolidated, self._has_state = None, True
+        binding.follow(self._module)
         exchange = self._exchange_of_now(binding)
+        binding.report(lambda: self._check(binding))
+        self._consolidated, self._has_state = None, True
+        failed: Exception | None = None
         with torch.no_grad(), binding.collective():
-            try:
-                for index, steppers in enumerate(self._steppers):
-                    for stepper in steppers:
-                        binding.report(stepper.step)
-                    if exchange is not None:
-                        exchange.send(index)
+            for index, steppers in enumerate(self._steppers):
+                for stepper in steppers:
+                    try:
+                        stepper.step()
+                    except Exception as error:  # raised when all is sent, or the ranks would no longer be in step
+                        failed = failed or error
                 if exchange is not None:
-                    exchange.finish()
-            except BaseException:
-                self._trains = None  # what is under way is nobody's any more
-                raise
+                    exchange.send(index)
+            if exchange is not None:
+                exchange.finish()
             for stepper in (stepper for steppers in self._steppers for stepper in steppers):
-                stepper.show_counters()
+                stepper.show()
+        if failed is not None:
+            raise failed
         return loss
 
+    def _check(self, binding: Binding) -> None:
+        binding.check_synchronized()
+        if [id(p) for p in self._parameters()] != self._known:
+            raise RuntimeError(
+                f"minddp.Owned.step() on rank {binding.rank}: param_groups has other parameters than the ranks "
+                "agreed on. Add parameters by add_param_group(), on every rank; to leave some out, make a new Owned."
+            )
+        if binding.ranks > 1:
+            mine = [p for p in self._parameters() if self._owners[p] == binding.rank and id(p) not in self._sent]
+            if left := [str(tuple(p.shape)) for p in mine if p.grad is not None]:
+                raise RuntimeError(
+                    f"minddp.Owned.step() on rank {binding.rank}: {len(left)} parameters have a gradient that "
+                    f"the wrapper does not average, of shapes {', '.join(left[:10])}. After unfreezing, call "
+                    "minddp.refresh(ddp) on every rank."
+                )
+
     def _exchange_of_now(self, binding: Binding) -> Exchange | None:
-        """What is frozen is not sent. Made anew, on all ranks, if that has changed."""
-        trains = [parameter.requires_grad for parameter in self._parameters()]
-        if binding.group is None or binding.ranks == 1 or trains == self._trains:
+        """Sends what the wrapper reduces or has reduced: the same on all ranks, also if one of them freezes some."""
+        if binding.group is None or binding.ranks == 1 or binding.reduced is self._reduced:
             return self._exchange
-        self._agree(binding)
-        self._trains = trains
-        sent = [[[p for p in theirs if p.requires_grad] for theirs in piece] for piece in self._pieces]
+        self._reduced = binding.reduced
+        self._sent |= {id(p) for p in self._reduced}
+        sent = [[[p for p in theirs if id(p) in self._sent] for theirs in piece] for piece in self._pieces]
         self._exchange = Exchange(sent, binding.group)
         return self._exchange
 
@@ -269,31 +304,40 @@ class Owned(torch.optim.Optimizer):
             raise ValueError(
                 f"minddp.Owned.consolidate_state_dict: to must be a rank, 0 to {binding.ranks - 1}, got {to!r}"
             )
+        mine = binding.report(lambda: self._own_part(binding))
+        with binding.collective():
+            everyone = states.gather(mine, binding.group, to)
+        self._consolidated = None
+        if everyone is not None:
+            state = {number: values for theirs in everyone for number, values in theirs["state"].items()}
+            self._consolidated = {p: state[n] for n, p in enumerate(self._parameters()) if n in state}
+            for theirs in everyone:  # what is counted in a group of which this rank owns nothing
+                for index, group in theirs["groups"].items():
+                    if index not in mine["groups"]:
+                        self.param_groups[index].update(group)
+
+    def _own_part(self, binding: Binding) -> dict[str, Any]:
+        """What this rank has of the state, on the host: by a parameter's number, and by a group's."""
         numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
+        found = [stepper.states() for steppers in self._steppers for stepper in steppers]
         groups = {
             index: _settings(group)
             for index, group in enumerate(self.param_groups)
             if any(self._owners[p] == binding.rank for p in group["params"])
         }
-        mine = states.to_host({"state": {numbers[p]: state for p, state in self.state.items()}, "groups": groups})
-        with binding.collective():
-            everyone = states.gather(mine, binding.group, to)
-        self._consolidated = None
-        if everyone is not None:
-            counted = {index: group for theirs in reversed(everyone) for index, group in theirs["groups"].items()}
-            state = {number: values for theirs in everyone for number, values in theirs["state"].items()}
-            self._consolidated = self._plain({p: state[n] for p, n in numbers.items() if n in state}, counted)
+        state = {numbers[p]: values for theirs in found for p, values in theirs.items()}
+        mine: dict[str, Any] = states.to_host({"state": state, "groups": groups})
+        return mine
 
-    def _plain(self, state: Any, counted: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-        """The plain optimizers' dictionaries, of states by parameter."""
+    def _plain(self, state: Any) -> list[dict[str, Any]]:
+        """The plain optimizers' dictionaries, of states by parameter and the groups as they are now."""
         made: list[dict[str, Any]] = [{"state": {}, "param_groups": []} for _ in self._entries]
         for index, group in enumerate(self.param_groups):
             into = made[self._entry_of_group[index]]
             first = sum(len(earlier["params"]) for earlier in into["param_groups"])
             numbers = range(first, first + len(group["params"]))
             named = {"param_names": group["param_names"]} if "param_names" in group else {}
-            settings = {**_settings(group), **counted.get(index, {}), **named}
-            into["param_groups"].append({**settings, "params": list(numbers)})
+            into["param_groups"].append({**_settings(group), **named, "params": list(numbers)})
             into["state"].update({n: state[p] for n, p in zip(numbers, group["params"]) if p in state})
         return made
 
@@ -306,14 +350,13 @@ class Owned(torch.optim.Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        several = self._consolidated
-        if several is None and self._has_state and self._binding is not None and self._binding.ranks > 1:
+        if self._consolidated is None and self._has_state and self._binding is not None and self._binding.ranks > 1:
             raise RuntimeError(
                 f"minddp.Owned.state_dict() on rank {self._binding.rank}: each rank has the states of its own "
                 "parameters. Call opt.consolidate_state_dict(to=rank) on every rank first, after the last step; then "
                 "state_dict() on that rank."
             )
-        several = several or self._plain(self.state, {})
+        several = self._plain(self.state if self._consolidated is None else self._consolidated)
         answer = several[0] if len(several) == 1 else {"optimizers": several}
         for after in self._optimizer_state_dict_post_hooks.values():
             answer = after(self, answer) or answer
@@ -332,7 +375,7 @@ class Owned(torch.optim.Optimizer):
             state_dict = before(self, state_dict) or state_dict
         several = state_dict.get("optimizers", [state_dict])
         sizes = [[len(group["params"]) for group in theirs["param_groups"]] for theirs in several]
-        own = [[len(group["params"]) for group in theirs["param_groups"]] for theirs in self._plain({}, {})]
+        own = [[len(group["params"]) for group in theirs["param_groups"]] for theirs in self._plain({})]
         if sizes != own:
             raise ValueError(
                 f"minddp.Owned.load_state_dict: by optimizer, state_dict has groups of {sizes} parameters, and this "
@@ -347,7 +390,8 @@ class Owned(torch.optim.Optimizer):
             loaded.update({p: state[n] for p, n in zip(group["params"], given["params"]) if n in state})
         if loaded:
             self._bind()
-            self._consolidated, self._has_state = None, True
+            self._has_state = True
+        self._consolidated = None
         self.state.clear()
         for stepper in (stepper for steppers in self._steppers for stepper in steppers):
             stepper.load(loaded)

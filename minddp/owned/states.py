@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ from ..ranks.messages import gather_objects
 from ..ranks.waiting import broadcast_from
 
 _PIECE_BYTES = 64 << 20
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _WHAT = "the optimizer's state of all ranks (minddp.Owned.consolidate_state_dict)"
 
 
@@ -26,7 +28,14 @@ def to_host(value: Any) -> Any:
         return {key: to_host(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
         return type(value)(to_host(entry) for entry in value)
-    return value
+    if isinstance(value, numpy.generic):
+        return value.item()
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    raise TypeError(
+        f"minddp.Owned.consolidate_state_dict: a state or a group holds a {type(value).__name__} ({value!r:.60}), "
+        "which is not sent to another rank. Tensors, numbers, texts, and dictionaries, lists and tuples of these are."
+    )
 
 
 def gather(mine: Any, group: dist.ProcessGroup | None, to: int) -> list[Any] | None:

@@ -39,6 +39,30 @@ def test_the_group_goes_after_the_reducer() -> None:
     assert run_ranks(order_of_ends, 2) == [["reducer", "group"]] * 2
 
 
+def _trial() -> list[weakref.ref[object]]:
+    ddp = minddp.DistributedDataParallel(torch.nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = ddp(torch.ones(2, 3)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return [weakref.ref(optimizer), weakref.ref(ddp), weakref.ref(ddp.module)]
+
+
+def _searches(rank: int, world_size: int) -> list[bool]:
+    kept = _trial()
+    gc.collect()
+    return [ref() is None for ref in kept]
+
+
+def test_a_closure_keeps_no_optimizer_wrapper_or_module() -> None:
+    assert run_ranks(_searches, 1) == [[True] * 3]
+
+
 def _looked_at() -> weakref.ref[torch.nn.Module]:
     module = torch.nn.Linear(1, 1)
     location.of_thread(threading.current_thread())

@@ -4,6 +4,7 @@ import copy
 import io
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -374,6 +375,106 @@ def other_programs(rank, world_size):
             assert all(torch.equal(p, q) for p, q in zip(before, modules[1].parameters()))
     assert all(torch.equal(p, q) for p, q in zip(*(module.parameters() for module in modules)))
     assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0
+
+
+class Counts(OwnRule):
+    """Counts in a container of its group, and in a state of no parameter; raises where it is told to."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.param_groups[0]["seen"] = {"steps": 0}
+        self.raises = 0
+
+    def step(self, closure=None):
+        self.param_groups[0]["seen"]["steps"] += 1
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        if self.param_groups[0]["seen"]["steps"] == 2:
+            raise ArithmeticError("the second step fails")
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data -= p.grad * self.param_groups[0]["lr"] / self.state["steps"]
+
+
+def what_programs_do(rank, world_size):
+    def several_pieces():
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(600, 600, bias=False) for _ in range(12)])  # 17 MB
+
+    # Several pieces; counters in containers; a step that fails on all ranks and is caught.
+    modules = [several_pieces(), several_pieces()]
+    ddps = [minddp.DistributedDataParallel(module) for module in modules]
+    optimizers = [Counts(modules[0].parameters()), Owned(ddps[1], [(modules[1].parameters(), Counts, {})])]
+    for _ in range(4):
+        for ddp, optimizer in zip(ddps, optimizers):
+            optimizer.zero_grad()
+            ddp(torch.ones(1, 600) * (rank + 1)).square().mean().backward()
+            try:
+                optimizer.step()
+            except ArithmeticError:
+                minddp.abort_iteration(ddp)
+    assert len(optimizers[1]._pieces) > 1
+    assert optimizers[1].param_groups[0]["seen"] == {"steps": 4}
+    assert all(torch.equal(p, q) for p, q in zip(*(module.parameters() for module in modules)))
+    with pytest.raises(RuntimeError, match="state that belongs to no parameter"):
+        optimizers[1]._own_part(optimizers[1]._binding)
+
+    # What is frozen and has a gradient still is stepped, as by torch's optimizers; frozen on one rank alone, too.
+    twins = Twins("sgd", find_unused_parameters=True)
+    for number in range(4):
+        twins.backward()
+        if number == 1:
+            for module in twins.modules:
+                module.inner[0].requires_grad_(False)
+        if number == 2 and rank == 1:
+            for module in twins.modules:
+                module.inner[1].weight.requires_grad_(False)
+        for optimizer in (*twins.plain, twins.owned):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    weights = [torch.empty(12, 12) for _ in range(world_size)]
+    dist.all_gather(weights, twins.modules[1].inner[0].weight.detach())
+    assert all(torch.equal(weights[0], other) for other in weights)
+
+    # Looked at on all ranks; numpy's numbers; settings that change after consolidation; wrapped again.
+    twins = Twins("adamw")
+    for optimizer in (*twins.plain, twins.owned):
+        optimizer.param_groups[0]["lr"] = np.float64(0.02)
+    twins.backward()
+    twins.step()
+    for p in twins.modules[1].parameters():
+        twins.owned.state[p].get("exp_avg")
+    twins.compare_states()
+    twins.plain[0].param_groups[0]["lr"] = twins.owned.param_groups[0]["lr"] = 0.005
+    if rank == 0:
+        assert twins.owned.state_dict()["param_groups"][0]["lr"] == 0.005
+    again = minddp.DistributedDataParallel(twins.modules[1])
+    with again.no_sync():
+        again(twins.batch()).sum().backward()
+    with pytest.raises(RuntimeError, match="this rank's alone"):
+        twins.owned.step()
+
+
+def test_what_programs_do_between_steps_and_in_them():
+    run_ranks(what_programs_do, 2)
+
+
+def refuses_in_a_step(rank, world_size, joins):
+    twins = Twins("adamw")
+    if not joins:
+        del twins.owned.param_groups[0]["params"][0]
+    with twins.ddps[1].join(enable=joins):
+        twins.ddps[1](twins.batch()).sum().backward()
+        with pytest.raises(RuntimeError) as caught:
+            twins.owned.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_step_that_ranks_could_not_take_together_is_refused_by_name(joins):
+    words = "inside of join() a rank that has run out of data takes no steps"
+    if not joins:
+        words = "param_groups has other parameters than the ranks agreed on"
+    assert words in run_ranks(refuses_in_a_step, 2, joins)[0]
 
 
 def test_a_trainers_order_closures_new_groups_and_scalers():
