@@ -7,10 +7,13 @@ Overview
 What always holds
     A rank waits a limited time for another, and returns what it has seen itself where the other does not come: so
     one rank alone may ask. There is no collective, and the program's keep their order; only links are measured by
-    messages of the group, where all ranks have come and all have asked for it. What fails is a note of the report.
+    messages of the group, where all ranks have come and all have asked for it. Rank 0 begins with them, and a rank
+    gives up, by the same key, of which the store takes one value alone: so all ranks measure, or none. What fails is
+    a note of the report.
 
-A report's keys, below the wrapper's name and the iteration: ``<rank>`` (what a rank has stamped), ``links`` (whether
-they are measured: rank 0 has read what has come), ``report``.
+A report's keys, below the wrapper's name and the iteration: ``<rank>`` (what a rank has stamped), ``settled`` (where
+links are asked for: rank 0 begins, or a rank has given up), ``links`` (whether they are measured: rank 0 has read
+what has come), ``report``.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ MAX_STEPS = 32  # that a reducer keeps
 _FOR_THE_OTHERS = 0.4  # seconds in which rank 0 awaits them; they await rank 0 twice as long
 _FOR_THE_REPORT = 5.0  # seconds, once rank 0 has come
 _LONGEST_PAUSE = 0.05
+_BEGUN, _GIVEN_UP = "rank 0 has begun", "a rank has given up"  # what settles whether links are measured
 _HINT = "Call report() on all ranks at the same point, between two steps."
 _NO_LINKS = (
     "Links were not measured: all ranks have to ask for it, of a process group of torch's own with three ranks or "
@@ -100,7 +104,7 @@ def _lead(turn: _Turn, engine: Any, mine: dict[str, Any], steps: int, notes: lis
         come = [rank for rank in ranks if rank == 0 or turn.comes([str(rank)], 0)]
     everyone = {0: mine, **{rank: turn.take(str(rank)) for rank in come[1:]}}
     asked = [theirs["links"] for theirs in everyone.values()]
-    links = all(asked) and come == ranks
+    links = all(asked) and come == ranks and turn.settles(_BEGUN)
     turn.put("links", links)
     times = _links_of(engine) if links else {}
     if any(asked) and not links:
@@ -116,9 +120,15 @@ def _follow(turn: _Turn, engine: Any, mine: dict[str, Any]) -> Report:
     """On another rank: hands in its part, and reads the report."""
     rank = engine.group.rank()
     turn.put(str(rank), mine)
-    if not turn.comes(["links"], 2 * _FOR_THE_OTHERS):
-        raise TimeoutError(f"rank 0, which makes the report, did not come. {_HINT}")
-    if turn.take("links"):
+    try:
+        if not turn.comes(["links"], 2 * _FOR_THE_OTHERS):
+            raise TimeoutError(f"rank 0, which makes the report, did not come. {_HINT}")
+        links = turn.take("links")
+    except Exception:
+        if not mine["links"] or turn.settles(_GIVEN_UP):
+            raise
+        links = True  # rank 0 was first, and counts on this rank
+    if links:
         _links_of(engine)
     if not turn.comes(["report"], _FOR_THE_REPORT):
         raise TimeoutError("rank 0 did not end the report.")
@@ -149,6 +159,16 @@ class _Turn:
     def put(self, key: str, value: Any) -> None:
         self._store.set(key, zlib.compress(json.dumps(value).encode()))
         self._written.append(key)
+
+    def settles(self, word: str) -> bool:
+        """Whether this word, or the same one of another rank, is the first that was said of the links.
+
+        That a rank has given up stays in the store: rank 0 may come to this turn at any time.
+        """
+        said: bytes = self._store.compare_set("settled", "", word)
+        if word == _BEGUN:
+            self._written.append("settled")
+        return said == word.encode()
 
     def forget(self) -> None:
         for key in self._written:

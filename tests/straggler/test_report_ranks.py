@@ -195,6 +195,34 @@ def test_one_rank_alone_gets_its_own_part_and_the_others_are_not_disturbed():
     assert both == same and "on 2 ranks" in both
 
 
+def _apart(rank: int, world_size: int, rank_0_begins: bool) -> str:
+    """Rank 1 gives up: before rank 0 comes, or when rank 0 has begun with the links and rank 1 has not seen it."""
+    ddp = _train(3)
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exchange, "_FOR_THE_REPORT", 60.0)
+            if rank_0_begins:
+                come = exchange._Turn.comes
+                patch.setattr(exchange._Turn, "comes", lambda turn, keys, _: come(turn, keys, 60) and keys != ["links"])
+            else:
+                patch.setattr(exchange, "_FOR_THE_OTHERS", 0.0)
+            text = str(report(ddp, links=True))
+    if not rank_0_begins:
+        dist.barrier()
+    if rank != 1:
+        text = str(_together(ddp, links=True))
+    dist.barrier()
+    return text
+
+
+@pytest.mark.parametrize("rank_0_begins", [False, True])
+def test_links_are_measured_by_all_ranks_or_by_none(rank_0_begins):
+    texts = run_ranks(_apart, 3, rank_0_begins)
+    assert ["not measured" in text for text in texts] == [not rank_0_begins, False, not rank_0_begins]
+    assert ("rank 1's part alone" in texts[1]) == (not rank_0_begins)
+    assert texts[0] == texts[2] and "on 3 ranks" in texts[0]
+
+
 def _without_a_store(rank: int, world_size: int) -> str:
     ddp = _train(3)
 
