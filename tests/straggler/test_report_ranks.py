@@ -203,7 +203,9 @@ def _apart(rank: int, world_size: int, rank_0_begins: bool) -> str:
             patch.setattr(exchange, "_FOR_THE_REPORT", 60.0)
             if rank_0_begins:
                 come = exchange._Turn.comes
-                patch.setattr(exchange._Turn, "comes", lambda turn, keys, _: come(turn, keys, 60) and keys != ["links"])
+                patch.setattr(
+                    exchange._Turn, "comes", lambda turn, keys, _: come(turn, keys, 60) and keys[0] != "links"
+                )
             else:
                 patch.setattr(exchange, "_FOR_THE_OTHERS", 0.0)
             text = str(report(ddp, links=True))
