@@ -1,9 +1,10 @@
 """Forward's output: the tensors in it, as far as they can be seen.
 
 What always holds
-    The program's code does not run. Types are asked by ``type()``, since ``isinstance`` may run a property. A
-    container is read by the methods of ``list``, ``tuple`` or ``dict``, whatever its class makes of access. A
-    dataclass is read where it keeps its fields: in its ``__dict__``, or in slots.
+    The program's code does not run. Types are asked by ``type()``, since ``isinstance`` may run a property, told
+    apart by ``id()``, and read by ``type``'s own attributes, whatever their metaclass makes of it. A container is
+    read by the methods of ``list``, ``tuple`` or ``dict``, whatever its class makes of access. A dataclass is read
+    where it keeps its fields: in its ``__dict__``, or in slots.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ REFERENCES: type = rpc.RRef if rpc.is_available() else _NoReference
 
 Reader = Callable[[Any], Iterable[Any]]
 _UNSET = object()
+_mro, _members = type.__dict__["__mro__"].__get__, type.__dict__["__dict__"].__get__
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -40,9 +42,9 @@ def find_tensors(output: object) -> list[torch.Tensor]:
     with torch._C.DisableTorchFunction():  # a tensor's class may answer for `requires_grad`
         for value in values:  # which grows meanwhile, and keeps alive what was made to be read
             kind = type(value)
-            if kind not in readers:
-                readers[kind] = _reader(kind)
-            read = readers[kind]
+            if id(kind) not in readers:
+                readers[id(kind)] = _reader(kind)
+            read = readers[id(kind)]
             if read is None:
                 continue
             if read is _tensor:
@@ -65,12 +67,13 @@ def _reference(value: Any) -> Iterable[Any]:
     return (value.local_value(),) if value.is_owner() else ()
 
 
-_READERS: dict[type, Reader | None] = {
-    torch.Tensor: _tensor, list: list.__iter__, tuple: tuple.__iter__, dict: dict.values, set: set.__iter__,
-    frozenset: frozenset.__iter__, int: None, float: None, bool: None, str: None, type(None): None,
-}  # fmt: skip
 _READERS_OF_SUBCLASSES: dict[type, Reader] = {
     torch.Tensor: _tensor, list: list.__iter__, tuple: tuple.__iter__, dict: dict.values, REFERENCES: _reference,
+}  # fmt: skip
+_READERS: dict[int, Reader | None] = {  # by the type's id
+    id(torch.Tensor): _tensor, id(list): list.__iter__, id(tuple): tuple.__iter__, id(dict): dict.values,
+    id(set): set.__iter__, id(frozenset): frozenset.__iter__,
+    **dict.fromkeys(map(id, (int, float, bool, str, type(None)))),
 }  # fmt: skip
 
 
@@ -80,8 +83,8 @@ def _reader(kind: type) -> Reader | None:
         if issubclass(kind, base):
             return read
     members: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        members |= vars(base)
+    for base in reversed(_mro(kind)):
+        members |= _members(base)
     fields = members.get("__dataclass_fields__")
     if not isinstance(fields, dict):
         return None

@@ -13,6 +13,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 import minddp
 from minddp.module.find_tensors import find_tensors
+from minddp.module.joined_outputs import join_outputs
 from minddp.testing import run_ranks
 
 
@@ -70,6 +71,29 @@ def _raises(self):
     raise RuntimeError("raises")
 
 
+class Kind(type):
+    def __eq__(cls, other):  # so it has no __hash__
+        raise RuntimeError("raises")
+
+
+@dataclasses.dataclass
+class OfAKind(metaclass=Kind):
+    """Without a text dataclass() would compare the class."""
+
+    loss: object
+
+
+class Opaque(type):
+    def __getattribute__(cls, name):
+        raise RuntimeError("raises")
+
+    __hash__ = _raises
+
+
+class OfAnOpaqueKind(metaclass=Opaque):
+    pass
+
+
 @dataclasses.dataclass
 class Computed:
     _loss: object
@@ -101,6 +125,8 @@ CONTAINERS = {
     "guarded": guarded,
     "property": lambda y: [Property(1), y],
     "computed": lambda y: Computed([y]),
+    "of a kind": lambda y: OfAKind(y),
+    "opaque": lambda y: (OfAnOpaqueKind(), y),
 }
 
 
@@ -109,6 +135,8 @@ def test_a_tensor_is_found_and_no_code_of_the_programs_runs(name):
     y = grown()
     found = find_tensors(CONTAINERS[name](y))
     assert len(found) == 1 and found[0] is y
+    joined, _ = join_outputs([y, CONTAINERS[name](y)], clones=False)
+    assert joined is not y and torch.equal(joined, y)
 
 
 def test_each_is_found_once_in_what_is_shared_or_contains_itself():
