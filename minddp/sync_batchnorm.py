@@ -37,7 +37,7 @@ from torch.nn.utils import parametrize
 from .functional import all_reduce
 from .functional.transport import gather_rows
 from .ranks.messages import gather_objects, work_on
-from .ranks.waiting import wait_for
+from .ranks.waiting import CommunicatesInForward, wait_for
 
 __all__ = ["SyncBatchNorm", "batch_norm_reference", "convert_sync_batchnorm"]
 
@@ -276,7 +276,7 @@ def _require_two_values(x: Tensor, count: Tensor, group: Any) -> None:
         )
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(_BatchNorm, CommunicatesInForward):
     """Batch normalization whose training statistics cover the batches of all ranks.
 
     Input and output have shape (N, C, ...) with at least two dimensions and any floating-point dtype; N
@@ -308,8 +308,6 @@ class SyncBatchNorm(_BatchNorm):
             on all ranks together, if the group's batch has only one value per channel, or if at a layer's
             first training step the ranks' channels or dtypes do not match.
     """
-
-    communicates_in_forward = True  # so join() refuses uneven inputs
 
     def __init__(
         self,

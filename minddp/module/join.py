@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from ..ranks.waiting import SHADOWED, wait_for
+from ..ranks.waiting import SHADOWED, CommunicatesInForward, wait_for
 
 
 class WatchedJoin(Join):
@@ -104,11 +104,9 @@ def agree_on_sync(ddp: Any, is_joined_rank: bool) -> bool:
 
 def _communicating_layers(module: nn.Module) -> dict[str, nn.Module]:
     """The layers, by name, that call collectives in forward: SyncBatchNorm, minddp's and torch's."""
-    return {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.SyncBatchNorm) or getattr(layer, "communicates_in_forward", False)
-    }
+    kinds = (nn.SyncBatchNorm, CommunicatesInForward)
+    # isinstance() may call the program's code.
+    return {name: layer for name, layer in module.named_modules() if issubclass(type(layer), kinds)}
 
 
 def _is_in_use(layer: Any) -> bool:

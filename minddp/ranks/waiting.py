@@ -21,6 +21,10 @@ Watcher = Callable[[dist.ProcessGroup, str, float, str], None]
 _watcher: Watcher | None = None
 
 
+class CommunicatesInForward:
+    """The base of layers that call collectives in forward, with which join() refuses uneven inputs."""
+
+
 def set_watcher(watcher: Watcher) -> None:
     """From now on it is called: once a second while a wait goes on, and when one has failed."""
     global _watcher

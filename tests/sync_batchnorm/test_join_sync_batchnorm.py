@@ -147,7 +147,7 @@ def _norms_that_are_frozen(rank, world_size, cls, kind):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     net[1].eval()
-    net = kind(net)
+    net = nn.Sequential(kind(net))
     ddp = cls(net)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     with ddp.join():
@@ -158,8 +158,28 @@ def _norms_that_are_frozen(rank, world_size, cls, kind):
     return [p.detach() for p in ddp.parameters()]
 
 
+class Answers(nn.Module):
+    """Every name, as some wrappers do."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self._modules["net"](x)
+
+    def __getattr__(self, name):
+        return {name}
+
+
+class Raises(Answers):
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
 def test_norms_in_eval_mode_wait_for_nobody():
     torchs = run_ranks(_norms_that_are_frozen, 2, TorchDDP, nn.Sequential)  # its SyncBatchNorm needs GPUs
-    for kind in (nn.SyncBatchNorm.convert_sync_batchnorm, convert_sync_batchnorm):
+    converts = (nn.SyncBatchNorm.convert_sync_batchnorm, convert_sync_batchnorm)
+    for kind in (*converts, Answers, Raises):
         ours = run_ranks(_norms_that_are_frozen, 2, DistributedDataParallel, kind)
         torch.testing.assert_close(ours, torchs)
