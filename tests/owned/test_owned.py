@@ -54,15 +54,15 @@ def rules(module):
     """By name: what plain optimizers, and Owned, are made of."""
     every, matrices = list(module.parameters()), [p for p in module.parameters() if p.dim() == 2]
     rest = [p for p in module.parameters() if p.dim() != 2]
-    half, momentum = len(every) // 2, {"lr": 0.1, "momentum": 0.9}
+    half, momentum = len(every) // 2, {"lr": 0.002, "momentum": 0.9}
     return {
-        "sgd": [([{"params": every[:half], "lr": 0.05}, {"params": every[half:]}], torch.optim.SGD, momentum)],
+        "sgd": [([{"params": every[:half], "lr": 0.001}, {"params": every[half:]}], torch.optim.SGD, momentum)],
         "adamw": [(every, torch.optim.AdamW, {"lr": 0.01, "foreach": True})],
         "fused": [(every, torch.optim.AdamW, {"lr": 0.01, "fused": True})],
         "adafactor": [(every, torch.optim.Adafactor, {"lr": 0.01})],
         "adagrad": [(every, torch.optim.Adagrad, {"lr": 0.01})],
         "muon": [(matrices, torch.optim.Muon, {"lr": 0.02}), (rest, torch.optim.AdamW, {"lr": 0.01})],
-        "own": [(every, OwnRule, {"lr": 0.1})],
+        "own": [(every, OwnRule, {"lr": 0.005})],
     }
 
 
