@@ -95,7 +95,7 @@ def _tune(point: Point, work: Any, device: Any) -> str:
     """Lets ``bucket_cap_mb="auto"`` settle; the plan it found, as JSON."""
     import variants
 
-    from minddp.launching.tune import tune
+    from minddp.cli.tune import tune
 
     copied = replace(work, module=copy.deepcopy(work.module))
     step = variants.make_step(point.variant, copied, device, bucket_cap_mb="auto")

@@ -23,8 +23,8 @@ _load()
 # The extension must be checked first.
 from . import functional, planner, shm  # noqa: E402
 from ._functions import FUNCTIONS as _FUNCTIONS  # noqa: E402
+from .cli.install import install, uninstall  # noqa: E402
 from .guards.stall_inspector import LostPeer  # noqa: E402
-from .launching.install import install, uninstall  # noqa: E402
 from .module.distributed import DistributedDataParallel  # noqa: E402
 from .owned import Owned  # noqa: E402
 from .planner import BucketPlan  # noqa: E402

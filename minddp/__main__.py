@@ -2,6 +2,6 @@
 
 import sys
 
-from .launching.command import main
+from .cli.command import main
 
 sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from .launching.run import main
+from .cli.run import main
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -2,7 +2,7 @@
 
 Here: plans (``plan``), the exact optimum under a cost model (``optimal``), what a collective costs
 (``collective_cost``) and when gradients come (``backward_profile``), ``bucket_cap_mb="auto"`` (``autotune``). May
-import from no other room. Not here: the command (``launching.tune``), cutting buckets by size (``reduction``),
+import from no other room. Not here: the command (``cli.tune``), cutting buckets by size (``reduction``),
 anything that a plain step runs, networks that are not at hand (``benchmarks/topologies.py``).
 """
 

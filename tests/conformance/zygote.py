@@ -51,7 +51,7 @@ def swap_in(impl: str) -> type:
     """Makes ``impl``'s class the one that everything imported later gets."""
     if impl == "minddp":
         import minddp
-        from minddp.launching.install import install
+        from minddp.cli.install import install
 
         install()
         return minddp.DistributedDataParallel

@@ -37,7 +37,7 @@ def texts() -> dict[str, str]:
     """The pages, and the docstrings of what is started from the command line."""
     found = {name: (ROOT / name).read_text() for name in PAGES}
     found |= {f"docs/{path.name}": path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-    for path in [*ROOT.glob("tutorials/*.py"), *ROOT.glob("minddp/launching/*.py"), *ROOT.glob("benchmarks/*.py")]:
+    for path in [*ROOT.glob("tutorials/*.py"), *ROOT.glob("minddp/cli/*.py"), *ROOT.glob("benchmarks/*.py")]:
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
         found[path.relative_to(ROOT).as_posix()] = text
     return found

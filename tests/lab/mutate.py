@@ -50,7 +50,7 @@ TESTS = {
     "minddp/config": "tests/module tests/reducer",
     "minddp/guards": "tests/guards tests/faults tests/programs",
     "minddp/shm": "tests/shm",
-    "minddp/": "tests/module tests/project tests/launching",
+    "minddp/": "tests/module tests/project tests/cli",
 }
 
 

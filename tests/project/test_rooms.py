@@ -36,9 +36,9 @@ ROOMS = {
     },
     "owned": {"guards", "module", "ranks"},
     "testing": set(),
-    "launching": {"_extension", "module", "planner", "timeline", "straggler", "shm", "testing"},
-    "__main__": {"launching"},
-    "run": {"launching"},
+    "cli": {"_extension", "module", "planner", "timeline", "straggler", "shm", "testing"},
+    "__main__": {"cli"},
+    "run": {"cli"},
 }
 NATIVE = "_C"  # whoever needs it
 
@@ -123,7 +123,7 @@ def test_every_room_says_what_it_is() -> None:
 def test_the_environment_is_read_in_one_place() -> None:
     """But for starters of ranks, which set it for others, and a rank's own number."""
     readers = {name for name, path in FILES.items() if "os.environ" in path.read_text()}
-    assert readers <= {"environment", "testing", "launching.tune", "launching.run"}
+    assert readers <= {"environment", "testing", "cli.tune", "cli.run"}
 
 
 if __name__ == "__main__":

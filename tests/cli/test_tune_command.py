@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from minddp.launching.tune import TuneError, load_workload, main, plan_table
+from minddp.cli.tune import TuneError, load_workload, main, plan_table
 from minddp.planner import BucketPlan
 
 CPU = torch.device("cpu")

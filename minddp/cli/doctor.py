@@ -1,4 +1,4 @@
-"""``minddp doctor``: what is installed and built, what works on this machine, and a step of training on its ranks.
+"""``minddp doctor``: what is installed and built, what works here (``shm``), and a step on its ranks (``testing``).
 
     minddp doctor                 # everything; exit status 1 if something that should work does not
     minddp doctor --no-step       # only what is installed

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import minddp
-from minddp.launching.install import _torch_class, install, uninstall
+from minddp.cli.install import _torch_class, install, uninstall
 from tests.forked import run_module
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Finds a model's buckets before training and writes them as a plan.
+"""Finds a model's buckets before training and writes them as a plan of the companion ``planner``.
 
     minddp tune --model my_models:make_resnet --input 8x3x224x224 --ranks 2 --out plan.json
     torchrun --nproc-per-node 8 -m minddp tune --model my_models:make --backend nccl --out plan.json

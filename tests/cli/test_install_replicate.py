@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minddp.launching.install import install, uninstall
+from minddp.cli.install import install, uninstall
 from minddp.testing import run_ranks
 
 

@@ -27,7 +27,7 @@ __all__ = ["install", "uninstall"]
 _torch_class = next(base for base in DistributedDataParallel.__mro__ if base.__module__.startswith("torch."))
 _get_command_line = multiprocessing.spawn.get_command_line
 
-_FORKSERVERS = "minddp.launching.installed"
+_FORKSERVERS = "minddp.cli.installed"
 
 # The namespaces and names that install() rebound; empty when nothing is installed.
 _rebound: list[tuple[dict[str, Any], str]] = []
@@ -52,7 +52,7 @@ def _spawn_installed(**kwargs: Any) -> list[str]:
         root = str(Path(__file__).parents[2])
         code = command.index("-c") + 1
         command[code] = (
-            f"import sys; sys.path.append({root!r}); from minddp.launching.install import install; install(); "
+            f"import sys; sys.path.append({root!r}); from minddp.cli.install import install; install(); "
             + command[code]
         )
     return command

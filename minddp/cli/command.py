@@ -20,11 +20,11 @@ __all__ = ["main"]
 
 # Where each command's main(arguments) is; imported when it is asked for.
 COMMANDS = {
-    "run": ".launching.run",
-    "tune": ".launching.tune",
+    "run": ".cli.run",
+    "tune": ".cli.tune",
     "timeline": ".timeline.report",
     "report": ".straggler.command",
-    "doctor": ".launching.doctor",
+    "doctor": ".cli.doctor",
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minddp import testing
-from minddp.launching import command, doctor
+from minddp.cli import command, doctor
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
