@@ -77,7 +77,8 @@ class Forwards {
     if (through.value_or(false) && !over) return {Origin::kSynchronized, true};
     if (armed_ || hidden_) return {Origin::kSynchronized};
     bool local = hidden_local_ || through.has_value();
-    const bool synchronized = GraphTaskNodes().any([&](const torch::autograd::Node* node) {
+    // Each output of an older forward asks: the nodes are searched only if they can change the answer.
+    const bool synchronized = !(over && local) && GraphTaskNodes().any([&](const torch::autograd::Node* node) {
       const NodeSpan* span = spans_.find(*node);
       local |= span != nullptr;
       return span && span->synchronized && !over;

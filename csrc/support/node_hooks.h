@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <memory>
+#include <unordered_set>
 #include <vector>
 
 namespace minddp {
@@ -34,17 +35,18 @@ struct BeforeNode : Observer<torch::autograd::FunctionPreHook> {
 };
 
 // Calls `on_backward` when backward reaches a node that made one of `outputs`, before that node runs. The
-// hook lives as long as the graph does.
+// hook lives as long as the graph does. A node gets one hook, even if it made many outputs (unbind, split): each hook
+// copies the list of all the node's gradients, so with a hook for each output, time would grow with the square of
+// their number.
 inline void watch_outputs(const std::vector<at::Tensor>& outputs, const std::function<void()>& on_backward) {
-  auto watch = [&](const auto& node) { node->add_pre_hook(std::make_unique<BeforeNode>(on_backward)); };
-  const torch::autograd::Node* base = nullptr;  // the last one: many outputs may be views of one tensor
+  std::unordered_set<const torch::autograd::Node*> watched;
+  auto watch = [&](const auto& node) {
+    if (node && watched.insert(node.get()).second) node->add_pre_hook(std::make_unique<BeforeNode>(on_backward));
+  };
   for (const at::Tensor& output : outputs) {
-    if (auto node = output.grad_fn()) watch(node);
+    watch(output.grad_fn());
     // Changed in place, a view gets another node, above its base's.
-    if (auto node = output.is_view() ? output._base().grad_fn() : nullptr; node && node.get() != base) {
-      base = node.get();
-      watch(node);
-    }
+    if (output.is_view()) watch(output._base().grad_fn());
   }
 }
 
