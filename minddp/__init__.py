@@ -24,22 +24,22 @@ _load()
 from . import functional, planner, shm  # noqa: E402
 from ._functions import FUNCTIONS as _FUNCTIONS  # noqa: E402
 from .cli.install import install, uninstall  # noqa: E402
+from .ddp import DistributedDataParallel  # noqa: E402
+from .functional.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 from .guards.stall_inspector import LostPeer  # noqa: E402
-from .module.distributed import DistributedDataParallel  # noqa: E402
 from .owned import Owned  # noqa: E402
 from .planner import BucketPlan  # noqa: E402
-from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
 from .timeline import trace  # noqa: E402
 from .wire import Wire  # noqa: E402
 
 if TYPE_CHECKING:
+    from .functions import abort_iteration, bucket_plan, refresh, release_buckets
+    from .guards.check import check_replicas, repair_replicas
     from .guards.finite_check import skipped_steps
-    from .module.between_steps import abort_iteration, bucket_plan, refresh, release_buckets
-    from .module.replicas import check_replicas, repair_replicas
-    from .reduction.weights import add_weight, clear_weight
-    from .reduction.wire import load_wire_state, wire_state
+    from .reductions.weights import add_weight, clear_weight
     from .straggler.exchange import report
     from .timeline.step_times import last_step
+    from .wire.format import load_wire_state, wire_state
 else:
 
     def __getattr__(name: str) -> Any:

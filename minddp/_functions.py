@@ -12,19 +12,19 @@ import torch
 
 # Function -> the module of this package that defines it. The package imports that module when the name is asked for.
 FUNCTIONS = {
-    "abort_iteration": "module.between_steps",
-    "add_weight": "reduction.weights",
-    "bucket_plan": "module.between_steps",
-    "check_replicas": "module.replicas",
-    "clear_weight": "reduction.weights",
+    "abort_iteration": "functions",
+    "add_weight": "reductions.weights",
+    "bucket_plan": "functions",
+    "check_replicas": "guards.check",
+    "clear_weight": "reductions.weights",
     "last_step": "timeline.step_times",
-    "load_wire_state": "reduction.wire",
-    "refresh": "module.between_steps",
-    "release_buckets": "module.between_steps",
-    "repair_replicas": "module.replicas",
+    "load_wire_state": "wire.format",
+    "refresh": "functions",
+    "release_buckets": "functions",
+    "repair_replicas": "guards.check",
     "report": "straggler.exchange",
     "skipped_steps": "guards.finite_check",
-    "wire_state": "reduction.wire",
+    "wire_state": "wire.format",
 }
 
 

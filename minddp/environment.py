@@ -11,7 +11,7 @@ variable                       meaning
 ``MINDDP_CUDA``                while building: ``0`` leaves CUDA out, ``1`` insists on it (``setup.py``)
 ``MINDDP_SHM``                 while building: ``0`` leaves the shared-memory transport out (``setup.py``)
 ``RANK``, ``LOCAL_RANK``       a launcher's: ``minddp tune`` without them starts its own ranks (``cli/tune.py``)
-``NCCL_*``, ``GLOO_*``         the transports', for what ``ddp.logger`` tells (read by ``module/logging_data.py``)
+``NCCL_*``, ``GLOO_*``         the transports', for ``ddp.logger`` (``torch_surface/logging_data.py``)
 ``PYTHONINSPECT``              Python's: a prompt follows the script, whose exception is no end
 ``PYTORCH_DDP_USE_SIDE_STREAM``  torch's; ``0`` copies inputs on the current stream
 =============================  ==========================================================================

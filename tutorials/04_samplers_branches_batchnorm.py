@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 import minddp
-from minddp.sync_batchnorm import convert_sync_batchnorm
+from minddp.functional.sync_batchnorm import convert_sync_batchnorm
 from minddp.testing import run_ranks
 
 # %% [markdown]

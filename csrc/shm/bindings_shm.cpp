@@ -1,4 +1,4 @@
-// Python's view of the shared-memory transport; no logic. minddp/shm.py is the face.
+// Python's view of the shared-memory transport; no logic. minddp/shm/__init__.py is the face.
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

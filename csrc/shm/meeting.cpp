@@ -11,7 +11,7 @@
 namespace minddp::shm {
 namespace {
 
-// minddp/shm.py writes to the same keys where the extension itself cannot be loaded.
+// minddp/shm/__init__.py writes to the same keys where the extension itself cannot be loaded.
 const std::string kPrefix = "minddp-shm/";
 const std::string kEvents = kPrefix + "events";  // counts what changed: cards, failures
 const std::string kFailed = kPrefix + "failed";  // of the last rank that did: attempt, rank, reason

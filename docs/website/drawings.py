@@ -214,7 +214,7 @@ def threads() -> str:
 
 def bucket_memory() -> str:
     """Three layers of a small net, cut by the package's own rule, with a cap of 6 kB."""
-    from minddp.reduction.bucket_assignment import assign_buckets
+    from minddp.buckets import assign_buckets
 
     names, sizes = [], []
     for layer in range(3):

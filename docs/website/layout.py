@@ -72,14 +72,14 @@ def sections() -> dict[str, dict[str, str]]:
 
 # What to read of minddp/, in this order; the other files follow, room by room.
 PYTHON_FIRST = [
-    "minddp/module/distributed.py",
-    "minddp/module/engine.py",
+    "minddp/ddp.py",
+    "minddp/engine.py",
     "minddp/config.py",
-    "minddp/module/parameters.py",
-    "minddp/reduction/reducer.py",
-    "minddp/reduction/bucket_assignment.py",
-    "minddp/reduction/weights.py",
-    "minddp/reduction/start.py",
+    "minddp/parameters.py",
+    "minddp/reducer.py",
+    "minddp/buckets.py",
+    "minddp/reductions/weights.py",
+    "minddp/start.py",
 ]
 
 

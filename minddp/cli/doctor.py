@@ -23,7 +23,7 @@ import torch.distributed as dist
 from .. import shm
 from .._extension import build_record
 from .._extension import config as build_config
-from ..module.distributed import DistributedDataParallel
+from ..ddp import DistributedDataParallel
 from ..testing import RankError, run_ranks
 
 __all__ = ["main"]

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..module.distributed import DistributedDataParallel
+from ..ddp import DistributedDataParallel
 
 __all__ = ["install", "uninstall"]
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..module.distributed import DistributedDataParallel
+from ..ddp import DistributedDataParallel
 from ..planner import BucketPlan
 from ..planner.autotune import AutoTuner, TunerSettings
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks.messages import gather_objects
+from ..messages import gather_objects
 from .arguments import member
 
 __all__ = ["analytic_gradient", "check", "numerical_gradient"]

@@ -2,5 +2,5 @@
 
 Here: steps on gradients that were not averaged, ranks that wait, numbers that are not finite, replicas that drift,
 modules that change, collectives out of order, the order in which groups and interpreters end. Each gets what it
-needs, and imports from ``ranks`` only. Not here: the work itself.
+needs. Not here: the work itself.
 """

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ..ranks.messages import ranks_text
-from ..ranks.processes import Process, Sight
+from ..messages import ranks_text
+from .processes import Process, Sight
 
 _LISTED = 3
 

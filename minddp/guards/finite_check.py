@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import waiting
 from .._functions import wrapper_of
-from ..ranks import waiting
-from ..ranks.messages import gather_objects, indented, ranks_text
+from ..messages import gather_objects, indented, ranks_text
 
 
 class FiniteCheck:

@@ -20,7 +20,7 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
-from ..ranks.logs import log
+from ..logs import log
 from . import times
 
 _PATIENCE = 5  # looks: for the word of a rank that may not be about to step

@@ -10,12 +10,12 @@ import threading
 import time
 import traceback
 import types
+from pathlib import Path
 
-from ..ranks.processes import thread_state
+from .processes import thread_state
 
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
-_OURS = ("/minddp/guards/", "/minddp/module/", "/minddp/ranks/", "/minddp/reduction/", "/minddp/functional/")
-_NOT_THE_PROGRAMS = ("/site-packages/", "<", "/minddp/sync_batchnorm.py", *_OURS)
+_NOT_THE_PROGRAMS = ("/site-packages/", "<", str(Path(__file__).parents[1]) + "/")
 _COMPUTES = 0.1  # of one processor: who waits, and looks now and then whether it is over, uses less
 
 

@@ -34,9 +34,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..ranks import processes
-from ..ranks.processes import Process
-from . import times
+from . import processes, times
+from .processes import Process
 
 REQUESTS_A_SECOND = 100
 _FILE_TIMEOUT = timedelta(seconds=5)  # a request to a file that was removed looks for it so long

@@ -29,9 +29,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import _C, environment
-from ..ranks import waiting
-from ..ranks.logs import log
+from .. import _C, environment, waiting
+from ..logs import log
 from . import times, watchdog
 from .evidence import (
     CERTAIN,

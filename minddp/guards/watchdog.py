@@ -32,10 +32,10 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import environment
-from ..ranks.logs import log
-from ..ranks.processes import Process, here, look
+from ..logs import log
 from . import location, times
 from .evidence import Fact, Wait
+from .processes import Process, here, look
 from .reports import Report, Reports
 
 _EXIT_SECONDS = 1.0

@@ -1,4 +1,4 @@
-"""Owned: each parameter has one owner, the rank that steps it and keeps its optimizer state.
+"""Owned: the owner of a parameter alone steps it and keeps its optimizer state. Uses guards.
 
 In data-parallel training every rank steps every parameter. With :class:`Owned` a rank steps its own parameters only
 and sends their new values to the others, so the optimizer's state and its work are divided by the number of
@@ -9,7 +9,7 @@ optimizers would have given it. An owner's update of a parameter may depend on t
 state alone.
 
 Here: who owns what (``layout``), the way of values to the others (``exchange``), states (``states``), questions to a
-wrapper (``binding``), and the class (``optimizer``). May import from ``module``, ``guards`` and ``ranks``.
+wrapper (``binding``), and the class (``optimizer``).
 Not here: anything that averages gradients.
 """
 

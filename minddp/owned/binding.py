@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..engine import Engine
 from ..guards import optimizer_guard
-from ..module.engine import Engine
-from ..ranks.messages import gather_objects, indented
+from ..messages import gather_objects, indented
 
 Result = TypeVar("Result")
 

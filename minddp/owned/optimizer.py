@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..ranks.messages import indented
+from ..messages import indented
 from . import layout, states
 from .binding import Binding, bind
 from .exchange import Exchange

@@ -12,8 +12,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from ..ranks.messages import gather_objects
-from ..ranks.waiting import broadcast_from
+from ..messages import gather_objects
+from ..waiting import broadcast_from
 
 _PIECE_BYTES = 64 << 20
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -68,4 +68,3 @@ def gather(mine: Any, group: dist.ProcessGroup | None, to: int) -> list[Any] | N
         if group.rank() == to:
             everyone.append(mine if rank == to else torch.load(io.BytesIO(received), weights_only=True))
     return everyone if group.rank() == to else None
-

@@ -1,9 +1,8 @@
-"""Who is slow: the answer of :func:`minddp.report`, of ``on_straggler=`` and of ``minddp report``.
+"""Who is slow: ``minddp.report``, ``on_straggler=`` and ``minddp report``. Uses timeline.
 
 Here: a step cut into parts (``parts``), who is to blame (``diagnosis``), the report and its words (``result``): all
 of it pure, without ranks and clocks. Then what ranks exchange (``exchange``, ``links``, ``watch``), and the command
-(``command``). May import from ``timeline``, ``guards`` and below. Not here: the stamps themselves
-(csrc/support/trace.h), the step drawn bucket by bucket (``timeline``).
+(``command``). Not here: the stamps themselves (C++), the step drawn bucket by bucket (``timeline``).
 """
 
 from .diagnosis import SlowLink, Straggler

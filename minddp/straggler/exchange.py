@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .._functions import engine_of
-from ..ranks.messages import ranks_text
+from ..messages import ranks_text
 from .links import can_be_measured, measure_links
 from .result import Report, make_report
 

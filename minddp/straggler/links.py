@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..ranks.messages import gather_objects
+from ..messages import gather_objects
 from .diagnosis import LINK_NBYTES
 
 __all__ = ["can_be_measured", "measure_links", "rounds"]

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..ranks.logs import log
-from ..ranks.messages import gather_objects
+from ..logs import log
+from ..messages import gather_objects
 from ..timeline.step_times import Stamps, on_device
 from .diagnosis import Straggler, find_straggler
 from .parts import PHASES, own_phases

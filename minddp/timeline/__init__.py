@@ -1,8 +1,8 @@
-"""Where a step's time goes: stamps turned into seconds, traces of all ranks, and what is drawn from them.
+"""Where a step's time goes: seconds, traces of all ranks, tables and pictures. Uses guards.
 
 Here: ``minddp.last_step``'s seconds (``step_times``), recording (``recording``, ``gathering``), the file
-(``chrome``), tables and pictures (``report``; ``minddp timeline`` is the command). May import from ``guards`` and
-below. Not here: the stamps themselves (csrc/support/trace.h), what is planned from them (``planner``).
+(``chrome``), tables and pictures (``report``; ``minddp timeline`` is the command). Not here: the stamps themselves
+(C++), what is planned from them (``planner``).
 """
 
 from .recording import Trace, trace

@@ -55,7 +55,7 @@ def test_run_gives_the_program_its_own_arguments(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "minddp", "run", str(program), "--lr", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "minddp.module.distributed ['--lr', '1'] __main__\nTrue\n", done.stderr
+    assert done.stdout == "minddp.ddp ['--lr', '1'] __main__\nTrue\n", done.stderr
 
 
 def test_doctor_takes_a_step_beside_torch(capfd: pytest.CaptureFixture[str]) -> None:

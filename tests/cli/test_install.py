@@ -139,7 +139,7 @@ def test_run_script_sees_its_own_arguments_folder_and_spawned_children(program: 
     script = str(program / "script.py")
     ended = run_python("-m", "minddp.run", script, "--lr", "3", "-m")
     assert ended.returncode == 7, ended.stderr
-    ours = "minddp.module.distributed"
+    ours = "minddp.ddp"
     assert lines(ended) == [["main", ours, ours], [script, "--lr", "3", "-m"], ["child", ours, ours]]
 
 
@@ -147,7 +147,7 @@ def test_run_module(program: Path) -> None:
     ended = run_python("-m", "minddp.run", "-m", "script", "alone", cwd=program)
     assert ended.returncode == 7, ended.stderr
     main, arguments = lines(ended)
-    assert main[1:] == ["minddp.module.distributed"] * 2
+    assert main[1:] == ["minddp.ddp"] * 2
     assert arguments == [str(program / "script.py"), "alone"]
 
 

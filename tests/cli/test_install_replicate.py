@@ -35,6 +35,6 @@ def test_replicate_gets_the_installed_class() -> None:
     theirs = run_ranks(train_replicated, 2, False)
     ours = run_ranks(train_replicated, 2, True)
     assert {name for name, _ in theirs} == {"torch.nn.parallel.distributed"}
-    assert {name for name, _ in ours} == {"minddp.module.distributed"}
+    assert {name for name, _ in ours} == {"minddp.ddp"}
     for _, weights in (*theirs, *ours):
         assert weights == pytest.approx(theirs[0][1], rel=1e-5)

@@ -29,8 +29,8 @@ WORDED_ELSEWHERE = [
     "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), error)",
     "minddp/guards/stall_inspector.py: self.lost.with_traceback(None)",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
-    "minddp/testing.py: RankError(_text(failures), failures, {})",
-    "minddp/testing.py: RankError(_text(failures), failures, results)",
+    "minddp/testing/__init__.py: RankError(_text(failures), failures, {})",
+    "minddp/testing/__init__.py: RankError(_text(failures), failures, results)",
 ]
 
 

@@ -57,7 +57,7 @@ def still_works(world_size: int) -> None:
     assert torch.equal(tensor, torch.full((100_000,), float(world_size)))
 
 
-@on_ranks(2, backend='shm')
+@on_ranks(2, backend="shm")
 def test_a_child_that_frees_memory_leaves_the_parents(rank: int, world_size: int) -> None:
     blocks = [minddp.shm.empty(LARGE).fill_(3.0), minddp.shm.empty(10).fill_(4.0)]
 
@@ -71,7 +71,7 @@ def test_a_child_that_frees_memory_leaves_the_parents(rank: int, world_size: int
     still_works(world_size)
 
 
-@on_ranks(3, backend='shm')
+@on_ranks(3, backend="shm")
 def test_a_child_that_destroys_the_group_evicts_nobody(rank: int, world_size: int) -> None:
     works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(20)]  # and a worker thread
     in_child(dist.destroy_process_group)
@@ -83,7 +83,7 @@ def test_a_child_that_destroys_the_group_evicts_nobody(rank: int, world_size: in
     still_works(world_size)
 
 
-@on_ranks(2, backend='shm')
+@on_ranks(2, backend="shm")
 def test_what_a_child_writes_is_its_own(rank: int, world_size: int) -> None:
     tensor = minddp.shm.empty(100_000).fill_(3.0)
 
@@ -102,7 +102,7 @@ def test_what_a_child_writes_is_its_own(rank: int, world_size: int) -> None:
     still_works(world_size)
 
 
-@on_ranks(2, backend='shm')
+@on_ranks(2, backend="shm")
 def test_calls_in_a_child_raise(rank: int, world_size: int) -> None:
     tensor = torch.ones(3)
     pending = dist.irecv(torch.ones(1), (rank + 1) % world_size)
@@ -160,7 +160,7 @@ def train(workers: int) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@on_ranks(2, backend='shm')
+@on_ranks(2, backend="shm")
 def test_dataloader_workers_forked_in_training(rank: int, world_size: int) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # which may have no children
     expected = train(0)

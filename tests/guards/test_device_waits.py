@@ -10,8 +10,8 @@ import pytest
 from minddp import _C
 from minddp.guards import stall_inspector, watchdog
 from minddp.guards.evidence import Fact
+from minddp.guards.processes import Sight
 from minddp.guards.stall_inspector import LostPeer, StallInspector
-from minddp.ranks.processes import Sight
 from tests.guards.test_evidence import report, told
 
 W = "g/0"  # the wrapper's name

@@ -26,7 +26,7 @@ from minddp.guards.evidence import (
     lost,
     slow,
 )
-from minddp.ranks.processes import Process, Sight, here, look
+from minddp.guards.processes import Process, Sight, here, look
 from tests.on_ranks import on_ranks
 
 NAMES = {3: "a.weight", 2: "a.bias"}
@@ -227,7 +227,7 @@ def test_another_ranks_lack_of_memory_is_none_here():
 
 _SLEEPS = """
 import time
-from minddp.ranks.processes import here
+from minddp.guards.processes import here
 print(*here()[2:], flush=True)
 time.sleep(60)
 """

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch.distributed as dist
 
+from minddp.guards import processes
+from minddp.guards.processes import Process, began, here
 from minddp.guards.reports import REQUESTS_A_SECOND, Reports
-from minddp.ranks import processes
-from minddp.ranks.processes import Process, began, here
 
 ME = here()
 

@@ -15,8 +15,7 @@ from torch import nn
 
 import minddp
 from minddp import environment
-from minddp.guards import lifetime, times
-from minddp.ranks import processes
+from minddp.guards import lifetime, processes, times
 from minddp.testing import run_ranks
 
 _SET_NAME = 15  # prctl(2)
@@ -37,9 +36,7 @@ def test_a_name_may_be_any_bytes() -> None:
 
 
 @pytest.mark.parametrize(("error", "state"), [(PermissionError, "elsewhere"), (ProcessLookupError, "gone")])
-def test_what_proc_hides_is_not_gone(
-    monkeypatch: pytest.MonkeyPatch, error: type[OSError], state: str
-) -> None:
+def test_what_proc_hides_is_not_gone(monkeypatch: pytest.MonkeyPatch, error: type[OSError], state: str) -> None:
     def refuse(*_: object) -> None:
         raise error
 

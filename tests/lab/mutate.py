@@ -45,12 +45,11 @@ TESTS = {
     "csrc/cpu": "tests/reducer tests/shm tests/functional",
     "csrc/transport": "tests/reducer tests/ranks tests/shm",
     "csrc/": "tests/reducer tests/parity tests/module tests/programs",
-    "minddp/reduction": "tests/reducer tests/parity tests/module",
-    "minddp/module": "tests/module tests/parity tests/programs",
-    "minddp/config": "tests/module tests/reducer",
+    "minddp/torch_surface": "tests/module tests/parity tests/programs",
     "minddp/guards": "tests/guards tests/faults tests/programs",
     "minddp/shm": "tests/shm",
-    "minddp/": "tests/module tests/project tests/cli",
+    "minddp/cli": "tests/cli",
+    "minddp/": "tests/module tests/reducer tests/parity tests/programs",
 }
 
 

@@ -23,7 +23,7 @@ NO_SHUTDOWN = Path(__file__).parent / "no_shutdown.py"
 
 CLASS = {
     "torch": "torch.nn.parallel.distributed.DistributedDataParallel",
-    "minddp": "minddp.module.distributed.DistributedDataParallel",
+    "minddp": "minddp.ddp.DistributedDataParallel",
 }
 
 

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
 import minddp
-from minddp.module.find_tensors import find_tensors
-from minddp.module.joined_outputs import join_outputs
+from minddp.joined_outputs import join_outputs
+from minddp.outputs import find_tensors
 from minddp.testing import run_ranks
 
 

@@ -8,7 +8,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import minddp
-from minddp.module.torch_base import TorchBase
+from minddp.torch_base import TorchBase
 
 
 def test_it_stands_between_torchs_class_and_ours():

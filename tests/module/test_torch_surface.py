@@ -17,8 +17,8 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import minddp
 from minddp._functions import FUNCTIONS
-from minddp.module.torch_base import TorchBase
 from minddp.testing import run_ranks
+from minddp.torch_base import TorchBase
 
 OURS = minddp.DistributedDataParallel
 

@@ -16,17 +16,21 @@ PACKAGE = Path(__file__).resolve().parents[2] / "minddp"
 
 # File -> the functions that run in every step; None for all of them.
 PER_STEP: dict[str, set[str] | None] = {
-    "sync_batchnorm.py": None,
+    "functional/sync_batchnorm.py": None,
     "functional/collectives.py": None,
     "functional/calls.py": None,
     "functional/agreement.py": None,
     "functional/control.py": None,
     "functional/linear.py": None,
     "functional/transport.py": None,
-    "ranks/broadcast.py": {"broadcast_coalesced", "_receive", "_once", "_messages", "_cuts"},
+    "broadcast.py": {"broadcast_coalesced", "_receive", "_once", "_messages", "_cuts"},
 }
 ALLOWED = {
-    ("sync_batchnorm.py", "_require_two_values", "item"): "read only where a rank has at most one value per channel",
+    (
+        "functional/sync_batchnorm.py",
+        "_require_two_values",
+        "item",
+    ): "read only where a rank has at most one value per channel",
     ("functional/control.py", "all_gather_ints", "tolist"): "of a tensor on the CPU, as it travels",
     ("functional/control.py", "ints_from_root", "tolist"): "of a tensor on the CPU, as it travels",
     ("functional/agreement.py", "_raise_together", "tolist"): "of an array.array, on the way to an error",

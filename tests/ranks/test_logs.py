@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from minddp.guards.local_gradients import LocalGradients
-from minddp.ranks.logs import log
+from minddp.logs import log
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minddp.ranks import messages, waiting
+from minddp import messages, waiting
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.ranks.own_group import OwnGroup

@@ -8,10 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minddp import DistributedDataParallel
-from minddp.config import make_config
-from minddp.ranks import waiting
-from minddp.reduction.bucket_assignment import (
+from minddp import DistributedDataParallel, waiting
+from minddp.buckets import (
     Agreed,
     agree_on_order,
     assign_buckets,
@@ -20,6 +18,7 @@ from minddp.reduction.bucket_assignment import (
     torchs_buckets,
     unordered_buckets,
 )
+from minddp.config import make_config
 
 KB = 1024
 

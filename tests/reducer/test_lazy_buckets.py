@@ -275,7 +275,7 @@ def test_on_two_ranks(check):
     run_ranks(check, 2)
 
 
-@on_ranks(2, backend='shm')
+@on_ranks(2, backend="shm")
 def test_from_the_transports_memory(rank, world_size):
     """The transport's memory, taken and given back: more than there is of it, over all iterations."""
     ddp = _wrap(net=nn.Linear(1024, 2048, bias=False), **LAZY)  # 8 MiB

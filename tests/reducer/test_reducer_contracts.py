@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp import DistributedDataParallel as DDP
-from minddp.reduction.weights import Weights
+from minddp.reductions.weights import Weights
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.reducer.late import LateGroup

@@ -481,7 +481,7 @@ def test_wrong_arguments_raise_before_anything_is_sent(rank: int, world_size: in
     assert torch.equal(tensor, torch.full((3,), float(world_size)))
 
 
-@on_ranks(1, backend='shm')
+@on_ranks(1, backend="shm")
 def test_world_of_one(rank: int, world_size: int) -> None:
     tensor = torch.arange(5.0)
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):

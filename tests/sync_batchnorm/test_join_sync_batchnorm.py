@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
 from minddp import DistributedDataParallel
-from minddp.sync_batchnorm import convert_sync_batchnorm
+from minddp.functional.sync_batchnorm import convert_sync_batchnorm
 from minddp.testing import run_ranks
 
 ROWS = 3

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minddp.sync_batchnorm import SyncBatchNorm, batch_norm_reference, convert_sync_batchnorm
+from minddp.functional.sync_batchnorm import SyncBatchNorm, batch_norm_reference, convert_sync_batchnorm
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 

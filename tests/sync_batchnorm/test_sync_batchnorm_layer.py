@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from minddp.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from minddp.functional.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 
 class Twice(nn.Module):

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from links import LinkError, ShapedNetwork
 
 TORCH = "torch.nn.parallel.distributed.DistributedDataParallel"
-MINDDP = "minddp.module.distributed.DistributedDataParallel"
+MINDDP = "minddp.ddp.DistributedDataParallel"
 RAY = ROOT / "build" / "engines" / "ray"
 TIMEOUT = 240.0
 

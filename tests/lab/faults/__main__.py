@@ -222,7 +222,7 @@ class Cell:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """"told" within the bounds, with the rank's name, or "unharmed": all ended, and alike. Else what is wrong."""
+    """ "told" within the bounds, with the rank's name, or "unharmed": all ended, and alike. Else what is wrong."""
     if not result["fault_happened"]:
         return "no fault"
     for survivor in result["survivors"]:

@@ -140,9 +140,9 @@ def test_the_source_distribution_in_an_empty_environment(builder: Environment, w
 def test_the_command_runs_an_unmodified_program(user: Environment) -> None:
     program = user.elsewhere / "train.py"
     program.write_text("import torch\nprint(torch.nn.parallel.DistributedDataParallel.__module__)\n")
-    assert user.check("minddp", "run", "train.py") == "minddp.module.distributed\n"
+    assert user.check("minddp", "run", "train.py") == "minddp.ddp\n"
     launch = ("--standalone", "--nproc-per-node=2", "-m", "minddp", "run", "train.py")
-    assert user.check("torchrun", *launch) == 2 * "minddp.module.distributed\n"
+    assert user.check("torchrun", *launch) == 2 * "minddp.ddp\n"
 
 
 def test_in_the_clones_root_the_installed_package_is_one_option_away(user: Environment, checkout: Path) -> None:

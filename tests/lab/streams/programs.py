@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import minddp
-from minddp.ranks import waiting
-from minddp.reduction import wire
+from minddp import waiting
+from minddp.wire import format as wire
 from tests.reducer.late import LateGroup
 
 from . import extension

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import minddp
 from minddp import _C, sync_batchnorm
 from minddp.guards import stall_inspector, times, watchdog
+from minddp.guards.processes import Process, here
 from minddp.planner.autotune import TunerSettings
-from minddp.ranks.processes import Process, here
 from minddp.testing import run_ranks, shutdown
 from tests.lab.streams import extension, programs
 from tests.reducer.late import LateGroup

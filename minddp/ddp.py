@@ -20,30 +20,30 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation, _MixedPrecision
 
-from .._C import GraphMode
-from .._functions import FUNCTIONS
-from ..config import make_config
-from ..guards import lifetime, optimizer_guard
-from ..guards.stall_inspector import waits_of
-from ..ranks.broadcast import broadcast_coalesced
-from ..ranks.messages import work_on
-from ..ranks.waiting import wait_for
-from ..reduction.members import all_parameters
-from ..reduction.start import sync_module_states, verify_same_start
-from ..reduction.wire import WireFormat
-from ..straggler.diagnosis import Straggler
-from ..wire import Wire
-from . import delayed_params
-from .comm_hooks import HookRegistration
+from ._C import GraphMode
+from ._functions import FUNCTIONS
+from .broadcast import broadcast_coalesced
+from .config import make_config
 from .engine import Engine
-from .find_tensors import find_tensors
 from .groups import choose_group
+from .guards import lifetime, optimizer_guard
+from .guards.check import check_now_and_then
+from .guards.stall_inspector import waits_of
+from .hooks import HookRegistration
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .joined_outputs import join_outputs
+from .members import all_parameters
+from .messages import work_on
+from .outputs import find_tensors
 from .parameters import Parameters, localize_shards
-from .replicas import check_now_and_then
+from .start import sync_module_states, verify_same_start
+from .straggler.diagnosis import Straggler
 from .torch_base import TorchBase
-from .torch_names import TorchNames
+from .torch_surface import delayed_params
+from .torch_surface.names import TorchNames
+from .waiting import wait_for
+from .wire import Wire
+from .wire.format import WireFormat
 
 __all__ = ["DistributedDataParallel"]
 
@@ -59,7 +59,9 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 class DistributedDataParallel(  # type: ignore[override,misc]
-    HookRegistration, TorchNames, TorchBase,
+    HookRegistration,
+    TorchNames,
+    TorchBase,
 ):
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 

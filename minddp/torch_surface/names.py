@@ -15,8 +15,8 @@ from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 
 from .. import environment
 from ..config import Config, warn_about_static_and_unused
-from ..reduction.members import all_parameters
-from ..reduction.start import sync_module_states
+from ..members import all_parameters
+from ..start import sync_module_states
 from .shown import shown
 
 _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
@@ -189,7 +189,7 @@ class TorchNames:
         """Called at the end of construction and of unpickling, for subclasses that add to it; does nothing itself."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Facts and statistics under torch's keys; see :mod:`minddp.module.logging_data`."""
+        """Facts and statistics under torch's keys; see :mod:`minddp.torch_surface.logging_data`."""
         return self._minddp_engine.logger.data(self._minddp_engine.reducer)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..guards import optimizer_guard
-from ..ranks.messages import ranks_text
+from ..messages import ranks_text
 
 
 class _Shard(NamedTuple):

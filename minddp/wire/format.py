@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .. import _C
 from .._functions import wrapper_of
-from ..wire import DTYPES, Wire
+from . import DTYPES, Wire
 
 BLOCK, BLOCK_BYTES = 256, 260
 _DEVICE_CHUNK_BYTES = 8 << 20

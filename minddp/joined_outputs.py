@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .find_tensors import REFERENCES
+from .outputs import REFERENCES
 
 
 class _Joined(torch.autograd.Function):

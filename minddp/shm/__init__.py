@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._extension import load
+from .._extension import load
 
 __all__ = ["AUTO_BACKEND", "BACKEND", "empty", "is_available", "is_shared"]
 

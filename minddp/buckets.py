@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..ranks import waiting
+from . import waiting
 
 Buckets = list[list[int]]
 

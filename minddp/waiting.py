@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _C
+from . import _C
 
 # What a rank waits for that has run out of data: whatever the others send next.
 SHADOWED = "what the ranks that still have data send next"

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from .._functions import engine_of, wrapper_of
-from ..planner import BucketPlan
+from ._functions import engine_of, wrapper_of
 from .parameters import localize_shards
+from .planner import BucketPlan
 
 __all__ = ["abort_iteration", "bucket_plan", "refresh", "release_buckets"]
 

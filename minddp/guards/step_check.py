@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..guards import optimizer_guard
-from ..guards.finite_check import FiniteCheck
-from ..guards.local_gradients import LocalGradients, has_values
-from ..guards.stall_inspector import StallInspector
-from ..ranks.logs import log
-from ..reduction.reducer import Reducer
-from .parameters import Parameters
+from ..logs import log
+from ..parameters import Parameters
+from ..reducer import Reducer
+from . import optimizer_guard
+from .finite_check import FiniteCheck
+from .local_gradients import LocalGradients, has_values
+from .stall_inspector import StallInspector
 
 
 class StepCheck:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..guards import watchdog
-from ..ranks.broadcast import broadcast_coalesced
-from ..ranks.messages import gather_objects
-from ..ranks.processes import Process, here
+from .broadcast import broadcast_coalesced
+from .guards import watchdog
+from .guards.processes import Process, here
 from .members import all_parameters
+from .messages import gather_objects
 
 Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch._utils import _get_device_index
 
-from ..ranks.logs import log
-from ..reduction.members import all_parameters, every_name, of_each_module, registered
+from .logs import log
+from .members import all_parameters, every_name, of_each_module, registered
 
 
 def localize_shards(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
     """Makes parameters that are DTensors this rank's shards, between forwards: ``tensor_parallel.py``. Those that the
     module asks to ignore are somebody else's, FSDP's say."""
     if "torch.distributed.tensor" in sys.modules:  # half a second to import, and else there is none
-        from .tensor_parallel import localize
+        from .torch_surface.tensor_parallel import localize
 
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
         reduced = {id(p) for _, p in _but_for(module, ignored)}

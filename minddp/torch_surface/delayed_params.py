@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from ..broadcast import broadcast_coalesced
 from ..guards import optimizer_guard
 from ..guards.local_gradients import LocalGradients
-from ..ranks.broadcast import broadcast_coalesced
-from ..ranks.waiting import SHADOWED, wait_for
-from ..reduction.reducer import weakly
+from ..reducer import weakly
+from ..waiting import SHADOWED, wait_for
 
 
 class DelayedAllReduce:

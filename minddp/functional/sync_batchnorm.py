@@ -34,10 +34,10 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from .functional import all_reduce
-from .functional.transport import gather_rows
-from .ranks.messages import gather_objects, work_on
-from .ranks.waiting import CommunicatesInForward, wait_for
+from ..messages import gather_objects, work_on
+from ..waiting import CommunicatesInForward, wait_for
+from . import all_reduce
+from .transport import gather_rows
 
 __all__ = ["SyncBatchNorm", "batch_norm_reference", "convert_sync_batchnorm"]
 

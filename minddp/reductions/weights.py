@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import waiting
 from .._functions import wrapper_of
-from ..ranks import waiting
 
 
 class Weights:

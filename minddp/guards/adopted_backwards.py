@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from ..ranks.logs import log
-from ..reduction.reducer import Reducer
+from ..logs import log
+from ..reducer import Reducer
 
 _TEXT = (
     "DistributedDataParallel around %s: a backward on rank %d went past it, with gradients of %s, while a ddp(...) "

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from .._functions import wrapper_of
-from ..guards import replicas
-from ..reduction.members import all_parameters
-from ..reduction.start import sync_module_states
+from ..members import all_parameters
+from ..start import sync_module_states
+from . import replicas
 
 __all__ = ["check_now_and_then", "check_replicas", "repair_replicas"]
 

@@ -16,26 +16,25 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .. import _C, environment
-from ..config import Config
-from ..guards import optimizer_guard
-from ..guards.finite_check import FiniteCheck
-from ..guards.local_gradients import LocalGradients
-from ..guards.module_changes import ModuleChanges, refusal
-from ..guards.stall_inspector import StallInspector
-from ..planner import BucketPlan
-from ..planner.autotune import AutoTuner
-from ..reduction.bucket_assignment import split_by_kind
-from ..reduction.reducer import Reducer, weakly
-from ..reduction.wire import WireFormat
-from ..straggler.watch import StragglerWatch
-from ..timeline import recording
-from . import adopted_backwards
-from .comm_hooks import BUILTIN_HOOK_DTYPES, waits_in_callbacks
-from .logging_data import LoggingData
-from .mixed_precision import MixedPrecision
+from . import _C, environment
+from .buckets import split_by_kind
+from .config import Config
+from .guards import adopted_backwards, optimizer_guard
+from .guards.finite_check import FiniteCheck
+from .guards.local_gradients import LocalGradients
+from .guards.module_changes import ModuleChanges, refusal
+from .guards.stall_inspector import StallInspector
+from .guards.step_check import StepCheck
+from .hooks import BUILTIN_HOOK_DTYPES, waits_in_callbacks
 from .parameters import Parameters
-from .step_check import StepCheck
+from .planner import BucketPlan
+from .planner.autotune import AutoTuner
+from .reducer import Reducer, weakly
+from .straggler.watch import StragglerWatch
+from .timeline import recording
+from .torch_surface.logging_data import LoggingData
+from .torch_surface.mixed_precision import MixedPrecision
+from .wire.format import WireFormat
 
 Result = TypeVar("Result")
 

@@ -17,11 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _C
-from ..config import FIRST_BUCKET_BYTES, Config
-from ..guards.lifetime import outlive, outlive_callbacks
-from ..ranks.waiting import SHADOWED, wait_for_future
-from .bucket_assignment import (
+from . import _C
+from .buckets import (
     Agreed,
     Buckets,
     agree_on_order,
@@ -31,8 +28,11 @@ from .bucket_assignment import (
     torchs_buckets,
     unordered_buckets,
 )
-from .weights import Weights
-from .wire import WireFormat, nbytes
+from .config import FIRST_BUCKET_BYTES, Config
+from .guards.lifetime import outlive, outlive_callbacks
+from .reductions.weights import Weights
+from .waiting import SHADOWED, wait_for_future
+from .wire.format import WireFormat, nbytes
 
 
 class Reducer(_C.Reducer):

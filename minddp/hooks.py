@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _C
-from .shown import shown
+from . import _C
+from .torch_surface.shown import shown
 
 BUILTIN_HOOK_DTYPES = {"FP16_COMPRESS": torch.float16, "ALLREDUCE": None}
 

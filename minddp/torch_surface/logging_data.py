@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from .. import environment
 from ..config import Config
-from ..reduction.reducer import Reducer
+from ..parameters import Parameters
+from ..reducer import Reducer
 from ..timeline.step_times import on_device
-from .parameters import Parameters
 
 _ALWAYS_RECORDED = 10
 _TIMES = (

@@ -1,0 +1,1 @@
+"""Reductions other than the mean over ranks."""
