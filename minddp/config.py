@@ -21,10 +21,12 @@ DEFAULT_BUCKET_CAP_MB = 25  # at most
 _DEFAULT_BUCKETS, _DEFAULT_LEAST_BYTES = 10, 2 * MIB
 DEFAULT_LAST_BUCKET_BYTES = MIB
 FIRST_BUCKET_BYTES = DEFAULT_BUCKET_CAP_MB * MIB  # of a kind, while the order of arrival is not known
+_MOST_CAP_MB = 2.0**43  # 2**63 bytes
 _DEFAULT_ALONE_BYTES = {"cpu": 4 * MIB}  # elsewhere the cap: collectives cost more there, copies less
 
 FINITE_MODES = ("raise", "warn", "skip")
 REDUCTIONS = ("mean", "sum", "weighted")
+_REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,7 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
     if plan is not None and auto:
         raise ValueError('bucket_plan= pins the buckets, bucket_cap_mb="auto" searches them: pass one')
     reduction, reduce_dtype = arguments["reduction"], arguments["reduce_dtype"]
-    predivide = arguments["predivide_factor"]
-    _check_reduction(reduction, reduce_dtype, predivide)
+    _check_reduction(reduction, reduce_dtype)
     wire = make_wire(arguments["wire"])
     _check_wire(wire, reduce_dtype, arguments["mixed_precision"])
     broadcast, forward = arguments["broadcast_buffers"], arguments["forward_sync_buffers"]
@@ -189,10 +190,10 @@ def make_config(arguments: Mapping[str, Any]) -> Config:
         sync_buffers_at_start=forward is not None or broadcast is not False,
         reduction=reduction,
         reduce_dtype=reduce_dtype,
-        predivide_factor=None if predivide is None else float(predivide),
+        predivide_factor=_predivide_factor(arguments["predivide_factor"]),
         wire=wire,
         bucket_plan=plan,
-        mixed_precision=arguments["mixed_precision"],
+        mixed_precision=_mixed_precision(arguments["mixed_precision"]),
         check_finite=_finite_mode(arguments["check_finite"]),
         check_replicas_every=_every("check_replicas_every", arguments["check_replicas_every"]),
         on_straggler=_callable("on_straggler", arguments["on_straggler"]),
@@ -217,6 +218,8 @@ def _caps(cap: float | str | None, caps: Sequence[float] | None) -> tuple[tuple[
     default = cap is None or auto
     # The argument is checked where a list takes its place, too.
     one = _cap_bytes("bucket_cap_mb", DEFAULT_BUCKET_CAP_MB if default else cap)
+    if caps and not hasattr(caps, "__len__"):
+        raise TypeError(f"bucket_cap_mb_list must be a list of numbers of MiB, one a bucket, or None, got {caps!r}")
     several = tuple(_cap_bytes("bucket_cap_mb_list", cap) for cap in caps or ())
     return several or (one,), default and not several, auto
 
@@ -259,17 +262,20 @@ def _seconds(name: str, value: Any) -> float | None:
 def _cap_bytes(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are some
         raise TypeError(f"{name} must be a number of MiB, got {value!r}")
-    value = float(value)
-    if not 0 <= value < float("inf"):
+    if not 0 <= float(value) < _MOST_CAP_MB:
         raise ValueError(
-            f"{name} must be a finite number of MiB, 0 (a bucket for each gradient) or more, got {value!r}"
+            f"{name} must be a finite number of MiB, 0 (a bucket for each gradient) or more, got {value!r} "
+            "(it must be less than 2**43)"
         )
-    return max(int(value * MIB), 1)
+    return max(int(float(value) * MIB), 1)
 
 
 def _plan(value: Any) -> BucketPlan | None:
     if isinstance(value, (str, os.PathLike)):
-        return BucketPlan.load(value)
+        try:
+            return BucketPlan.load(value)
+        except OSError as error:
+            raise OSError(error.errno, f"bucket_plan cannot be read: {error.strerror}", os.fspath(value)) from error
     if value is None or isinstance(value, BucketPlan):
         return value
     raise TypeError(f"bucket_plan must be a minddp.BucketPlan or the path of a saved one, got {value!r}")
@@ -282,13 +288,33 @@ def _identity(plan: BucketPlan | None) -> Any:
     return [[plan.parameters[position].name for position in bucket] for bucket in plan.buckets]
 
 
-def _check_reduction(reduction: str, dtype: Any, predivide: Any) -> None:
+def _check_reduction(reduction: str, dtype: Any) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f'reduction must be "mean", "sum" or "weighted", got {reduction!r}')
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"reduce_dtype must be a floating point torch.dtype, got {dtype!r}")
-    if predivide is not None and not (isinstance(predivide, Real) and 0 < float(predivide) < float("inf")):
-        raise ValueError(f"predivide_factor must be a positive, finite number, got {predivide!r}")
+    if dtype is not None and dtype not in _REDUCE_DTYPES:
+        names = ", ".join(map(str, _REDUCE_DTYPES))
+        raise TypeError(f"reduce_dtype must be a dtype that ranks can add up ({names}), or None, got {dtype!r}")
+
+
+def _predivide_factor(value: Any) -> float | None:
+    """It and its inverse scale gradients of float32, too."""
+    if value is None:
+        return None
+    if not isinstance(value, Real) or not 2.0**-126 <= float(value) <= 2.0**126:
+        raise ValueError(f"predivide_factor must be a positive, finite number, from 2**-126 to 2**126, got {value!r}")
+    return float(value)
+
+
+def _mixed_precision(value: Any) -> Any:
+    """torch's ``_MixedPrecision``, or what has its attributes, as of FSDP."""
+    if value is None:
+        return None
+    if not all(hasattr(value, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")):
+        raise TypeError(
+            "mixed_precision must be a torch.nn.parallel.distributed._MixedPrecision(param_dtype=, reduce_dtype=, "
+            f"buffer_dtype=), or None, got {value!r}"
+        )
+    return value
 
 
 def _check_wire(wire: Wire | None, reduce_dtype: Any, mixed_precision: Any) -> None:

@@ -30,6 +30,8 @@ def choose_group(group: Any, mesh: Any) -> Any:
 
 
 def _group_of(mesh: Any) -> Any:
+    if not hasattr(mesh, "get_group"):
+        raise TypeError(f"device_mesh must be a torch.distributed.DeviceMesh of one dimension, or None, got {mesh!r}")
     if mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
     return mesh.get_group(mesh_dim=0)

@@ -209,6 +209,8 @@ class Parameters:
         Raises:
             ValueError: they do not fit where the parameters are.
         """
+        if device_ids is not None and not hasattr(device_ids, "__len__"):
+            raise TypeError(f"device_ids must be a list of one device, or None, got {device_ids!r}")
         if device_ids is not None and len(device_ids) > 1:
             raise ValueError(f"device_ids can only be None or contain a single element, got {device_ids}.")
         single = self.device_type != "cpu" and not self.is_multi_device

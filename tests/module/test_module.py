@@ -2,6 +2,7 @@
 
 import copy
 import re
+import types
 import warnings
 
 import pytest
@@ -532,8 +533,18 @@ BAD = [
     (_net, {"bucket_cap_mb": [1]}, "TypeError.*bucket_cap_mb must be a number"),
     (_net, {"bucket_cap_mb_list": [1, -1]}, "ValueError.*bucket_cap_mb_list must be a finite number"),
     (_net, {"reduction": "median"}, "ValueError.*reduction must be.*'median'"),
-    (_net, {"predivide_factor": 0}, "ValueError.*predivide_factor"),
-    (_net, {"reduce_dtype": torch.int8}, "TypeError.*reduce_dtype"),
+    (_net, {"bucket_cap_mb": 1e308}, "ValueError.*bucket_cap_mb must be .* got 1e.308 .*less than 2"),
+    (_net, {"bucket_cap_mb_list": 25}, "TypeError.*bucket_cap_mb_list must be a list .* got 25"),
+    (_net, {"bucket_plan": "none.json"}, "FileNotFoundError.*bucket_plan cannot be read: No such file.*'none.json'"),
+    (_net, {"device_ids": 0}, "TypeError.*device_ids must be a list of one device, or None, got 0"),
+    (_net, {"device_mesh": 3}, "TypeError.*device_mesh must be a torch.distributed.DeviceMesh .* got 3"),
+    (
+        _net,
+        {"mixed_precision": torch.float16},
+        "TypeError.*mixed_precision must be .*_MixedPrecision.* torch.float16",
+    ),
+    *[(_net, {"predivide_factor": factor}, "ValueError.*predivide_factor") for factor in (0, "2", 1e39, 1e-39)],
+    *[(_net, {"reduce_dtype": d}, "TypeError.*reduce_dtype") for d in (torch.int8, torch.float8_e4m3fn, "half")],
     (_net, {"reduce_dtype": torch.float64, "gradient_as_bucket_view": True}, "ValueError.*contradict"),
     (_net, {"delay_all_reduce_named_params": []}, "ValueError.*at the same time"),
     (_unequal, {}, r"RuntimeError.*differ at parameter 2.*rank 0: '1.weight' \[2, 4\].*rank 1: '1.weight' \[3, 4\]"),
@@ -551,6 +562,17 @@ def test_bad_input_raises_on_every_rank(rank, world_size):
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
         assert re.search(match, answer, re.S), answer
+
+
+@on_ranks(1)
+def test_odd_arguments_that_torchs_class_takes(rank, world_size):
+    dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), torch.float32)
+    DDP(Net(), mixed_precision=types.SimpleNamespace(**dtypes))(_data(rank)).sum().backward()  # torch: on GPUs
+    for arguments in (
+        {"bucket_cap_mb": 1e9}, {"bucket_cap_mb_list": (25, 1)}, {"bucket_cap_mb_list": 0}, {"device_ids": ()},
+    ):  # fmt: skip
+        for cls in (torch.nn.parallel.DistributedDataParallel, DDP):
+            cls(Net(), **arguments)(_data(rank)).sum().backward()
 
 
 @on_ranks(2)
