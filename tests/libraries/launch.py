@@ -89,11 +89,7 @@ def run(
     restarts: int = 0,
     timeout: float = 150,
 ) -> Any:
-    """Runs ``scripts/<script> <arguments> <out>`` with ``impl``'s class and returns the JSON in ``out``.
-
-    Torch's class, which is here to be compared with, may hang as it lets go of its group (why:
-    ``minddp/guards/lifetime.py``), so its run has a second try. minddp's has not.
-    """
+    """Runs ``scripts/<script> <arguments> <out>`` with ``impl``'s class and returns the JSON in ``out``."""
     torchrun = [
         "torch.distributed.run",
         "--standalone",
@@ -103,9 +99,7 @@ def run(
     ]
     runner = ["-m", "minddp.run"] if impl == "minddp" else [str(NO_SHUTDOWN)]
     command = [sys.executable, "-m", *torchrun, *runner, str(SCRIPTS / script), *arguments, str(out)]
-    status, output = _communicate(command, out.parent, timeout if impl == "minddp" else timeout / 2)
-    if impl != "minddp" and isinstance(status, str):
-        status, output = _communicate(command, out.parent, timeout / 2)
+    status, output = _communicate(command, out.parent, timeout)
     if status == 0:
         return json.loads(out.read_text())
     raise AssertionError(f"{script} with {impl} ended with {status}:\n{output[-6000:]}")
