@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from . import drawings, errors, source, tutorials
+from . import drawings, errors, how, source, tutorials
 from .layout import HOME, ROOT, Layout, make_layout, sections
 from .markdown import Writer
 
@@ -209,7 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m docs.website", description=__doc__)
     parser.add_argument("--no-tutorials", action="store_true", help="do not run them: pages without what they print")
     options = parser.parse_args()
-    assemble(not options.no_tutorials)
+    layout = assemble(not options.no_tutorials)
     html = BUILD / "html"
     # -a: a page that has not changed has the others in its sidebar.
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-a", "-W", "--keep-going", "-q", "-j", "2"]
@@ -217,5 +217,6 @@ def main() -> int:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     status = subprocess.run(command, env=environment).returncode
     if status == 0:
+        (html / "index.html").write_text(how.for_site(layout.page))
         print(f"{len(list(html.rglob('*.html')))} pages: {html / 'index.html'}")
     return status

@@ -18,6 +18,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
 highlight_language = "text"
+root_doc = "readme"
 exclude_patterns = ["files/**"]
 
 autodoc_typehints = "description"
@@ -47,6 +48,7 @@ def break_long_names(app: Any, pagename: str, templatename: str, context: dict[s
     def with_breaks(heading: re.Match[str]) -> str:
         return re.sub(r"(?<=>)[^<]+", lambda text: PLACES.sub(r"\g<0><wbr>", text[0]), heading[0])
 
+    context["master_doc"] = "index"  # the brand leads to the site's first page, which Sphinx does not make
     context["body"] = re.sub(r"<h[123]>.*?</h[123]>", with_breaks, context.get("body", ""), flags=re.DOTALL)
 
 

@@ -127,7 +127,7 @@ def make_layout() -> Layout:
         for page, path in section.items():
             if path:
                 layout.pages[path] = page
-    layout.pages[HOME] = "index"
+    layout.pages[HOME] = "readme"  # index.html is docs/how.html (how.py)
     layout.cpp, layout.python = cpp_in_reading_order(), python_in_reading_order()
     layout.pages |= {path: f"source/{path}" for path in layout.cpp + layout.python}
     layout.tutorials = [relative(path) for path in sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.py"))]

@@ -79,6 +79,8 @@ class Writer:
             return f"{picture}[{text}]({self.to(self.layout.pages[file], page)}.md{'#' + anchor if anchor else ''})"
         if name.endswith(".md") and (self.source / page).parent.joinpath(name).exists():
             return match[0]  # from one page that is made here to another
+        if file == "docs/how.html":
+            return f'<a href="{self.to("index", page)}.html">{text}</a>'
         if not (ROOT / file).is_file():
             raise ValueError(f"{path}: a link to {target}, which is no file of the repository")
         copy = self.source / "files" / file
