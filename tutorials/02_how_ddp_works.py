@@ -12,7 +12,6 @@ Below it is built five times, each time a little more like the real one, and eac
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,8 @@ import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mini_ddp import MiniDDP
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 import minddp
 from minddp.testing import run_ranks
@@ -112,7 +111,7 @@ def replicas_alone() -> None:
 # 1. One collective for each parameter is easy, and slow: starting a collective costs a fixed time, its latency.
 # 2. One flat buffer pays the latency once. But nothing is sent before backward is over.
 # 3. Hooks send while backward still runs. But each parameter pays its latency again.
-# 4. Buckets do both.
+# 4. Buckets do both. This rung is [DDP in 100 lines](mini_ddp.py).
 # 5. The real one does it in C++.
 
 # %%
@@ -202,69 +201,18 @@ class Overlapped(PerParameter):
         self.works.clear()
 
 
-class Bucket:
-    """Some parameters that share one buffer and one allreduce."""
-
-    def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters = parameters
-        self.buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
-        self.parts = self.buffer.split([parameter.numel() for parameter in parameters])
-        self.pending = len(parameters)
-
-
 class Bucketed(PerParameter):
-    """Rung 4: the reducer, in Python. Both at once: few collectives, and they overlap backward.
-
-    Buckets are filled from the last layer to the first, the order in which gradients arrive. They are
-    launched in order even if a later one is ready first, since all ranks must call the same collectives
-    in the same order. Nothing is left to do after `loss.backward()`: a callback ends it.
+    """Rung 4: the reducer, in Python: mini_ddp.py. Both at once: few collectives, and they
+    overlap backward. Buckets leave in one order even if a later one is ready first.
     """
 
     def __init__(self, model: nn.Module, cap_bytes: int):
-        super().__init__(model)
-        self.buckets = [Bucket(parameters) for parameters in assign(model, cap_bytes)]
-        self.works: list[dist.Work] = []
-        for bucket in self.buckets:
-            for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
-                parameter.register_post_accumulate_grad_hook(self.hook(bucket, part))
-
-    def hook(self, bucket: Bucket, part: Tensor) -> Callable[[Tensor], None]:
-        def mark_ready(parameter: Tensor) -> None:
-            if all(b.pending == len(b.parameters) for b in self.buckets):  # the first gradient of this backward
-                Variable._execution_engine.queue_callback(self.finalize)
-            torch.div(parameter.grad.reshape(-1), dist.get_world_size(), out=part)
-            bucket.pending -= 1
-            self.launch_ready()
-
-        return mark_ready
-
-    def launch_ready(self) -> None:
-        while len(self.works) < len(self.buckets) and self.buckets[len(self.works)].pending == 0:
-            self.works.append(link.all_reduce(self.buckets[len(self.works)].buffer, async_op=True))
-
-    def finalize(self) -> None:
-        for work, bucket in zip(self.works, self.buckets, strict=True):
-            work.wait()
-            for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
-                parameter.grad.copy_(part.view_as(parameter))
-            bucket.pending = len(bucket.parameters)
-        self.works.clear()
+        mini = MiniDDP(model, cap_bytes / 2**20)
+        mini.all_reduce = lambda buffer: link.all_reduce(buffer, async_op=True)
+        super().__init__(mini)
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-
-def assign(model: nn.Module, cap_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters from last to first, a new bucket wherever the cap would be exceeded."""
-    buckets: list[list[nn.Parameter]] = [[]]
-    size = 0
-    for parameter in reversed(list(model.parameters())):
-        if size + parameter.nbytes > cap_bytes and buckets[-1]:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += parameter.nbytes
-    return buckets
+        loss.backward()  # a callback at its end waits for the buckets
 
 
 class Reducer(PerParameter):

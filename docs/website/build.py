@@ -153,6 +153,10 @@ def order_page(title: str, text: str, paths: list[str], layout: Layout) -> str:
 
 # Files that are shown as they are: title, and what stands above.
 LISTINGS = {
+    "tutorials/mini_ddp.py": (
+        "DDP in 100 lines",
+        "It runs by itself or under torchrun, and has the gradients of [the real one](reading.md), bit for bit.",
+    ),
     "exercises/exercises.py": (
         "The functions to write",
         "Each says what it is given and what it is to return; [Exercises](exercises.md) says how to test it.",

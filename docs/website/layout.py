@@ -32,6 +32,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Learn": {
         "learn": "docs/learn.md",
         "pictures": "docs/pictures.md",
+        "mini": "tutorials/mini_ddp.py",
         "tutorials": "",
         "exercises": "exercises/README.md",
         "functions": "exercises/exercises.py",

@@ -1,0 +1,134 @@
+"""DDP in 100 lines: broadcast, buckets, hooks, one order of launches, no_sync.
+
+    python tutorials/mini_ddp.py                                # two ranks on this machine
+    torchrun --nproc-per-node 4 tutorials/mini_ddp.py
+
+It needs torch alone. Each parameter must get one gradient in each backward; the real reducer (csrc/reducer) does the
+same steps, under the same names, and handles what else can happen. A test holds their gradients equal, bit for bit.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+
+class Bucket:
+    """Parameters that share one flat buffer, and so one all-reduce."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        sizes = [parameter.numel() for parameter in parameters]
+        self.parameters = parameters
+        self.buffer = parameters[0].new_zeros(sum(sizes))
+        self.parts = self.buffer.split(sizes)
+        self.pending = len(parameters)
+
+
+class MiniDDP(nn.Module):
+    def __init__(self, module: nn.Module, bucket_cap_mb: float = 25):
+        super().__init__()
+        self.module = module
+        self.synchronized = True
+        self.launched: list[Any] = []
+        # All ranks begin with rank 0's weights. After that, equal gradients keep them equal.
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
+        # Backward begins at the last layer, so buckets are filled from the last parameter to the first.
+        self.buckets = [Bucket(group) for group in assign(list(module.parameters())[::-1], bucket_cap_mb * 2**20)]
+        for bucket in self.buckets:
+            for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(self.on_ready, bucket, part))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def on_ready(self, bucket: Bucket, part: Tensor, parameter: nn.Parameter) -> None:
+        """Autograd calls this in backward, when ``parameter.grad`` is complete."""
+        if not self.synchronized:
+            return  # the gradient stays in .grad, and the next backward adds to it
+        if all(b.pending == len(b.parameters) for b in self.buckets):  # the first gradient of this backward
+            Variable._execution_engine.queue_callback(self.finish_backward)
+        torch.div(parameter.grad.reshape(-1), dist.get_world_size(), out=part)
+        bucket.pending -= 1
+        self.launch_in_order()
+
+    def launch_in_order(self) -> None:
+        """A bucket leaves when it is complete and all before it have left: all ranks then send the same one."""
+        while len(self.launched) < len(self.buckets) and self.buckets[len(self.launched)].pending == 0:
+            self.launched.append(self.all_reduce(self.buckets[len(self.launched)].buffer))
+
+    def all_reduce(self, buffer: Tensor) -> Any:
+        return dist.all_reduce(buffer, async_op=True)  # backward goes on meanwhile
+
+    def finish_backward(self) -> None:
+        """Autograd calls this at the end of backward, before ``loss.backward()`` returns."""
+        for work, bucket in zip(self.launched, self.buckets, strict=True):
+            work.wait()
+            for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
+                parameter.grad.copy_(part.view_as(parameter))
+            bucket.pending = len(bucket.parameters)
+        self.launched.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.synchronized = False
+        try:
+            yield
+        finally:
+            self.synchronized = True
+
+
+def assign(parameters: list[nn.Parameter], cap_bytes: float) -> list[list[nn.Parameter]]:
+    """A new bucket wherever the cap would be exceeded."""
+    groups: list[list[nn.Parameter]] = [[]]
+    for parameter in parameters:
+        if groups[-1] and sum(p.nbytes for p in groups[-1]) + parameter.nbytes > cap_bytes:
+            groups.append([])
+        groups[-1].append(parameter)
+    return groups
+
+
+def train() -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)  # other weights and other data on each rank
+    net = MiniDDP(
+        nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)),
+        bucket_cap_mb=0.001,
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(201):
+        x = torch.randn(32, 8)
+        loss = (net(x) - x.square().sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and step % 50 == 0:
+            print(f"step {step:3}  loss {loss.item():.3f}")
+    mine = torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+    zeros = mine.clone()
+    dist.broadcast(zeros, src=0)
+    print(f"rank {rank}: {len(net.buckets)} buckets; the weights are rank 0's: {torch.equal(mine, zeros)}")
+
+
+def start(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    train()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:  # torchrun started this rank
+        dist.init_process_group("gloo")
+        train()
+        dist.destroy_process_group()
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(start, (f"file://{folder}/store",), nprocs=2)
