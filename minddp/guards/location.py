@@ -1,4 +1,4 @@
-"""Where this process's program is: its innermost line, the collective that it is in, and what its thread does.
+"""Where this process's program is: its innermost line, and the collective that it is in.
 
 A thread is looked at from outside, by another one: it costs the program nothing, and keeps nothing of it.
 """
@@ -7,48 +7,26 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import traceback
 import types
 from pathlib import Path
 
-from .processes import thread_state
-
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _NOT_THE_PROGRAMS = ("/site-packages/", "<", str(Path(__file__).parents[1]) + "/")
-_COMPUTES = 0.1  # of one processor: who waits, and looks now and then whether it is over, uses less
 
 
-class Activity:
-    """Whether a thread computes, between one look at it and the next. It warns nobody and ends nothing."""
-
-    def __init__(self) -> None:
-        self._looked, self._used = time.monotonic(), 0.0
-
-    def __call__(self, native_id: int) -> str:
-        """ "computes", "sleeps or waits", or "waits for a disk"; empty where nobody can tell.
-
-        ``native_id``: the kernel's, as the thread itself knows it; after a fork Python's ``Thread`` has its parent's.
-        """
-        state, used = thread_state(native_id)
-        now = time.monotonic()
-        computes = state == "R" or used - self._used > _COMPUTES * (now - self._looked)
-        self._looked, self._used = now, used
-        return "computes" if computes else {"S": "sleeps or waits", "D": "waits for a disk"}.get(state, "")
-
-
-def of_thread(thread: threading.Thread) -> tuple[str, str]:
-    """Its innermost line of the program, and the collective of torch's that it is in."""
+def of_thread(thread: threading.Thread) -> tuple[str, bool]:
+    """ "at train.py:3 in f, in torch.distributed's barrier", and whether the thread is in such a collective."""
     frame: types.FrameType | None = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
-    collective = ""
-    while frame is not None:
+    line = collective = ""
+    while frame is not None and not line:
         name = frame.f_code.co_filename
         if name.endswith(_COLLECTIVES):
-            collective = frame.f_code.co_name
-        if _is_users(name):
-            return f"{_short(name)}:{frame.f_lineno} in {frame.f_code.co_name}", collective
+            collective = f"in torch.distributed's {frame.f_code.co_name}"
+        elif _is_users(name):
+            line = f"at {_short(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
-    return "", collective
+    return ", ".join(filter(None, (line, collective))), bool(collective)
 
 
 def _is_users(filename: str) -> bool:
@@ -56,7 +34,7 @@ def _is_users(filename: str) -> bool:
 
 
 def exception_text(error: BaseException) -> str:
-    """Type, text and the line that raised."""
+    """The error's type, its text and the line that raised it."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({_short(frames[-1].filename)}:{frames[-1].lineno})" if frames else text

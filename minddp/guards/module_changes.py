@@ -3,9 +3,9 @@
 The reducer knows the parameters that required gradients at construction. One that is added, replaced, unfrozen, cast
 or moved later would get local gradients, and the replicas would drift apart without a word. A forward with such a
 parameter does no harm: the reducer refuses the backward that would bring its gradient (csrc/cases/changed_module.h).
-So after each such forward what the module's parts have registered, and the parameters' dtypes and devices, are
-compared with what they were: that takes some tens of microseconds for hundreds of parameters. Names are looked at
-where something differs.
+So each such forward is followed by a look at all that the module's parts have registered, whether something frozen
+requires a gradient, and at the dtypes and devices of some parameters in turn: less than 30 us for 400 parameters in
+200 layers. Names are looked at if something differs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple
+from operator import attrgetter, is_
+from typing import NamedTuple
 
 import torch
 
 from . import optimizer_guard
 
 Named = tuple[str, torch.nn.Parameter]
-_requires_grad, _kind, _values = attrgetter("requires_grad"), attrgetter("dtype", "device"), methodcaller("values")
+_requires_grad, _kind = attrgetter("requires_grad"), attrgetter("dtype", "device")
+_TURNS = 8  # forwards after which each parameter's dtype and device have been looked at
 
 
 def _inside_functional_call() -> bool:
@@ -63,17 +64,22 @@ class ModuleChanges:
         self._kinds = list(map(_kind, reduced))
         self._facts = dict(zip(map(id, reduced), self._kinds))
         self._frozen = [p for _, p in self._named() if id(p) not in self._facts]
+        self._turn = 0
         self._differs = False
         self._note()
 
     def _note(self) -> None:
-        """All modules, and what they have registered; kept, so that no other object gets one's id."""
-        self._registers = [register for m in self._module.modules() for register in (m._parameters, m._modules)]
-        self._registered = self._all_registered()
-        self._ids = list(map(id, self._registered))
+        """All modules have registered these now. A dictionary's view shows what it holds at any later time."""
+        registers = [register for m in self._module.modules() for register in (m._parameters, m._modules)]
+        self._views = [*(register.values() for register in registers), (self,)]  # whatever is added moves the end
+        self._registered = list(chain.from_iterable(self._views))
 
-    def _all_registered(self) -> list[Any]:
-        return list(chain.from_iterable(map(_values, self._registers)))
+    def _is_alike(self) -> bool:
+        if not all(map(is_, chain.from_iterable(self._views), self._registered)):
+            return False
+        self._turn = (self._turn + 1) % _TURNS
+        kinds = map(_kind, self._reduced[self._turn :: _TURNS])
+        return list(kinds) == self._kinds[self._turn :: _TURNS] and not any(map(_requires_grad, self._frozen))
 
     def look(self) -> list[Change] | None:
         """What differs now.
@@ -82,8 +88,7 @@ class ModuleChanges:
             None: nothing. Empty: nothing, but something was registered, or differed before: a parameter may have
             another autograd node.
         """
-        alike = not self._differs and self._ids == list(map(id, self._all_registered()))
-        if alike and self._kinds == list(map(_kind, self._reduced)) and not any(map(_requires_grad, self._frozen)):
+        if not self._differs and self._is_alike():
             return None
         changes = self._changes()
         if changes and _inside_functional_call():  # other tensors for one call

@@ -10,7 +10,7 @@ import time
 from typing import NamedTuple
 
 # Fields of /proc/<pid>/stat after the name; proc(5) counts from 3 there.
-_STATE, _USER_TIME, _SYSTEM_TIME, _STARTED, _EXIT_CODE = 0, 11, 12, 19, 49
+_STATE, _STARTED, _EXIT_CODE = 0, 19, 49
 _UNREAPED = ("Z", "X")
 _STOPPED = ("T", "t")
 
@@ -66,19 +66,8 @@ def _machine() -> str:
         return " ".join([file.read().strip(), *(os.readlink(f"/proc/self/ns/{name}") for name in spaces)])
 
 
-def thread_state(thread: int) -> tuple[str, float]:
-    """Of one of this process's threads, by the kernel's number: the kernel's letter, and its processor time in
-    seconds; ``("", 0.0)`` where nobody can tell."""
-    try:
-        fields = _stat(f"self/task/{thread}")
-    except OSError:
-        return "", 0.0
-    ticks = int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])
-    return fields[_STATE], ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _stat(of: int | str) -> list[str]:
-    with open(f"/proc/{of}/stat", "rb") as file:  # a name may be any bytes
+def _stat(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/stat", "rb") as file:  # a name may be any bytes
         return file.read().rpartition(b")")[2].decode().split()
 
 

@@ -24,7 +24,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +37,7 @@ from .evidence import (
     Fact,
     Judged,
     Kind,
+    Place,
     Wait,
     culprits,
     describe,
@@ -51,7 +51,8 @@ from .local_gradients import Word
 from .location import exception_text
 from .watchdog import Watchdog
 
-_PHASES = ("forward", "loss", "backward", "backward", "between")  # after each of the reducer's moments
+# After each of the reducer's moments. A forward belongs to the iteration that its backward begins.
+_PHASES = ("in forward", "past forward", "in backward", "in backward", "between")
 _LOST_PEER = re.compile(
     r"connection|socket|broken pipe|reset by peer|timed? ?out|has died|gave up|has left|did not take part|aborted|"
     r"no route|unreachable",
@@ -130,7 +131,7 @@ class StallInspector:
             self.report_failure(why)
         elif not self._reported_as and self._dog is not None:
             self._reported_as = self.key
-            self._dog.tell("an exception ended its backward", self.key, later=True)
+            self._dog.tell_later("an exception ended its backward", self.key)
 
     def note_forward(self) -> None:
         """A forward begins, on this thread."""
@@ -154,24 +155,28 @@ class StallInspector:
             self._dog.take_back(self._reported_as)
             self._reported_as = ""
 
-    def place(self) -> dict[str, Any] | None:
+    def place(self) -> Place | None:
         """Where this wrapper's iteration is."""
         reducer = self._reducer()
         if reducer is None:
             return None
         position = reducer.position()
-        moments = position["moments"]
+        moments, begun, missing = position["moments"], position["iteration"], position["missing"]
         latest = max(range(len(moments)), key=lambda i: moments[i])
         phase = "between" if moments[latest] < 0 else _PHASES[latest]
         if position["phase"] == _C.Phase.INCOMPLETE:
-            phase = "backward"
+            phase = "in backward"
         elif position["phase"] == _C.Phase.LAUNCHED:  # the program's own time, until finalize_backward()
             phase = "between"
-        elif phase == "forward" and self._forward_ended_ns > moments[latest]:
+        elif phase == "in forward" and self._forward_ended_ns > moments[latest]:
             phase = "between"
-        iteration = position["iteration"] + (phase in ("forward", "loss"))
-        missing = position["missing"] if phase == "backward" else []
-        return {"phase": phase, "iteration": iteration, "missing": missing, "collectives": self._collectives}
+        words = f"{phase} of iteration {begun + (phase != 'in backward')}"
+        if phase == "between":
+            words = f"between iterations {begun} and {begun + 1}"
+        if phase == "in backward" and missing:
+            names = ", ".join(self._names[index] for index in missing[:3])
+            words += f", in which it has not produced {names}" + f" and {len(missing) - 3} more" * (len(missing) > 3)
+        return Place(begun, begun - (phase == "in backward"), self._collectives, words)
 
     # --- what it waits for ---
 
@@ -194,16 +199,13 @@ class StallInspector:
         reducer = self._reducer()
         if self._dog is None or reducer is None:
             return
-        buckets, iteration = reducer.buckets(), reducer.iteration()
-        indices = buckets[bucket] if bucket < len(buckets) else []
-        name = f"bucket {bucket}" if indices else "what follows the last bucket"
-        wait = self._wait(f"the reduction of {name} of iteration {iteration}", iteration, indices)
+        iteration = reducer.iteration()
+        name = f"bucket {bucket}" if bucket < len(reducer.buckets()) else "what follows the last bucket"
+        wait = self._wait(f"the reduction of {name} of iteration {iteration}", iteration)
         look_into(self._dog, self.group, wait, seconds, error, self.desync_timeout)
 
-    def _wait(self, what: str, iteration: int = 0, indices: Sequence[int] = ()) -> Wait:
-        parameters = {index: self._names[index] for index in indices}
-        awaited = Awaited(self.key, iteration, what=what)
-        return _wait(self.group, awaited, parameters=parameters, hook=self.hook, given_up=self._given_up)
+    def _wait(self, what: str, iteration: int = 0) -> Wait:
+        return _wait(self.group, Awaited(self.key, iteration, what=what), self.hook, self._given_up)
 
     def word_of(self, rank: int, seconds: float) -> Word:
         """Whether a rank of the group, for whose word on its gradients this one has waited so long, will say it.
@@ -215,9 +217,9 @@ class StallInspector:
         """
         if self._dog is None or self._reducer() is None:
             return Word.OPEN
-        wait = replace(self._wait("the others' word on their gradients"), others=(self._ranks[rank],))
+        wait = self._wait("the others' word on their gradients")._replace(others=(self._ranks[rank],))
         (fact,) = self._dog.facts(wait.others, self.key)
-        if fact.failure is not None and fact.failure["left"]:
+        if fact.has_left:
             return Word.LEFT
         look_into(self._dog, self.group, wait, seconds, "", None)  # it may step later, or never
         if has_gone_on(fact, self._dog.places()):
@@ -263,7 +265,7 @@ class StallInspector:
         settled = bool(gone) and dog.seconds_gone([fact.rank for fact, _ in gone]) >= dog.seconds_until_settled()
         if settled and not self._has_warned:
             self._has_warned = True
-            who = "; ".join(describe(fact, kind, wait) for fact, kind in gone)
+            who = "; ".join(describe(fact, kind, self.key) for fact, kind in gone)
             log.warning(_SUSPICION, who, wait.here, wait.awaited.what)
 
     def check_lost(self) -> None:
@@ -282,10 +284,10 @@ _SUSPICION = (
 )
 
 
-def _wait(group: dist.ProcessGroup, awaited: Awaited, **known: Any) -> Wait:
+def _wait(group: dist.ProcessGroup, awaited: Awaited, hook: str = "", given_up: int = 0) -> Wait:
     ranks = dist.get_process_group_ranks(group)
     here = ranks[group.rank()]
-    return Wait(awaited, here, tuple(rank for rank in ranks if rank != here), **known)
+    return Wait(awaited, here, tuple(rank for rank in ranks if rank != here), hook, given_up)
 
 
 def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> None:
@@ -338,7 +340,7 @@ def look_into(
     if error:
         return _name_the_lost(dog, group, wait, seconds, error)
     dog.waits(wait)
-    judged = judge(dog.facts(wait.others, wait.wrapper), wait)
+    judged = judge(dog.facts(wait.others, wait.awaited.wrapper), wait)
     causes: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
     ended: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.ENDED]
     if ended and dog.seconds_gone([fact.rank for fact, _ in ended]) >= dog.seconds_until_settled():
@@ -362,7 +364,7 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
 
     while True:
         dog.waits(wait)
-        judged = judge(dog.facts(wait.others, wait.wrapper), wait)
+        judged = judge(dog.facts(wait.others, wait.awaited.wrapper), wait)
         causes = [(fact, kind) for fact, kind in judged if kind in {*CERTAIN, Kind.GONE, Kind.STOPPED}]
         unread = any(may_have_words(fact) for fact, _ in causes)
         patience = times.NAMING * times.look * suspicious
@@ -399,7 +401,8 @@ def _given_up(
     for each in on_device:
         each.lost = each.lost or why
     # Of what goes through this group; the program may go on in another one.
-    dog.tell(str(why), wait.wrapper, group.group_name, *(each.key for each in here), because=why.lost_ranks, wait=0.5)
+    names = wait.awaited.wrapper, group.group_name, *(each.key for each in here)
+    dog.tell(str(why), *names, because=why.lost_ranks, wait=0.5)
     dog.waits_no_more()  # Once it has told why: a rank that does not wait, and has said nothing, would be suspected.
     _abandon(group)
     return why

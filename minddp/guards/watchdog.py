@@ -19,6 +19,7 @@ killed cannot report.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import socket
 import sys
@@ -34,7 +35,7 @@ import torch.distributed as dist
 from .. import environment
 from ..logs import log
 from . import location, times
-from .evidence import Fact, Wait
+from .evidence import Fact, Place, Wait
 from .processes import Process, here, look
 from .reports import Report, Reports
 
@@ -51,7 +52,8 @@ class _Thread(threading.Thread):
 
 
 class Watchdog:
-    """This process's, for one default group. Dictionaries change, and are gone through, with :attr:`_lock` held.
+    """This process's, for one default group. Dictionaries, the outbox and what is told change, and are gone through,
+    with :attr:`_lock` held.
 
     Attributes:
         processes: by rank of the default group, as far as known.
@@ -69,17 +71,17 @@ class Watchdog:
         self.lost = self._stopping = False
         self._store = weakref.ref(store, lambda _: self._end_with_the_store())
         self._reports = Reports(store, rank, size, self.processes)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._wake = threading.Event()
         self._sent = threading.Condition()
-        self._outbox: list[tuple[float, Report]] = []  # and when each is due
+        self._outbox: list[Report] = []
         self._told: dict[str, str] = {}  # what this rank has reported and not taken back: words, by wrapper
+        self._later: tuple[float, str, str] | None = None  # when what is to be reported of which wrapper
         self._inspectors: dict[int, weakref.ref[Any]] = {}  # StallInspectors, one a wrapper
         self._wait: tuple[float, Wait] | None = None  # when this rank was last known to wait, and for what
         self._gone: dict[int, float] = {}
         self._words = ""
-        self._trains, self._native_id = threading.main_thread(), os.getpid()  # who has run the last forward
-        self._activity = location.Activity()
+        self._trains = threading.main_thread()  # who has run the last forward
         self._turn_began = time.monotonic()
         self.heard = float("-inf")
         self._thread = _Thread(target=self._run, args=([store],), name="minddp: watchdog", daemon=True)
@@ -110,57 +112,52 @@ class Watchdog:
 
     def note_forward(self) -> None:
         """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
-        self._trains, self._native_id = threading.current_thread(), threading.get_native_id()
-        self._wait = None
+        self._trains, self._wait = threading.current_thread(), None
 
     def note_words(self, words: str) -> None:
         """Of an exception that the program may handle: reported only to those who ask where this rank is."""
         self._words = words
 
-    def tell(
-        self, words: str, *wrappers: str, because: Sequence[int] = (), wait: float = 0.0, later: bool = False
-    ) -> None:
-        """Tells all ranks that this one will not come. The first words stand.
+    def tell(self, words: str, *wrappers: str, because: Sequence[int] = (), wait: float = 0.0) -> None:
+        """Reports to all ranks that this one will not come. The first words stand.
 
         Args:
             words: why.
             wrappers: whose iterations have failed: nobody else's, since the program may go on; none: it ends.
             because: the ranks whose failure this one follows from.
             wait: at most so many seconds until it has been reported: the process may be about to end.
-            later: unless more is known in a moment.
         """
-        self._drop_later()
-        due = time.monotonic() + _TEXT_SECONDS * later
-        for wrapper in sorted(set(wrappers)) or [""]:
-            if wrapper not in self._told and "" not in self._told:
-                if not wrapper:
-                    words = next(iter(self._told.values()), words)
-                self._told[wrapper] = words
-                self._outbox.append((due, self._message(words, wrapper, because, ends=not wrapper)))
+        with self._lock:
+            self._later = None
+            for wrapper in sorted(set(wrappers)) or [""]:
+                if wrapper not in self._told and "" not in self._told:
+                    words = words if wrapper else next(iter(self._told.values()), words)
+                    self._told[wrapper] = words
+                    self._outbox.append(self._message(words, wrapper, because, ends=not wrapper))
         self._wake.set()
         if wait and threading.current_thread() is not self._thread:
             with self._sent:
                 self._sent.wait_for(lambda: self.lost or not self._outbox, wait)
 
+    def tell_later(self, words: str, wrapper: str) -> None:
+        """:meth:`tell`, unless more is known in a moment: the exception may end the program, and has a text then."""
+        self._later = time.monotonic() + _TEXT_SECONDS, words, wrapper
+        self._wake.set()
+
     def take_back(self, wrapper: str) -> None:
         """What was told of ``wrapper`` has passed."""
-        self._drop_later(wrapper)
-        if self._told.pop(wrapper, None) is not None:
-            self._outbox.append((0.0, self._message("", wrapper, over=True)))
-            self._wake.set()
-
-    def _drop_later(self, wrapper: str = "") -> None:
-        """What was to be told later, of ``wrapper`` or of all, is not told."""
         with self._lock:
-            for entry in [(due, message) for due, message in self._outbox if due > time.monotonic()]:
-                if wrapper in ("", entry[1]["wrapper"]):
-                    self._outbox.remove(entry)
-                    self._told.pop(entry[1]["wrapper"], None)
+            if self._later is not None and self._later[2] == wrapper:
+                self._later = None
+            if self._told.pop(wrapper, None) is not None:
+                self._outbox.append(self._message("", wrapper, over=True))
+        self._wake.set()
 
     def waits(self, wait: Wait) -> None:
         """This rank waits, as of now."""
+        if self._waited() is None:
+            self._wake.set()
         self._wait = time.monotonic(), wait
-        self._wake.set()
 
     def waits_no_more(self) -> None:
         self._wait = None
@@ -179,11 +176,8 @@ class Watchdog:
 
     def _failure(self, rank: int, wrapper: str) -> Report | None:
         found = self.failures.get(rank, {})
-        of_program = found.get("")
-        if of_program is None or not (of_program["ends"] or wrapper not in found):
-            return found.get(wrapper)
-        words = dict.fromkeys([of_program["words"], *(failure["words"] for failure in found.values())])
-        return {**of_program, "words": "; before, ".join(words)}
+        program = found.get("")
+        return program if program and not program["left"] else found.get(wrapper, program)
 
     def seconds_gone(self, ranks: Sequence[int]) -> float:
         """Since this was first asked for one of ``ranks``."""
@@ -196,7 +190,7 @@ class Watchdog:
 
     def has_summary(self) -> bool:
         """Whether ranks have had time to say where they are."""
-        return self._reports.has_summary()
+        return self._reports.is_settled
 
     def store_is_silent(self) -> bool:
         longest = self._reports.patience + self._reports.interval
@@ -215,12 +209,12 @@ class Watchdog:
             reports.publish(self._report())
             while not self._stopping and self._group_is_there() and reports.has_store():
                 self._turn()
-                self._wake.wait(0.1 * times.look if self._outbox else reports.interval)
+                self._wake.wait(0.1 * times.look if self._outbox or self._later else reports.interval)
                 self._wake.clear()
             if not self._stopping and "" not in self._told:
-                self._outbox.append((0.0, self._message("it has destroyed its process group", left=True)))
+                self._leave("it has destroyed its process group")
             if self._outbox and reports.takes_a_last_word():
-                self._send(at_once=True)
+                self._send()
         except (dist.DistError, RuntimeError, OSError, ValueError):
             pass  # the store is gone, and with it all that could be said here
         finally:
@@ -248,6 +242,7 @@ class Watchdog:
         self._turn_began = time.monotonic()
         if self._trains is threading.main_thread() and not (self._trains.is_alive() or "" in self._told):
             self._tell_of_exception()
+        self._tell_what_is_due(self._turn_began)
         self._send()
         self._reports.turn(self._report, self._waited() is not None or bool(self.failed), self._hear)
         self.heard = self._turn_began
@@ -270,12 +265,20 @@ class Watchdog:
                 if not of_rank:
                     del self.failures[entry["rank"]]
 
-    def _send(self, at_once: bool = False) -> None:
-        """What is due, in order."""
-        while self._outbox and (at_once or self._outbox[0][0] <= time.monotonic()):
-            entry = self._outbox[0]
-            self._reports.tell(entry[1])
-            self._outbox.remove(entry)
+    def _tell_what_is_due(self, now: float) -> None:
+        with self._lock:
+            if self._later is not None and self._later[0] <= now:
+                self.tell(*self._later[1:])
+
+    def _leave(self, words: str) -> None:
+        """Without an exception; after one that the program has caught, that has a part in it."""
+        self._tell_what_is_due(math.inf)
+        self._outbox.append(self._message("; before, ".join([words, *set(self._told.values())]), left=True))
+
+    def _send(self) -> None:
+        while self._outbox:
+            self._reports.tell(self._outbox[0])
+            del self._outbox[0]
         with self._sent:
             self._sent.notify_all()
 
@@ -284,20 +287,19 @@ class Watchdog:
         wait = self._wait
         return wait[1] if wait is not None and time.monotonic() - wait[0] < times.FRESH * times.look else None
 
-    def places(self) -> dict[str, Any]:
+    def places(self) -> dict[str, Place]:
         """Where this process's wrappers are, by their names."""
         found = [(inspector.key, inspector.place()) for inspector in self.inspectors()]
         return {key: place for key, place in found if place is not None}
 
     def _report(self) -> Report:
         wait = self._waited()
-        line, collective = location.of_thread(self._trains)
+        line, is_in_collective = location.of_thread(self._trains)
         return {
             "wait": None if wait is None else wait.awaited,
             "places": self.places(),
             "line": line,
-            "collective": collective,
-            "does": self._activity(self._native_id),
+            "collective": is_in_collective,
             "words": self._words,
         }
 
@@ -314,7 +316,7 @@ class Watchdog:
         """
         if not self.lost and not self.store_is_silent() and "" not in self._told and not self._tell_of_exception():
             first = "" if self._group_is_there() else "it has destroyed its process group, and "
-            self._outbox.append((0.0, self._message(f"{first}its program has ended", left=True)))
+            self._leave(f"{first}its program has ended")
         self._stopping = True
         self._wake.set()
         self._join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)

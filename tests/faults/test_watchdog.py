@@ -75,7 +75,7 @@ def _stands_still_in_forward(rank, world_size, port):
     text = str(caught.value)
     assert re.search(r"rank 1 will not take part in the reduction of bucket 0 of iteration 3", text)
     where = r"Rank 1 \(process \d+ on \S+\) is in forward of iteration 3, at faults/test_watchdog.py:\d+ in forward"
-    assert re.search(where + ", where it sleeps or waits; it never produced (0|2).(weight|bias), ", text), text
+    assert re.search(where, text), text
 
 
 def _runs_another_collective(rank, world_size, port):

@@ -1,6 +1,5 @@
 """What ranks tell each other through the store, without processes: ranks take turns, and the clock is an argument."""
 
-import collections
 import time
 
 import pytest
@@ -47,11 +46,10 @@ class Ranks:
         self.waiting, self.mute = {}, set()
 
     def _rank(self, rank):
-        reports = opened(dist.HashStore(), rank, self.size, ME, clock=lambda: self.now)
-        reports._store = self.store
+        reports = opened(self.store.store, rank, self.size, ME, clock=lambda: self.now)
+        reports._store = self.store  # of one group, and counted
         for counter in ("asked", "failures"):
             self.store.add(counter, 0)
-        self.store.compare_set("summary", "", "{}")
         return reports
 
     def report(self, rank):
@@ -68,35 +66,32 @@ class Ranks:
         return (self.store.requests - before) / seconds
 
 
-@pytest.mark.parametrize("size", [2, 16, 64, 256, pytest.param(1024, marks=pytest.mark.all)])
+@pytest.mark.parametrize("size", [2, 16, 64, 256])
 def test_requests_grow_no_faster_than_ranks(size):
     ranks = Ranks(size)
-    idle = ranks.turns(20 * ranks.ranks[0].interval)
-    ranks.waiting = {rank: "w/1|bucket 0" for rank in range(size) if rank != size // 2}
-    waiting = ranks.turns(40 * ranks.ranks[0].interval)
-    assert idle <= size / ranks.ranks[0].interval
-    assert waiting <= 1.6 * size / ranks.ranks[0].interval + 5
-    assert idle <= REQUESTS_A_SECOND and waiting <= REQUESTS_A_SECOND + 5
-    for rank in (0, size - 1):
-        report, silent = ranks.ranks[rank].of(size // 2)
-        if rank != size // 2:
-            assert report["line"] == f"line {size // 2}" and not silent
-    assert collections.Counter(bool(reports._asks) for reports in ranks.ranks)[True] == 1, "one asks"
+    interval, late = ranks.ranks[0].interval, size // 2
+    idle = ranks.turns(20 * interval)
+    ranks.waiting = {rank: "w/1|bucket 0" for rank in range(size) if rank != late}
+    ranks.turns(interval)
+    waiting = ranks.turns(20 * interval)
+    assert idle <= size / interval and idle <= REQUESTS_A_SECOND / 3
+    assert waiting <= (3 * size + 1) / interval + 1
+    for rank in {0, size - 1} - {late}:
+        report, silent = ranks.ranks[rank].of(late)
+        assert report["line"] == f"line {late}" and not silent
 
 
-def test_another_asks_once_the_one_that_did_is_mute():
+def test_a_rank_that_does_not_answer_is_silent_until_it_does():
     ranks = Ranks(8)
     ranks.waiting = dict.fromkeys((1, 3, 5, 7), "w/1|bucket 0")
-    ranks.turns(10)
-    assert ranks.ranks[1]._asks and ranks.ranks[7].of(3)[0]["wait"] == "w/1|bucket 0"
-    ranks.mute = {1}
+    ranks.turns(2)
+    assert ranks.ranks[7].of(3)[0]["wait"] == "w/1|bucket 0" and not ranks.ranks[7].is_settled
+    ranks.mute = {1}  # which has asked so far
     ranks.turns(20)
-    assert ranks.ranks[3]._asks and not ranks.ranks[5]._asks
-    assert ranks.ranks[7].of(1) == (None, True) or ranks.ranks[7].of(1)[1]
-    assert ranks.ranks[7].has_summary()
+    assert ranks.ranks[7].of(1)[1] and ranks.ranks[7].of(3)[0] and ranks.ranks[7].is_settled
     ranks.mute = set()
-    ranks.turns(20)
-    assert ranks.ranks[7].of(1)[0]["wait"] == "w/1|bucket 0", "it answers again"
+    ranks.turns(2)
+    assert ranks.ranks[7].of(1)[0]["wait"] == "w/1|bucket 0" and not ranks.ranks[7].of(1)[1]
 
 
 def test_a_report_of_before_says_nothing_of_this_wait():
@@ -120,13 +115,12 @@ def _news(reports):
     return [entry["words"] for entry in found]
 
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_why_a_rank_waits_no_more_is_heard_before_it_is_seen(asks, monkeypatch):
-    """A rank that gives up tells why, and then does not wait: also while another one is within a turn."""
+def test_why_a_rank_waits_no_more_is_heard_before_it_is_seen(monkeypatch):
+    """A rank that gives up reports why, and then does not wait: also while another one is within a turn."""
     ranks = Ranks(3)
     ranks.waiting = dict.fromkeys(range(3), "w/1|bucket 0")
     ranks.turns(10)
-    reader, heard, seen = ranks.ranks[0 if asks else 2], [], []
+    reader, heard, seen = ranks.ranks[2], [], []
 
     def gives_up():
         ranks.ranks[1].tell(FAILURE)
@@ -136,14 +130,9 @@ def test_why_a_rank_waits_no_more_is_heard_before_it_is_seen(asks, monkeypatch):
         heard.extend(entries)
         seen.append(reader.of(1)[0]["wait"] is None and not heard)
 
-    if asks:
-        collect = reader._all_reports
-        monkeypatch.setattr(reader, "_all_reports", lambda: (gives_up(), collect())[1])
-    else:
-        gives_up()
-        ranks.ranks[0].turn(lambda: ranks.report(0), True, lambda entries: None)
-    ranks.now += 1
-    reader.turn(lambda: ranks.report(0), True, hear)
+    collect = reader._all_reports
+    monkeypatch.setattr(reader, "_all_reports", lambda: (gives_up(), collect())[1])
+    reader.turn(lambda: ranks.report(2), True, hear)
     assert reader.of(1)[0]["line"] == "past it", "it is seen"
     assert [entry["words"] for entry in heard] == ["KeyError"] and not any(seen)
 

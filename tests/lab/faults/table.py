@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from minddp.guards.evidence import TABLE
+from minddp.guards.evidence import Kind
 
 from .program import FAULTS, PLACES
 
@@ -37,8 +37,8 @@ stopped process goes on after twelve seconds. Where there is an entry, torch's c
 
 A certain fault ends a wait at once, and the error names the rank. A suspected fault is logged
 (`logging.getLogger("minddp")`) after 10 seconds, after one minute, and each time that the wait has doubled. The log
-gives the rank, its host, process and location, what it has not produced, and whether it computes, sleeps, waits or is
-stopped. A suspected fault ends nothing before the group's own timeout, unless `desync_timeout` says so.
+gives the rank, its host, process and location, what it has not produced, or that it is stopped. A suspected fault
+ends nothing before the group's own timeout, unless `desync_timeout` says so.
 
 {evidence}
 
@@ -53,7 +53,7 @@ Seconds are the median over cells from the fault to the error in the other ranks
 
 
 def _evidence() -> str:
-    rows = [f"| {evidence} | {certain} |" for evidence, certain, _ in TABLE.values()]
+    rows = [f"| {evidence} | {certain} |" for evidence, certain, _ in (kind.value for kind in Kind)]
     return "\n".join(["| of a rank that is waited for | |", "|---|---|", *rows])
 
 
