@@ -22,7 +22,7 @@ from . import optimizer_guard
 
 Named = tuple[str, torch.nn.Parameter]
 _requires_grad, _kind = attrgetter("requires_grad"), attrgetter("dtype", "device")
-_TURNS = 8  # forwards after which each parameter's dtype and device have been looked at
+_AT_ONCE = 64  # parameters whose dtypes and devices are looked at after one forward
 
 
 def _inside_functional_call() -> bool:
@@ -64,7 +64,7 @@ class ModuleChanges:
         self._kinds = list(map(_kind, reduced))
         self._facts = dict(zip(map(id, reduced), self._kinds))
         self._frozen = [p for _, p in self._named() if id(p) not in self._facts]
-        self._turn = 0
+        self._turn, self._turns = 0, -(-len(self._reduced) // _AT_ONCE)
         self._differs = False
         self._note()
 
@@ -77,9 +77,10 @@ class ModuleChanges:
     def _is_alike(self) -> bool:
         if not all(map(is_, chain.from_iterable(self._views), self._registered)):
             return False
-        self._turn = (self._turn + 1) % _TURNS
-        kinds = map(_kind, self._reduced[self._turn :: _TURNS])
-        return list(kinds) == self._kinds[self._turn :: _TURNS] and not any(map(_requires_grad, self._frozen))
+        self._turn = (self._turn + 1) % self._turns
+        some = slice(self._turn, None, self._turns)
+        is_alike = list(map(_kind, self._reduced[some])) == self._kinds[some]
+        return is_alike and not any(map(_requires_grad, self._frozen))
 
     def look(self) -> list[Change] | None:
         """What differs now.

@@ -217,7 +217,8 @@ class StallInspector:
         """
         if self._dog is None or self._reducer() is None:
             return Word.OPEN
-        wait = self._wait("the others' word on their gradients")._replace(others=(self._ranks[rank],))
+        everyone = self._wait("the others' word on their gradients")
+        wait = Wait(everyone.awaited, everyone.here, (self._ranks[rank],))
         (fact,) = self._dog.facts(wait.others, self.key)
         if fact.has_left:
             return Word.LEFT
