@@ -11,6 +11,7 @@ Real starts (``spawn``, torchrun, ``python script.py``) stay where the start its
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -60,6 +62,20 @@ class Server:
             with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
                 process.start()
         return process  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Ends the server. What it has started goes on."""
+        self._server._stop()  # type: ignore[attr-defined]
+
+
+def children_of(pid: int) -> list[int]:
+    """The process ids of ``pid``'s children, and of theirs."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *children_of(child)]
+    return found
 
 
 class _Streams:

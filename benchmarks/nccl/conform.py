@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import multiprocessing
 import os
 import re
 import sys
@@ -123,7 +124,7 @@ def test_class_for(options: argparse.Namespace) -> Any:
     """PyTorch's test class, with the class to be tested, the ranks' environments and their one device."""
     on_gpu = options.device == "cuda"
     os.environ.update(COMMON)
-    zygote.prepare_environment(WORLD_SIZE)
+    os.environ.update(zygote.environment(options.impl, "distributed_test", WORLD_SIZE))
     os.environ["BACKEND"] = "nccl" if on_gpu else "gloo"
     ddp_class = zygote.swap_in(options.impl)
     cpu_for_cuda.open_gates()
@@ -147,18 +148,24 @@ def test_class_for(options: argparse.Namespace) -> Any:
 def run_all(test_class: Any, names: list[str], options: argparse.Namespace) -> list[Answer]:
     """As many as the limit allows, ``--jobs`` at a time, each job in a process of its own."""
     began, workers = time.monotonic(), []
+    zygote.test_class = test_class
+
+    def start(*args: Any) -> Any:
+        process = multiprocessing.get_context("fork").Process(target=zygote.answer, args=args)
+        process.start()
+        return process
+
     with tempfile.TemporaryDirectory(prefix="minddp-conform-") as folder:
         for job in range(options.jobs):
             if worker := os.fork():
                 workers.append(worker)
                 continue
-            zygote.adopt_orphans()
             with (Path(folder) / str(job)).open("w") as answers:
                 for name in names[job :: options.jobs]:
                     left = options.limit - (time.monotonic() - began)
                     if left < 8:
                         break
-                    answer = zygote.run_case(test_class, name, min(options.timeout, left))
+                    answer = zygote.run_case(start, name, min(options.timeout, left))
                     print(json.dumps({"name": name, **answer}), file=answers, flush=True)
                     print(f"  {answer['outcome']:8}{name}{_why(answer)}", flush=True)
             os._exit(0)

@@ -5,12 +5,12 @@ from there. ``python -m tests.conformance --impl minddp`` swaps minddp's class i
 that passes with torch's class on this kind of machine, which is what ``torch_passes.txt`` lists and
 ``--impl torch`` checks (``--discover`` makes the list anew).
 
-    zygote        a process that has imported torch and the tests, and forks once for each test
+    zygote        what a server has imported, torch and the tests, which forks once for each test
     cpu_for_cuda  names rebound so that tests gated on GPUs run on the CPU with Gloo
     cases         which tests there are, their themes, the lists kept in this folder
     __main__      the command line: runs, counts, prints the table
     transport     another: PyTorch's tests of process groups, with shared memory in Gloo's place
 
 What always holds: every test has a process group and a timeout of its own; a test that hangs or
-crashes fails alone, and its ranks are killed by process id.
+crashes fails alone, and its ranks are killed as one process group.
 """

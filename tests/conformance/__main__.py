@@ -12,7 +12,6 @@ import json
 import os
 import queue
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -20,78 +19,59 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.conformance import cases
+from minddp.testing import Process
+from tests.conformance import cases, zygote
 from tests.conformance.cases import Case
+from tests.forked import Server
 
 Answer = dict[str, Any]
-ROOT = Path(__file__).parents[2]
 
 
-class Zygote:
-    """The pipe to one ``tests.conformance.zygote`` process; answers one request at a time."""
+class Tests:
+    """A module's tests in worlds of one size, with ``impl``'s class: each in a process of its own."""
 
     def __init__(self, impl: str, module: str, world_size: int):
-        command = [sys.executable, "-m", "tests.conformance.zygote", impl, module, str(world_size)]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._variables = zygote.environment(impl, module, world_size)
+        self._server = Server("tests.conformance.zygote", **self._variables)
 
-    def _ask(self, request: Answer) -> Answer:
-        assert self._process.stdin
-        assert self._process.stdout
-        try:
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            return dict(json.loads(self._process.stdout.readline()))
-        except (BrokenPipeError, json.JSONDecodeError) as error:
-            raise RuntimeError(f"the zygote died, exit code {self._process.poll()}") from error
+    def _start(self, name: str | None, room: Path) -> Process:
+        return self._server.start(zygote.answer, (name, room, self._variables))
 
     def names(self) -> list[str]:
-        return list(self._ask({"name": None})["names"])
+        return list(zygote.run_case(self._start, None, None)["names"])
 
     def run(self, case: Case) -> Answer:
-        return self._ask({"name": case.name, "timeout": case.timeout})
+        return zygote.run_case(self._start, case.name, case.timeout)
 
-    def __enter__(self) -> Zygote:
+    def __enter__(self) -> Tests:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
 
 
 Report = Callable[[Case, Answer], None]
 
 
 def _work(impl: str, waiting: queue.SimpleQueue[Case], report: Report) -> None:
-    """One job: takes cases while there are any; keeps a zygote for as long as it fits the case."""
+    """One job: takes cases while there are any; keeps a server for as long as it fits the case."""
     with ExitStack() as stack:
-        zygote, fits = None, None
+        fits = None
         while not waiting.empty():
             try:
                 case = waiting.get_nowait()
             except queue.Empty:
                 break
-            if zygote is None or fits != (case.module, case.world_size):
+            if fits != (case.module, case.world_size):
                 stack.close()
                 fits = (case.module, case.world_size)
-                zygote = stack.enter_context(Zygote(impl, *fits))
-            try:
-                answer = zygote.run(case)
-            except RuntimeError as error:
-                zygote = None
-                answer = {"outcome": "failed", "message": str(error), "seconds": 0.0, "constructed": False}
-            report(case, answer)
+                tests = stack.enter_context(Tests(impl, *fits))
+            report(case, tests.run(case))
 
 
 def run_cases(impl: str, chosen: Iterable[Case], jobs: int, report: Report) -> dict[str, Answer]:
@@ -119,8 +99,8 @@ def discover(pattern: str, jobs: int, report: Report) -> dict[str, Answer]:
     """Runs every test of the wheel's modules with torch's class, in growing worlds until it passes."""
     answers: dict[str, Answer] = {}
     for key, module in cases.MODULES.items():
-        with Zygote("torch", key, module.world_sizes[0]) as zygote:
-            names = [name for name in zygote.names() if re.search(pattern, name)]
+        with Tests("torch", key, module.world_sizes[0]) as tests:
+            names = [name for name in tests.names() if re.search(pattern, name)]
         for world_size in module.world_sizes:
             chosen = [Case(key, name, world_size) for name in names]
             answers.update(run_cases("torch", chosen, jobs, report))

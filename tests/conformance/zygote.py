@@ -1,50 +1,46 @@
-"""A process that has paid for importing torch and PyTorch's tests, and forks once for each test.
+"""What a server of :mod:`tests.forked` imports once, torch and PyTorch's tests, and one test in a process of its own.
 
-Life cycle: ``__main__`` starts ``python -m tests.conformance.zygote IMPL MODULE WORLD_SIZE`` and writes one
-JSON request a line; for each the zygote forks a *case* process, which forks the ranks, as PyTorch's
-``MultiProcessTestCase`` wants it, and answers one JSON line. The zygote has one thread and runs no
-tensor operation, so forking it is safe. The end of its standard input ends it.
-
-When a case ends or its timeout is over, what is left of it and its ranks is killed, by process id;
-ranks whose case process died are found too, because the zygote adopts them.
+The variables of :func:`environment` tell the server what to import. A test's process forks the ranks, as PyTorch's
+``MultiProcessTestCase`` wants it; the server has one thread and runs no tensor operation, so forking it is safe.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import json
 import os
-import select
 import signal
 import sys
 import tempfile
 import time
 import unittest
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from minddp.testing import Process
 from tests.conformance import cases
 
 Answer = dict[str, Any]
 
+CHOSEN = "CONFORMANCE_CHOSEN"
 MARK = "CONFORMANCE_CONSTRUCTED"
-ROOM = tempfile.gettempdir()
 
 
-def prepare_environment(world_size: int) -> None:
-    """What PyTorch's runner sets before the tests are imported; read there at import time."""
-    os.environ.update(
-        BACKEND="gloo",
-        WORLD_SIZE=str(world_size),
-        INIT_METHOD="file://",  # only its beginning is read: tests then save and reload in mid-training
-        MASTER_ADDR="127.0.0.1",
-        OMP_NUM_THREADS="1",  # also: no OpenMP pool may exist when this process forks
-        TORCHINDUCTOR_COMPILE_THREADS="1",
-        GLOO_SOCKET_IFNAME="lo",
-        TENSORPIPE_HOSTNAME="127.0.0.1",
-    )
+def environment(impl: str, module: str, world_size: int) -> dict[str, str]:
+    """What is chosen, and what PyTorch's runner sets before the tests are imported; read there at import time."""
+    return {
+        CHOSEN: f"{impl} {module}",
+        "BACKEND": "gloo",
+        "WORLD_SIZE": str(world_size),
+        "INIT_METHOD": "file://",  # only its beginning is read: tests then save and reload in mid-training
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",  # also: no OpenMP pool may exist when the server forks
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TENSORPIPE_HOSTNAME": "127.0.0.1",
+    }
 
 
 def swap_in(impl: str) -> type:
@@ -110,18 +106,8 @@ def case_class(module: str) -> type[unittest.TestCase]:
     return forked
 
 
-def children_of(pid: int) -> list[int]:
-    """The process ids of ``pid``'s children, and of theirs."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *children_of(child)]
-    return found
-
-
-def run_in_case(test_class: type[unittest.TestCase], name: str) -> Answer:
-    """Runs one test in this (case) process; the ranks are its children."""
+def run_one(name: str) -> Answer:
+    """Runs one test in this process; the ranks are its children."""
     result = unittest.TestResult()
     try:
         test = test_class(name)
@@ -137,91 +123,54 @@ def run_in_case(test_class: type[unittest.TestCase], name: str) -> Answer:
     return {"outcome": "passed", "message": ""}
 
 
-def fork_case(test_class: type[unittest.TestCase], name: str, folder: Path) -> int:
-    """Forks a case process, which leaves ``answer`` and ``output`` in ``folder``; returns its id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    with open(folder / "output", "w") as sink, open(os.devnull) as null:
-        os.dup2(null.fileno(), 0)
-        os.dup2(sink.fileno(), 1)
-        os.dup2(sink.fileno(), 2)
-    answer = run_in_case(test_class, name)
-    (folder / "answer").write_text(json.dumps(answer))
+def run_case(start: Callable[..., Process], name: str | None, timeout: float | None) -> Answer:
+    """A test's answer: outcome, message, seconds, constructed, output; without a name, the names of all tests.
+
+    ``start(*args)`` starts ``answer(*args)`` in a process forked from one that has ``test_class``. What is left of it
+    and its ranks at its end, or after ``timeout`` seconds, is killed.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+        room = Path(folder)
+        process = start(name, room)
+        process.join(timeout)
+        ended = process.exitcode is not None
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+        message = "the case process died" if ended else f"did not end within {timeout:g} s"
+        found: Answer = {"outcome": "failed", "message": message}
+        if (room / "answer").exists():
+            found = json.loads((room / "answer").read_text())
+        return {
+            **found,
+            "seconds": round(time.monotonic() - began, 2),
+            "constructed": (room / "constructed").exists(),
+            "output": (room / "output").read_text(errors="replace")[-20000:] if (room / "output").exists() else "",
+        }
+
+
+def answer(name: str | None, room: Path, variables: dict[str, str] | None = None) -> None:
+    """What a case's process does: it leaves its answer, and what it prints, in ``room``."""
+    os.setsid()  # with its ranks it is ended as one group
+    with (room / "output").open("w") as sink:
+        for stream in (1, 2):
+            os.dup2(sink.fileno(), stream)
+    os.environ.update({**(variables or {}), MARK: str(room / "constructed")})
+    tempfile.tempdir = str(room)
+    names = unittest.TestLoader().getTestCaseNames
+    (room / "answer").write_text(json.dumps({"names": names(test_class)} if name is None else run_one(name)))
     sys.stdout.flush()  # _exit does not
     os._exit(0)
 
 
-def wait_for(pid: int, timeout: float) -> bool:
-    """Whether the child ended within ``timeout`` seconds; it is not reaped yet."""
-    descriptor = os.pidfd_open(pid)
-    try:
-        return bool(select.select([descriptor], [], [], timeout)[0])
-    finally:
-        os.close(descriptor)
-
-
-def adopt_orphans() -> None:
-    """Ranks whose case process died become this process's children (prctl PR_SET_CHILD_SUBREAPER)."""
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-
-
-def end_children() -> None:
-    """Kills, by process id, and reaps whatever a case left behind."""
-    for process in children_of(os.getpid()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
-
-
-def run_case(test_class: type[unittest.TestCase], name: str, timeout: float) -> Answer:
-    """Forks, runs and ends one test; the answer has outcome, message, seconds, constructed, output."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="conformance-", dir=ROOM) as room:
-        folder = Path(room)
-        os.environ[MARK] = f"{room}/constructed"
-        tempfile.tempdir = room
-        pid = fork_case(test_class, name, folder)
-        ended = wait_for(pid, timeout)
-        end_children()
-        if (folder / "answer").exists():
-            answer = json.loads((folder / "answer").read_text())
-        else:
-            message = "the case process died" if ended else f"did not end within {timeout:g} s"
-            answer = {"outcome": "failed", "message": message}
-        answer["seconds"] = round(time.monotonic() - began, 2)
-        answer["constructed"] = Path(os.environ[MARK]).exists()
-        answer["output"] = (folder / "output").read_text(errors="replace")[-20000:]
-    return answer
-
-
-def serve(test_class: type[unittest.TestCase]) -> None:
-    """Answers requests ``{"name": …, "timeout": …}`` until standard input ends; no name: all names."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a test prints must not mix with the answers
-    for line in sys.stdin:
-        request = json.loads(line)
-        if request["name"] is None:
-            answer = {"names": unittest.TestLoader().getTestCaseNames(test_class)}
-        else:
-            answer = run_case(test_class, request["name"], request["timeout"])
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-def main(impl: str, module: str, world_size: int) -> None:
-    prepare_environment(world_size)
-    ddp_class = swap_in(impl)
+if CHOSEN in os.environ:
+    _impl, _module = os.environ[CHOSEN].split()
+    _class = swap_in(_impl)
     from tests.conformance import cpu_for_cuda
 
     cpu_for_cuda.open_gates()
-    test_class = case_class(module)
-    cpu_for_cuda.rebind(ddp_class)
-    count_constructions(ddp_class)
-    adopt_orphans()
-    serve(test_class)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    test_class = case_class(_module)
+    cpu_for_cuda.rebind(_class)
+    count_constructions(_class)

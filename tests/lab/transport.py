@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conformance import cases
-from tests.conformance.__main__ import Answer, Zygote, judge, reporting, run_cases
+from tests.conformance.__main__ import Answer, Tests, judge, reporting, run_cases
 from tests.conformance.cases import Case
 
 MODULE = "distributed_test"
@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     report = reporting(lambda line: print(line, flush=True))
     worlds = cases.MODULES[MODULE].world_sizes
-    with Zygote("torch", MODULE, worlds[0]) as zygote:
-        names = [name for name in zygote.names() if re.search(options.k, name)]
+    with Tests("torch", MODULE, worlds[0]) as tests:
+        names = [name for name in tests.names() if re.search(options.k, name)]
     answers: dict[str, Answer] = {}
     for world_size in worlds:
         tried = run_cases("torch", [Case(MODULE, name, world_size) for name in names], options.jobs, lambda *_: None)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tests.conformance.zygote import children_of
+from tests.forked import children_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
