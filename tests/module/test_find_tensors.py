@@ -3,18 +3,18 @@
 import collections
 import dataclasses
 import time
-import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
+from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.joined_outputs import join_outputs
 from minddp.outputs import find_tensors
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
+from tests.programs.beside_torch import MODES, batch, gradients, those_that_differ
 
 
 def grown() -> torch.Tensor:
@@ -175,64 +175,95 @@ def test_unset_fields_are_passed_over():
     assert find_tensors(without) == []
 
 
-class _Net(nn.Module):
-    def __init__(self, output):
+def shared(y, depth=24):
+    """2 ** depth paths."""
+    for _ in range(depth):
+        y = [y, y]
+    return y
+
+
+def chain(y, depth=3000):
+    for _ in range(depth):
+        y = (y,)
+    return y
+
+
+def ring(y):
+    inside = [y]
+    inside.append(inside)
+    return inside
+
+
+class Loads(collections.abc.Mapping):
+    def __init__(self, y):
+        self._loss = y
+
+    __getitem__ = __iter__ = _raises
+
+    def __len__(self):
+        return 1
+
+
+WALKED_BY_TORCH = {
+    "detections": lambda y: [y, *({"box": torch.ones(4), "score": 0.5} for _ in range(3000))],
+    "many": lambda y: [y, *({"score": y * 1} for _ in range(100))],
+}
+KINDS = {**CONTAINERS, **WALKED_BY_TORCH, "shared": shared, "chain": chain, "ring": ring, "mapping": Loads}
+
+
+class Net(nn.Module):
+    """Leaves its loss where the program finds it, and returns it in something of ``kind``."""
+
+    def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.output = nn.Linear(4, 2), output
+        self.kind = kind
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
 
     def forward(self, x):
-        return self.output(self.layer(x).square().sum())
+        hidden = self.a(x).tanh()
+        walked = self.kind in WALKED_BY_TORCH  # with unused parameters to find its class takes no reentrant one
+        y = self.b(hidden) if walked else checkpoint(self.b, hidden, use_reentrant=True)
+        self.loss = y.square().sum()
+        return KINDS[self.kind](self.loss)
 
 
-def _detections(y):
-    return [y, *({"box": i, "score": 0.5} for i in range(3000))]
+class Trains:
+    """A program, by the name of what its module returns."""
 
+    def __init__(self, kind):
+        self.kind = self.__name__ = kind
 
-def _many(y):
-    return [y, *({"score": y * 1} for _ in range(100))]
-
-
-OUTPUTS = {"detections": _detections, "many": _many}
-MODES = {
-    "default": {},
-    "views": {"gradient_as_bucket_view": True},
-    "static": {"static_graph": True},
-    "unused": {"find_unused_parameters": True},
-    "small": {"bucket_cap_mb_list": [1e-5] * 2},
-}
-
-
-def _program(name, mode):
-    def run(wrap, rank):
-        ddp = wrap(_Net(OUTPUTS[name]), **MODES[mode])
-        seen = []
-        for i in range(3):
-            ddp.zero_grad()
-            loss = ddp(torch.ones(3, 4) * (i + 1) + rank)
-            while not isinstance(loss, torch.Tensor):
-                loss = loss["loss"] if isinstance(loss, dict) else loss[0]
-            loss.backward()
-            seen += [p.grad.clone() for p in ddp.module.parameters()]
+    def __call__(self, cls, rank, **args):
+        ddp, seen = cls(Net(self.kind), **args), []
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        for i in range(1 if self.kind == "shared" else 3):  # to give up its paths takes seconds
+            optimizer.zero_grad()
+            loss = ddp(batch(rank, i))
+            while self.kind in WALKED_BY_TORCH and not isinstance(loss, torch.Tensor):
+                loss = loss[0]
+            (loss if self.kind in WALKED_BY_TORCH else ddp.module.loss).backward()
+            seen += gradients(ddp)
+            optimizer.step()
         return seen
-
-    return run
-
-
-def _differ(rank, world_size, names):
-    warnings.simplefilter("ignore")
-    found = []
-    for name in names:
-        for mode in MODES:
-            run = _program(name, mode)
-            theirs, ours = run(TorchDDP, rank), run(minddp.DistributedDataParallel, rank)
-            if not all(map(torch.allclose, theirs, ours)):
-                found.append((name, mode))
-    return found
 
 
 def test_the_same_numbers_as_with_torchs_class():
-    assert run_ranks(_differ, 2, list(OUTPUTS)) == [[], []]
+    """Of all kinds in the modes in which that walks no outputs."""
+    unseen = {mode: MODES[mode] for mode in ("default", "views", "small", "small views")}
+    assert not those_that_differ([Trains(kind) for kind in KINDS], 2, unseen)
+    assert not those_that_differ([Trains(kind) for kind in WALKED_BY_TORCH], 2, MODES)
+
+
+@on_ranks(2)
+def test_with_unused_parameters_to_find(rank, world_size):
+    """In which torch's class hangs or raises on such outputs."""
+    for kind in KINDS:
+        one, two = (
+            Trains(kind)(minddp.DistributedDataParallel, rank, **args)
+            for args in ({}, {"find_unused_parameters": True})
+        )
+        assert all(map(torch.equal, one, two)), kind
 
 
 def test_64_detections_take_at_most_torchs_time():
