@@ -106,7 +106,7 @@ CALLS: dict[str, dict[str, Part]] = {
         "kernel": Part("the copy's kernel against ATen's arithmetic", 50, (KERNEL,), on_cpu=True),
         "memcheck": Part("the kernels' accesses, by compute-sanitizer", 60, FEW, "memcheck"),
         "initcheck": Part("the same for memory that nobody wrote", 60, FEW, "initcheck"),
-        "reducer": Part("gradients by NCCL and Gloo, streams, launches", 60, ("tests/cuda/test_cuda_ddp.py",)),
+        "reducer": Part("gradients by NCCL and Gloo, streams", 60, ("tests/cuda/test_cuda_ddp.py",)),
     },
     "B": {
         "build": BUILD,

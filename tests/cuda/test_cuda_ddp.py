@@ -124,58 +124,6 @@ def test_gloo_with_cuda_tensors_at_world_size_2() -> None:
     assert run_ranks(gloo_pair, 2, timeout=900) == [[], []]
 
 
-def step_of(model: nn.Module, x: torch.Tensor) -> None:
-    model.zero_grad()
-    model(x).square().mean().backward()
-
-
-def launches_of_ours(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
-    """By variant: launches of our kernel in a step, and how many buckets there are."""
-    counts = {}
-    for name, options in {"default": {}, "views": {"gradient_as_bucket_view": True}}.items():
-        model = minddp.DistributedDataParallel(make_model(), device_ids=[0], **options)
-        x = next(batches(seed=1))
-        for _ in range(3):
-            step_of(model, x)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            step_of(model, x)
-            torch.cuda.synchronize()
-        kernels = [event.name for event in profile.events() if "scaled_copy_kernel" in event.name]
-        counts[name] = (len(kernels), len(model.reducer.buckets()))
-    return counts
-
-
-def test_one_pack_and_one_unpack_a_bucket() -> None:
-    counts = run_ranks(launches_of_ours, 1, backend="nccl", env=THROUGH_NCCL)[0]
-    launches, buckets = counts["default"]
-    assert launches == 2 * buckets
-    launches, buckets = counts["views"]
-    assert launches == buckets
-
-
-def step_without_waiting(rank: int, world_size: int) -> bool:
-    """Whether the host came back from a whole step while the device was still busy before it."""
-    model = minddp.DistributedDataParallel(make_model(), device_ids=[0])
-    x = next(batches(seed=1))
-    for _ in range(3):
-        step_of(model, x)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(1_000_000_000)
-        marker = torch.cuda.Event()
-        marker.record()
-        step_of(model, x)
-        return not marker.query()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-
-
-def test_a_step_does_not_wait_for_the_device() -> None:
-    assert run_ranks(step_without_waiting, 1, backend="nccl", env=THROUGH_NCCL) == [True]
-
-
 def side_stream(rank: int, world_size: int) -> bool:
     """A step on a stream of the user's own, the device being late: gradients equal the default stream's."""
     want = train(make_model(), batches(seed=1))

@@ -1,10 +1,10 @@
 """Random small models, caps, branches and no_sync patterns against a plain per-parameter average.
 
-Every case is drawn by hypothesis from one integer, so that all ranks build the same one: parameters that are
-shared, frozen, unused or sparse; branches that depend on the rank; any bucket caps and modes; iterations
-with and without synchronization. The truth is computed beside it, one all_reduce a parameter.
+Every case is drawn from one integer, so that all ranks build the same one: parameters that are shared, frozen, unused
+or sparse; branches that depend on the rank; any bucket caps and modes; iterations with and without synchronization.
+The truth is computed beside it, one all_reduce a parameter.
 
-``MINDDP_EXAMPLES`` sets how many cases are drawn.
+``MINDDP_EXAMPLES`` sets how many cases ``make test-all`` draws.
 """
 
 import copy
@@ -15,14 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
-BATCH = 25  # cases per call of the ranks
 EXAMPLES = int(os.environ.get("MINDDP_EXAMPLES", "500"))
-FIRST = 25  # in `make test`
 
 
 class RandomNet(nn.Module):
@@ -116,43 +112,12 @@ def _took_part(model, parameter, rank):
     return not any(parameter is p for p in model.layers.parameters())
 
 
-def _cases(rank, world_size, seeds):
-    for seed in seeds:
+@pytest.mark.parametrize("cases", [25, pytest.param(EXAMPLES, marks=pytest.mark.all)])
+@pytest.mark.timeout(1800 + EXAMPLES)
+@on_ranks(2, 3)
+def test_any_model_gets_the_plain_average(rank, world_size, cases):
+    for seed in range(cases):
         try:
             _one_case(seed, rank, world_size)
         except Exception as error:
             raise AssertionError(f"seed {seed} on rank {rank}: {error}") from error
-
-
-def _hold(world_size, seeds):
-    run_ranks(_cases, world_size, seeds)
-
-
-def _drawn(examples):
-    """Holds so many cases, always the same ones unless ``MINDDP_EXAMPLES`` is set."""
-
-    def hold(function):
-        settle = settings(
-            max_examples=max(1, examples // BATCH),
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            derandomize="MINDDP_EXAMPLES" not in os.environ,
-            database=None,
-            phases=[Phase.generate],  # a failing seed is small already
-        )
-        seeds = st.lists(st.integers(0, 10**6), min_size=BATCH, max_size=BATCH, unique=True)
-        return settle(given(seeds=seeds, world_size=st.sampled_from([2, 3]))(function))
-
-    return hold
-
-
-@_drawn(min(EXAMPLES, FIRST))
-def test_any_model_gets_the_plain_average(seeds, world_size):
-    _hold(world_size, seeds)
-
-
-@pytest.mark.all
-@pytest.mark.timeout(1800 + EXAMPLES)
-@_drawn(EXAMPLES)
-def test_many_more_models_do(seeds, world_size):
-    _hold(world_size, seeds)

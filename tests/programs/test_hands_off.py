@@ -136,11 +136,6 @@ def unhashable_optimizer(wrap, rank):
     return _steps(ddp, Unhashable(ddp.parameters(), 0.1), rank)
 
 
-def scripted(wrap, rank):
-    ddp = wrap(torch.jit.script(_net()))
-    return _steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1), rank)
-
-
 def forked_child(wrap, rank):
     """It trains its copy by itself: an evaluation that adapts, say."""
     ddp = wrap(_net())
@@ -173,7 +168,7 @@ def _beside(rank, world_size, program, wrap):
     return [p.detach().clone() for p in program(wrap, rank).parameters()]
 
 
-@pytest.mark.parametrize("program", [unhashable_optimizer, scripted, forked_child, after_the_group])
+@pytest.mark.parametrize("program", [unhashable_optimizer, forked_child, after_the_group])
 def test_two_ranks(program):
     theirs, ours = [run_ranks(_beside, 2, program, wrap) for wrap in BOTH]
     for one, other in zip(theirs, ours, strict=True):

@@ -422,13 +422,14 @@ class Square(Scale):
 
 @on_ranks(2)
 def test_a_backward_through_gradients_is_their_backwards(rank, world_size):
-    ddp = DDP(Square())
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(_x(rank, step)).backward(create_graph=True)
-        gradient, ddp.module.weight.grad = ddp.module.weight.grad, None
-        gradient.sum().backward()  # holds no node that forward made: d(w * w * x) = 2 * w * x
-        torch.testing.assert_close(ddp.module.weight.grad, 2 * _x_mean(world_size, step))
+    for views in (False, True):
+        ddp = DDP(Square(), gradient_as_bucket_view=views)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(_x(rank, step)).backward(create_graph=True)
+            gradient, ddp.module.weight.grad = ddp.module.weight.grad, None
+            gradient.sum().backward()  # holds no node that forward made: d(w * w * x) = 2 * w * x
+            torch.testing.assert_close(ddp.module.weight.grad, 2 * _x_mean(world_size, step))
 
 
 class Keeps(nn.Module):

@@ -20,7 +20,7 @@ from minddp.testing import run_ranks
 WORLD_SIZES = (2, 3, 4, 5)
 OPERATIONS = int(os.environ.get("MINDDP_SHM_RANDOM_OPS", "4000"))
 SEED = int(os.environ.get("MINDDP_SHM_RANDOM_SEED", "13"))
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
 REDUCTIONS = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
 MOST_IN_FLIGHT = 5
 
@@ -43,7 +43,7 @@ class Operations:
 
     def numel(self) -> int:
         largest = self.draw.choices([8, 3000, 9000, 80_000, 700_000], [30, 30, 25, 14, 1])[0]
-        return self.draw.randint(1, largest)
+        return self.draw.randint(0, largest)
 
     def tensor(self, numel: int, dtype: torch.dtype, layout: str = "plain") -> torch.Tensor:
         """Small whole numbers, which all orders of an addition or a multiplication treat alike."""
@@ -61,37 +61,30 @@ class Operations:
             "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "messages", "barrier",
         ])  # fmt: skip
         numel, dtype = self.numel(), self.draw.choice(DTYPES)
+        if name in ("gather", "messages"):  # Gloo refuses to gather nothing
+            numel = max(1, numel)
         root, op = self.draw.randrange(self.world_size), self.draw.choice(REDUCTIONS)
         layout = self.draw.choice(["plain", "plain", "shared", "strided"])
         return getattr(self, name)(numel, dtype, layout, root, op)
 
-    def all_reduce(self, numel, dtype, layout, root, op):
-        mine = self.tensor(numel, dtype, layout)
-
+    def in_place(self, mine, collective, written=True):
         def call(group, ours):
             tensor = mine if ours else mine.clone()
-            return dist.all_reduce(tensor, op, group=group, async_op=True), [tensor]
+            return collective(tensor, group), [tensor] if written else []
 
         return call
+
+    def all_reduce(self, numel, dtype, layout, root, op):
+        mine = self.tensor(numel, dtype, layout)
+        return self.in_place(mine, lambda tensor, group: dist.all_reduce(tensor, op, group, async_op=True))
 
     def broadcast(self, numel, dtype, layout, root, op):
         mine = self.tensor(numel, dtype, layout)
-
-        def call(group, ours):
-            tensor = mine if ours else mine.clone()
-            return dist.broadcast(tensor, root, group=group, async_op=True), [tensor]
-
-        return call
+        return self.in_place(mine, lambda tensor, group: dist.broadcast(tensor, root, group, async_op=True))
 
     def reduce(self, numel, dtype, layout, root, op):
-        mine = self.tensor(numel, dtype, layout)
-
-        def call(group, ours):
-            tensor = mine if ours else mine.clone()
-            work = dist.reduce(tensor, root, op, group=group, async_op=True)
-            return work, [tensor] if self.rank == root else []  # elsewhere Gloo leaves partial results
-
-        return call
+        mine, written = self.tensor(numel, dtype, layout), self.rank == root  # elsewhere Gloo leaves partial results
+        return self.in_place(mine, lambda tensor, group: dist.reduce(tensor, root, op, group, async_op=True), written)
 
     def gather(self, numel, dtype, layout, root, op):
         mine = self.tensor(numel, dtype, layout)

@@ -128,30 +128,6 @@ def test_equals_batch_norm_over_the_whole_batch(rank, world_size, device):
     assert count == len(list(cases()))
 
 
-def fast_beside_reference(rank, world_size):
-    worst = 0.0
-    for tail, sizes in itertools.product(TAILS.values(), SPLITS.values()):
-        layer = SyncBatchNorm(CHANNELS, dtype=torch.float64)
-        nn.init.normal_(layer.weight)
-        x = share(batch(sum(sizes[:world_size]), tail, torch.float64), sizes, rank, world_size)
-        cotangent = torch.randn_like(x)
-        inputs = [x.clone().requires_grad_(), layer.weight, layer.bias]
-        fast = layer(inputs[0])
-        plain, _ = batch_norm_reference(inputs[0], layer.weight, layer.bias, layer.eps, dist.group.WORLD)
-        pairs = zip(
-            (fast, *torch.autograd.grad(fast, inputs, cotangent)),
-            (plain, *torch.autograd.grad(plain, inputs, cotangent)),
-            strict=True,
-        )
-        worst = max([worst, *((a - b).abs().max().item() for a, b in pairs if a.numel())])
-    return worst
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_fast_path_equals_the_reference(world_size):
-    assert max(run_ranks(fast_beside_reference, world_size)) < 1e-12
-
-
 # Replicated -> local and back, so that a numerical derivative may move one element of the whole batch on
 # all ranks at once. Each is the other's derivative.
 
@@ -222,35 +198,6 @@ def gradients_across_ranks(rank, world_size, sizes):
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 0), pytest.param((1, 1, 2), marks=pytest.mark.all)])
 def test_first_and_second_derivatives_are_exact(sizes):
     assert all(run_ranks(gradients_across_ranks, len(sizes), sizes))
-
-
-def gradient_penalty(rank, world_size):
-    """A WGAN-GP-like double backward through a net, beside one process with the whole batch."""
-    torch.manual_seed(3)
-    plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
-    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
-    net.load_state_dict(plain.state_dict())
-    net = convert_sync_batchnorm(net)
-    whole = torch.randn(4 * world_size, 4, dtype=torch.float64)
-
-    def penalty(model, x):
-        x = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return (slope.square().sum(1) - 1).square().sum()
-
-    penalty(plain, whole).backward()
-    penalty(net, whole.chunk(world_size)[rank]).backward()
-    worst = 0.0
-    for name, parameter in plain.named_parameters():
-        if parameter.grad is None:  # the last bias: no slope depends on it
-            continue
-        worst = max(worst, (summed(net.get_parameter(name).grad) - parameter.grad).abs().max().item())
-    return worst
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradient_penalty_equals_one_process(world_size):
-    assert max(run_ranks(gradient_penalty, world_size)) < 1e-10
 
 
 def stable_far_from_zero(rank, world_size):
