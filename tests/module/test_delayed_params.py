@@ -42,10 +42,13 @@ def _loss(ddp, rank, step, **arguments):
     return ddp(torch.randn(3, 4, generator=generator), **arguments).pow(2).mean()
 
 
-def _train(ddp, rank, steps):
+def _train(ddp, rank, steps, accumulates=False):
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for step in range(steps):
         optimizer.zero_grad()
+        if accumulates:
+            with ddp.no_sync():
+                _loss(ddp, rank, step + 10).backward()
         _loss(ddp, rank, step).backward()
         optimizer.step()
     return [p.detach().clone() for p in ddp.module.parameters()]
@@ -61,15 +64,17 @@ def test_it_trains_as_what_is_not_delayed_and_so_do_copies(rank, world_size):
         assert in_buckets == {"first.weight", "first.bias", "side.weight", "side.bias"}
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
 @on_ranks(2, 3)
-def test_uneven_inputs(rank, world_size):
+def test_uneven_inputs(rank, world_size, accumulates):
+    """Under no_sync what is delayed is averaged all the same: a joined rank sends the average with the next."""
     for initial in (True, False):
         trained = []
         for wrap in (lambda: DDP(Branch()), _wrapped):
             ddp = wrap()
             with ddp.join(divide_by_initial_world_size=initial):
-                trained.append(_train(ddp, rank, 2 + 2 * rank))
-            trained[-1] = [p.detach().clone() for p in ddp.module.parameters()]
+                _train(ddp, rank, 2 + 2 * rank, accumulates)
+            trained.append([p.detach().clone() for p in ddp.module.parameters()])
         torch.testing.assert_close(trained[1], trained[0])
         _train(ddp, rank, 2)  # and no rank waits after it
 
@@ -79,25 +84,6 @@ def test_uneven_inputs_where_every_parameter_is_delayed_are_refused(rank, world_
     ddp = _wrapped(delayed=[name for name, _ in Branch().named_parameters()])
     with pytest.raises(NotImplementedError, match="for every parameter"):
         ddp.join()
-
-
-@on_ranks(2, 3)
-def test_accumulation_with_uneven_inputs(rank, world_size):
-    """Under no_sync what is delayed is averaged all the same: a joined rank sends the average with the next."""
-    for initial in (True, False):
-        trained = []
-        for wrap in (lambda: DDP(Branch()), _wrapped):
-            ddp = wrap()
-            optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-            with ddp.join(divide_by_initial_world_size=initial):
-                for step in range(1 + 2 * (rank > 0)):
-                    optimizer.zero_grad()
-                    with ddp.no_sync():
-                        _loss(ddp, rank, step).backward()
-                    _loss(ddp, rank, step + 10).backward()
-                    optimizer.step()
-            trained.append([p.detach().clone() for p in ddp.module.parameters()])
-        torch.testing.assert_close(trained[1], trained[0])
 
 
 @on_ranks(2)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import minddp
@@ -336,33 +335,6 @@ def test_sparse_gradients_on_one_rank_and_under_join(rank, world_size):
         for i in range(2 + rank):
             joined.zero_grad()
             joined(torch.tensor([[i, 2]])).sum().backward()
-
-
-@on_ranks(2)
-def test_complex_parameters_with_hooks_and_checks(rank, world_size):
-    for arguments, hook in (({"check_finite": True}, None), ({}, default_hooks.allreduce_hook)):
-        torch.manual_seed(0)
-        weights = nn.ParameterList([torch.randn(3, dtype=torch.complex64), torch.randn(2)])
-
-        class Net(nn.Module):
-            def __init__(self, weights=weights):
-                super().__init__()
-                self.weights = weights
-
-            def forward(self, x):
-                return (self.weights[0] * x).abs().sum() + (self.weights[1] * x).sum()
-
-        found = []
-        for cls in (TorchDDP, DDP):
-            ddp = cls(copy.deepcopy(Net()), **(arguments if cls is DDP else {}))
-            if hook is not None:
-                ddp.register_comm_hook(None, hook)
-            for _ in range(2):
-                ddp.zero_grad()
-                ddp(torch.tensor(rank + 1.0)).backward()
-            torch.optim.SGD(ddp.parameters(), 0.1).step()
-            found.append([p.detach().clone() for p in ddp.parameters()])
-        _same(*found)
 
 
 @on_ranks(2)

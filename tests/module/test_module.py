@@ -484,6 +484,7 @@ BAD = [
     *[(_net, {"reduce_dtype": d}, "TypeError.*reduce_dtype") for d in (torch.int8, torch.float8_e4m3fn, "half")],
     (_net, {"reduce_dtype": torch.float64, "gradient_as_bucket_view": True}, "ValueError.*contradict"),
     (_net, {"delay_all_reduce_named_params": []}, "ValueError.*at the same time"),
+    *[(_net, {"on_straggler": f}, "TypeError.*on_straggler must be a callable, or None") for f in (1, "print")],
     (_unequal, {}, r"RuntimeError.*differ at parameter 2.*rank 0: '1.weight' \[2, 4\].*rank 1: '1.weight' \[3, 4\]"),
     (_unequal_count, {}, "RuntimeError.*number of parameters differs.*rank 0: 2.*rank 1: 4"),
     (_unequal_dtype, {}, "RuntimeError.*differ at parameter 0.*float32.*float64"),
@@ -519,6 +520,12 @@ def test_arguments_that_differ_between_ranks_raise_on_all(rank, world_size):
         ("bucket_cap_mb", ("auto", 2), "bucket_cap_mb: 'auto' on rank 0, [2.0] on rank 1"),
         ("find_unused_parameters", (True, False), "find_unused_parameters: True on rank 0, False on rank 1"),
         ("reduction", ("sum", "mean"), "reduction: 'sum' on rank 0, 'mean' on rank 1"),
+        (
+            "bucket_cap_mb",
+            (25, None),
+            "bucket_cap_mb",
+        ),  # the default is no number: buckets are cut by what the model is
+        ("on_straggler", (None, print), "on_straggler"),
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             DDP(Net(), **{name: values[rank]})

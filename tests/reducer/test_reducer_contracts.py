@@ -5,6 +5,7 @@ replaced reducer still hears, who waits for whom.
 """
 
 import contextlib
+import functools
 import math
 import threading
 import time
@@ -575,23 +576,27 @@ class Complex(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.ones(4))
 
     def forward(self, x):
-        return (self.weight * x).abs().pow(2).sum()
+        return (self.weight * self.scale * x).abs().pow(2).sum()
 
 
-def _complex(rank, world_size):
-    ddp = DDP(Complex())
+def _complex(rank, world_size, **arguments):
+    ddp = DDP(Complex(), **arguments)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
     for step in range(3):
         ddp.zero_grad()
         expected = _mean(ddp.module, world_size, lambda r: ddp.module(torch.complex(_x(r, step), _x(r, step + 1))))
         ddp(torch.complex(_x(rank, step), _x(rank, step + 1))).backward()
         _check(ddp.module, expected)
+        optimizer.step()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_complex_parameters(backend):
     run_ranks(_complex, 2, backend=backend)
+    run_ranks(functools.partial(_complex, check_finite=True), 2, backend=backend)
 
 
 # ---- an iteration given up
