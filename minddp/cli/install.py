@@ -1,20 +1,17 @@
 """Puts minddp's class in the place of torch's, for programs that construct torch's by its own name.
 
 What always holds: between :func:`install` and :func:`uninstall` every module that held torch's
-``DistributedDataParallel`` under some name holds minddp's under it, and so do modules imported later and
-processes started by :mod:`multiprocessing`'s ``spawn`` and ``forkserver``. ``isinstance`` checks go on working, for
-those that ask for torch's class too, because minddp's derives from it.
+``DistributedDataParallel`` under some name holds minddp's under it, and so do modules imported later, and modules of
+Pythons that this process starts. ``isinstance`` checks go on working, for those that ask for torch's class too,
+because minddp's derives from it.
 
-What it cannot reach: instances and subclasses of torch's class made before, references held outside modules
-(in a list, in a closure), programs started by other means than ``multiprocessing``, and a forkserver for which the
-program names afterwards what to preload.
+Other Pythons are reached by ``PYTHONPATH``, which begins with the folder ``startup``. What is not reached:
+docs/launching.md.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.spawn
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +22,7 @@ from ..ddp import DistributedDataParallel
 __all__ = ["install", "uninstall"]
 
 _torch_class = next(base for base in DistributedDataParallel.__mro__ if base.__module__.startswith("torch."))
-_get_command_line = multiprocessing.spawn.get_command_line
-
-_FORKSERVERS = "minddp.cli.installed"
+_STARTUP = str(Path(__file__).resolve().with_name("startup"))
 
 # The namespaces and names that install() rebound; empty when nothing is installed.
 _rebound: list[tuple[dict[str, Any], str]] = []
@@ -45,23 +40,10 @@ def _holders(value: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
                 yield module_name, names, name
 
 
-def _spawn_installed(**kwargs: Any) -> list[str]:
-    """The command line of a spawned process, with an ``install()`` before all else."""
-    command = list(_get_command_line(**kwargs))
-    if "-c" in command:
-        root = str(Path(__file__).parents[2])
-        code = command.index("-c") + 1
-        command[code] = (
-            f"import sys; sys.path.append({root!r}); from minddp.cli.install import install; install(); "
-            + command[code]
-        )
-    return command
-
-
-def _preloaded() -> list[str]:
-    """What else the forkserver imports: the program may have named it."""
-    named = multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
-    return [name for name in named if name != _FORKSERVERS]
+def _search_path() -> list[str]:
+    """The entries of ``PYTHONPATH`` that are not minddp's; an empty one is the folder of the process."""
+    value = os.environ.get("PYTHONPATH")
+    return [entry for entry in value.split(os.pathsep) if entry != _STARTUP] if value else []
 
 
 def install() -> None:
@@ -69,13 +51,13 @@ def install() -> None:
 
     Rebinds the class wherever an imported module holds it (``torch.nn.parallel``,
     ``torch.nn.parallel.distributed``, modules that did ``from torch.nn.parallel import
-    DistributedDataParallel``). Calling it again rebinds what has been imported by other ways since.
+    DistributedDataParallel``). Calling it again rebinds what has been imported by other ways since. Pythons
+    that this process starts from now on do the same when they import torch.
     """
     for _, names, name in _holders(_torch_class):
         names[name] = DistributedDataParallel
         _rebound.append((names, name))
-    multiprocessing.spawn.get_command_line = _spawn_installed
-    multiprocessing.set_forkserver_preload([*_preloaded(), _FORKSERVERS])
+    os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *_search_path()])
 
 
 def uninstall() -> None:
@@ -93,5 +75,7 @@ def uninstall() -> None:
     for module_name, names, name in _holders(DistributedDataParallel):
         if module_name.partition(".")[0] == "torch":
             names[name] = _torch_class
-    multiprocessing.spawn.get_command_line = _get_command_line
-    multiprocessing.set_forkserver_preload(_preloaded())
+    if others := _search_path():
+        os.environ["PYTHONPATH"] = os.pathsep.join(others)
+    else:
+        os.environ.pop("PYTHONPATH", None)

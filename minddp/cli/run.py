@@ -22,29 +22,42 @@ from .install import install
 _USAGE = "usage: minddp run {script.py | -m module} [arguments]"
 
 
-def _new_main() -> types.ModuleType:
+def _new_main(**names: object) -> dict[str, object]:
     """It stays ``__main__`` when the program's last line is over: handlers at exit may pickle its classes."""
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    before = vars(sys.modules["__main__"])
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    main = vars(sys.modules["__main__"])
+    main.update({name: before[name] for name in ("__annotations__", "__builtins__") if name in before}, **names)
     return main
 
 
+def _look_first_in(folder: str) -> None:
+    """``folder`` takes the place of that from which Python has started minddp."""
+    if not sys.flags.safe_path:  # which leaves out that place
+        sys.path[0] = folder
+
+
 def _run_module(name: str, arguments: list[str]) -> None:
-    sys.argv = [name, *arguments]  # the file's path is put in the first place
+    sys.argv = ["-m", *arguments]  # the file's path is put in the first place
+    _look_first_in(os.getcwd())
     _new_main()
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what python -m does
 
 
-def _run_script(path: str, arguments: list[str]) -> None:
-    if not os.path.exists(path):
-        sys.exit(f"minddp run: there is no file {path!r} (working directory {os.getcwd()!r})")
-    sys.argv = [path, *arguments]
-    sys.path[0] = os.path.dirname(os.path.abspath(path))
+def _run_script(given: str, arguments: list[str]) -> None:
+    if not os.path.exists(given):
+        sys.exit(f"minddp run: there is no file {given!r} (working directory {os.getcwd()!r})")
+    sys.argv = [given, *arguments]
+    path = os.path.join(os.getcwd(), given)
     if pkgutil.get_importer(path) is not None:  # a directory or an archive with a __main__.py
-        runpy.run_path(path, run_name="__main__")
+        sys.path[: 0 if sys.flags.safe_path else 1] = [path]
+        _new_main()
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
-    main, loader = _new_main(), importlib.machinery.SourceFileLoader("__main__", path)
-    vars(main).update(__file__=path, __loader__=loader, __builtins__=__builtins__)
-    exec(loader.source_to_code(loader.get_data(path), path), vars(main))
+    _look_first_in(os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main = _new_main(__file__=path, __loader__=loader, __cached__=None)
+    exec(loader.source_to_code(loader.get_data(path), path), main)
 
 
 def main(arguments: list[str]) -> None:

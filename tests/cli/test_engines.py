@@ -32,5 +32,6 @@ def test_each_block_of_the_page_is_run_by_an_engine() -> None:
         "Containers": 0,  # tests/shm/test_containers.py
         "mpirun": 1,
         "Ray Train": 3,
+        "Processes that the program starts": 0,  # test_install.py, test_startup.py
     }
     assert {heading: len(blocks(heading)) for heading in headings()} == run

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import minddp
-from minddp.cli.install import _torch_class, install, uninstall
+from minddp.cli.install import _STARTUP, _torch_class, install, uninstall
 from tests.forked import run_module
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +91,20 @@ def test_isinstance_with_torchs_class_and_with_the_installed_one(installed: None
     assert issubclass(minddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
 
 
+@pytest.mark.parametrize("before, others", [(None, None), ("", None), ("/a:/b", "/a:/b"), ("/a::/b", "/a::/b")])
+def test_pythons_that_are_started_are_reached_until_it_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, others: str | None
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYTHONPATH", before)
+    for _ in range(2):
+        install()
+        assert os.environ["PYTHONPATH"] == _STARTUP + (f":{others}" if others else "")
+    uninstall()
+    assert os.environ.get("PYTHONPATH") == others
+
+
 SHOW = """
 import json, sys
 from torch.nn.parallel import DistributedDataParallel
@@ -100,15 +114,14 @@ def show(place):
     print(json.dumps([place, DistributedDataParallel.__module__, by_attribute.__module__]))
 """
 SCRIPT = """
-import multiprocessing, sys
+import multiprocessing, subprocess, sys
 import beside
 def child():
     beside.show("child")
 if __name__ == "__main__":
     beside.show("main")
     print(beside.json.dumps(sys.argv))
-    if "alone" in sys.argv:
-        sys.exit(7)
+    subprocess.run([sys.executable, "-c", "import beside; beside.show('python')"], cwd=sys.path[0], check=True)
     process = multiprocessing.get_context("spawn").Process(target=child)
     process.start()
     process.join()
@@ -135,20 +148,14 @@ def lines(ended: subprocess.CompletedProcess[str]) -> list[Any]:
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-def test_run_script_sees_its_own_arguments_folder_and_spawned_children(program: Path) -> None:
+def test_run_script_sees_its_own_arguments_folder_and_children(program: Path) -> None:
     script = str(program / "script.py")
     ended = run_python("-m", "minddp.run", script, "--lr", "3", "-m")
     assert ended.returncode == 7, ended.stderr
     ours = "minddp.ddp"
-    assert lines(ended) == [["main", ours, ours], [script, "--lr", "3", "-m"], ["child", ours, ours]]
-
-
-def test_run_module(program: Path) -> None:
-    ended = run_python("-m", "minddp.run", "-m", "script", "alone", cwd=program)
-    assert ended.returncode == 7, ended.stderr
-    main, arguments = lines(ended)
-    assert main[1:] == ["minddp.ddp"] * 2
-    assert arguments == [str(program / "script.py"), "alone"]
+    assert lines(ended) == [
+        ["main", ours, ours], [script, "--lr", "3", "-m"], ["python", ours, ours], ["child", ours, ours]
+    ]  # fmt: skip
 
 
 def test_run_says_what_is_wrong() -> None:
