@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .broadcast import broadcast_coalesced
 from .guards import watchdog
+from .guards.other_class import refuse_torchs_class
 from .guards.processes import Process, here
 from .members import all_parameters
 from .messages import gather_objects
@@ -48,7 +49,7 @@ def verify_same_start(
     buffers: Sequence[tuple[str, torch.Tensor]],
     group: dist.ProcessGroup,
 ) -> str:
-    """Raises on every rank when their arguments or models differ. Collective: one all-gather if nothing does.
+    """Raises on every rank when their arguments or models differ. Collective: two all-gathers if nothing does.
 
     Names may differ by rank without harm. But where all ranks have the same ones, those in the same place must be of
     one name: else a rank's tensor would be averaged with another one's.
@@ -66,6 +67,7 @@ def verify_same_start(
         RuntimeError: names the first tensor that differs, with each rank's shape, dtype and strides.
     """
     watchdog.current(group)  # from now on this rank can be asked where it is
+    refuse_torchs_class(group, [tensor.device for _, tensor in parameters])
     given = {name: repr(value) for name, value in arguments.items()}
     models = {"parameter": signature(parameters), "buffer": signature(buffers)}
     known = {"parameter": sorted(parameter_names), "buffer": sorted(name for name, _ in buffers)}

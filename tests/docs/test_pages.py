@@ -21,8 +21,9 @@ def reading_path() -> str:
     return "".join(path.read_text() for folder in folders for path in folder.iterdir())
 
 
-# In the words of another message of this list, or of the program.
+# In the words of another message of this list, of the program, or of the system.
 WORDED_ELSEWHERE = [
+    "minddp/config.py: OSError(error.errno, f'bucket_plan cannot be read: {error.strerror}', os.fspath(value))",
     "minddp/functional/calls.py: CollectiveError(call.error)",
     "minddp/guards/optimizer_guard.py: RuntimeError(_refused[key][1])",
     "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), '')",
