@@ -26,7 +26,7 @@ from .broadcast import broadcast_coalesced
 from .config import make_config
 from .engine import Engine
 from .groups import choose_group
-from .guards import lifetime, optimizer_guard
+from .guards import lifetime, step
 from .guards.check import check_now_and_then
 from .guards.stall_inspector import waits_of
 from .hooks import HookRegistration
@@ -223,11 +223,11 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             self._minddp_engine = Engine(self.module, self._minddp_config, wrapped, self.process_group, devices)
             if token is not None:
                 self._minddp_engine.name(token)
-        for other in optimizer_guard.watched():
+        for other in step.watched():
             if other is not self._minddp_engine:
                 other.yield_ownership(wrapped.reduced)
         if self._minddp_engine is not None:
-            optimizer_guard.watch(self._minddp_engine)
+            step.watch(self._minddp_engine)
         lifetime.end_in_order(self)
         names = wrapped.debug_mapping(wrapped.reduced)
         self._ddp_init_helper(wrapped.reduced, wrapped.expect_sparse(), names, self._minddp_config.static_graph)

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from . import _C, environment
 from .buckets import split_by_kind
 from .config import Config
-from .guards import adopted_backwards, optimizer_guard
+from .guards import adopted_backwards, step
 from .guards.finite_check import FiniteCheck
 from .guards.local_gradients import LocalGradients
 from .guards.module_changes import ModuleChanges, refusal
 from .guards.stall_inspector import StallInspector
-from .guards.step_check import StepCheck
+from .guards.step import StepCheck
 from .hooks import BUILTIN_HOOK_DTYPES, waits_in_callbacks
 from .parameters import Parameters
 from .planner import BucketPlan
@@ -141,7 +141,7 @@ class Engine(StepCheck):
 
     def _note_sharers(self) -> None:
         """Other wrappers of some of these parameters: a backward through theirs is not this one's."""
-        for other in optimizer_guard.watched():
+        for other in step.watched():
             if other is self or not isinstance(other, Engine):  # what a wrapper delays is no reducer's
                 continue
             if self.parameter_ids().isdisjoint(other.parameter_ids()):
@@ -261,7 +261,7 @@ class Engine(StepCheck):
 
     def arrive(self) -> None:
         """First of all in a forward with gradients: what comes before is this rank's own time."""
-        self.reducer.arrive(optimizer_guard.spent_ns())
+        self.reducer.arrive(step.spent_ns())
         self.check_finished()
 
     def begin_iteration(self, joining: bool) -> None:
@@ -280,8 +280,8 @@ class Engine(StepCheck):
             self.reducer.set_divisor(self.group.size())
         if self.config.skip_all_reduce_unused_params:  # a joined rank sends all buckets: it knows nobody's flags
             self.reducer.set_skip_all_reduce_unused(not joining)
-        if optimizer_guard.interrupted(self.last_averages):
-            self.report_failure(lambda: self._local_gradients.meet_after_step(self.reducer.iteration()))
+        if step.interrupted(self.last_averages):
+            self._local_gradients.note_interrupted(self.reducer.iteration())
         if not joining:  # a joined rank would not take part in these collectives
             if self.tuner is not None:
                 self.tuner.before_forward()
@@ -345,11 +345,11 @@ class Engine(StepCheck):
 
     def note_joined(self) -> None:
         """This rank has run out of data, in ``join()``: nobody need wait for a word of its optimizer's."""
-        self._local_gradients.note_joined()
+        self._local_gradients.note_joined(True)
 
     def note_back(self) -> None:
         """All ranks have run out of data: ``join()`` ends."""
-        self._local_gradients.note_back()
+        self._local_gradients.note_joined(False)
 
     def _on_adopted(self, parameters: list[int]) -> None:
         """A backward counts as a waiting forward's, and its graph has no node of the wrapper's."""

@@ -1,11 +1,14 @@
-"""Steps on gradients that only this rank has.
+"""What ranks compare when an optimizer is about to use gradients that only this rank may have.
 
 A backward through the wrapped module itself bypasses the wrapper. It leaves local gradients, as in torch, and waits
 for nobody. An optimizer that uses them takes another step on each rank, and the replicas drift apart. But a gradient
 that every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside
-the other ranks, so they are asked, through the store, and only where such gradients are about to be used. A rank
-says its word when it steps, whatever it steps. A rank that is elsewhere, and steps later or never, is not waited for
-long: the step goes on.
+the other ranks. So a rank writes a signature of such gradients into the store when it steps, whatever it steps, and
+reads the others' before it uses them. A rank that steps later or never is not waited for long: the step goes on.
+
+A step that an exception has ended, and that the program goes on from, is nobody's mistake either if it has ended so
+on all ranks. Each of them writes that at its next forward, and reads the others' after the backward that follows:
+nobody waits, since all ranks have written by then.
 """
 
 from __future__ import annotations
@@ -25,29 +28,26 @@ from . import times
 
 _PATIENCE = 5  # looks: for the word of a rank that may not be about to step
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
+_KEPT = 4  # words of this rank that stay in the store: who asks now has read those before
 
 
 class Word(Enum):
-    """Of a rank: whether it says what another one waits for."""
+    """What is known of another rank's word."""
 
-    SAID = "it has, or its data has ended in a join()"
-    OPEN = "nobody knows"
-    ENDING = "it is gone; whether it has left or is lost is known in a moment"
-    LEFT = "it has left: no replica is there that could differ"
-    PASSED = "it has gone on without"
-
-
-Asks = Callable[[int, float], Word]  # by rank, and the seconds for which this rank has waited; may raise LostPeer
+    SAID = "it is in the store"
+    OPEN = "it may come"
+    LEFT = "the rank has left, or its data has ended in a join(): no replica is there that could differ"
+    PASSED = "the rank has gone on without"
 
 
 class LocalGradients:
     """Compares gradients that were made past one wrapper.
 
     Args:
-        group: the wrapper's process group. No wait is longer than its timeout.
-        store: carries the answers; ``None``: nobody can be asked.
-        key: tells this wrapper's answers from others'; the same on all ranks.
-        asks: says of a rank that has not said its word what is known of it.
+        group: the wrapper's process group.
+        store: carries the words; ``None``: nobody can be asked.
+        key: tells this wrapper's words from others'; the same on all ranks.
+        asks: what is known of a rank whose word is not there, asked about twice a look; may raise LostPeer.
         client: gives another client of the store, if there is one: the program's threads may block ``store``.
     """
 
@@ -56,54 +56,51 @@ class LocalGradients:
         group: dist.ProcessGroup,
         store: dist.Store | None,
         key: str,
-        asks: Asks = lambda rank, seconds: Word.OPEN,
+        asks: Callable[[int, float], Word] = lambda rank, seconds: Word.OPEN,
         client: Callable[[], dist.Store | None] = lambda: None,
     ):
-        self._asks, self._client = asks, client
+        self._asks, self._client, self._base, self._key = asks, client, store, key
         self._rank, self._size = group.rank(), group.size()
-        self._base = store
-        self._longest = _timeout_of(group)
-        self._asked: tuple[int, int] | None = None  # iteration and number of the last question
+        self._asked = -1, 0  # iteration and number of the last question
         self._shown = -1  # the backward of the last word
         self._mine: dict[str, list[float]] = {}  # that word
-        self._is_compared = False
-        self._has_told = False
+        self._is_compared = self._has_told = False
         self._refusal: RuntimeError | None = None
         self._kept: list[str] = []
         self._joined_as = ""
-        self.name(key)
+        self.interrupted: int | None = None  # the iteration after which an exception has ended a step
 
     def name(self, key: str) -> None:
         self._key = key
 
     @property
-    def _store(self) -> dist.Store | None:
-        if self._base is None:
-            return None
+    def _store(self) -> dist.Store:
+        assert self._base is not None
         return dist.PrefixStore(f"minddp/local/{self._key}", self._client() or self._base)
 
-    def note_joined(self) -> None:
-        """This rank has no more data: others' questions it answers no more, and is not asked."""
-        if self._joined_as != self._key:
-            self._joined_as = self._key
-            self._say_joined("yes")
+    @property
+    def _is_alone(self) -> bool:
+        return self._base is None or self._size == 1
 
-    def note_back(self) -> None:
-        """No rank has; they go on together."""
-        if self._joined_as == self._key:
-            self._say_joined("no")
-        self._joined_as = ""
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank]
 
-    def _say_joined(self, word: str) -> None:
-        """Waits for nobody: deleting a key would wait for the store's host."""
-        with suppress(dist.DistError, RuntimeError):  # it has left: nobody can ask
-            if self._size > 1 and self._store is not None:
-                self._store.set(f"joined/{self._rank}", word)
+    def note_joined(self, now: bool) -> None:
+        """This rank has no more data, in a ``join()``: nobody waits for its word. Or (False) all go on together."""
+        before, self._joined_as = self._joined_as, self._key if now else ""
+        if self._joined_as != before and not self._is_alone:
+            with suppress(RuntimeError):  # the store's host has left: nobody can ask
+                self._store.set(f"joined/{self._rank}", "yes" if now else "no")
+                self._store.check([f"joined/{self._rank}"])  # it has arrived when this returns
+
+    def _has_joined(self, rank: int) -> bool:
+        key = f"joined/{rank}"
+        return self._store.check([key]) and self._store.get(key) == b"yes"
 
     def check(
         self, named: Sequence[tuple[str, torch.Tensor]], backward: int, iteration: int, uses: bool = True
     ) -> None:
-        """Tells the other ranks once for each such backward, whoever steps how often; asks them before it is used.
+        """Shows these gradients once for each such backward, whoever steps how often; compares before they are used.
 
         Args:
             named: all gradients that bypassed the wrapper, with their parameters' names.
@@ -115,10 +112,10 @@ class LocalGradients:
             RuntimeError: the ranks' differ, or another rank has none.
             LostPeer: a rank whose word is waited for has failed.
 
-        Where the store's host has left, nobody can be asked: that is logged, once a backward.
+        If the store's host has left, nobody can be asked: that is logged, once a backward.
         """
         named = [(name, gradient) for name, gradient in named if has_values(gradient)]
-        if not named or self._size == 1 or self._store is None:
+        if not named or self._is_alone:
             return
         try:
             if backward != self._shown:
@@ -133,88 +130,79 @@ class LocalGradients:
         if uses and self._refusal is not None:
             raise self._refusal
 
-    def meet_after_step(self, iteration: int) -> None:
-        """An exception has ended this rank's optimizer step, and left parameters as they were. Returns when that has
-        happened on all other ranks, too.
-
-        Raises:
-            RuntimeError: another rank has gone on with its step.
-        """
-        if self._size == 1 or self._store is None:
-            return
-        begin = time.monotonic()
-        with suppress(dist.DistNetworkError):  # the store's host has left: nobody can be asked
-            self._say(f"stepped/{iteration}", "")
-            for rank in self._others():
-                if self._await(rank, f"stepped/{iteration}/{rank}", begin) in (Word.PASSED, Word.OPEN):
-                    raise RuntimeError(_NOT_ALL_STEPPED.format(self._rank, rank, time.monotonic() - begin))
+    def _show(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> None:
+        self._asked = iteration, self._asked[1] + 1 if self._asked[0] == iteration else 0
+        self._mine = {name: _signature(gradient) for name, gradient in named}
+        self._say("{}/{}".format(*self._asked), json.dumps(self._mine))
 
     def _say(self, what: str, word: str) -> None:
-        """And forgets the answer before the last: who asks now has read it."""
-        assert self._store is not None
-        self._store.set(f"{what}/{self._rank}", word)
-        self._kept.append(f"{what}/{self._rank}")
-        if len(self._kept) > 2:
+        key = f"{what}/{self._rank}"
+        self._store.set(key, word)
+        self._store.check([key])  # it has arrived when this returns
+        self._kept.append(key)
+        if len(self._kept) > _KEPT:
             with suppress(RuntimeError, NotImplementedError):  # a store that deletes nothing
                 self._store.delete_key(self._kept.pop(0))
 
-    def _show(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> None:
-        again = self._asked is not None and self._asked[0] == iteration
-        self._asked = (iteration, self._asked[1] + 1 if again and self._asked else 0)
-        self._mine = {name: _signature(gradient) for name, gradient in named}
-        self._say(self._turn, json.dumps(self._mine))
-
-    @property
-    def _turn(self) -> str:
-        assert self._asked is not None
-        return f"{self._asked[0]}/{self._asked[1]}"
-
     def _compare(self) -> RuntimeError | None:
-        assert self._store is not None
         begin = time.monotonic()
         for rank in self._others():
-            key = f"{self._turn}/{rank}"
-            word = self._await(rank, key, begin, patience=_PATIENCE * times.look)
+            key = "{}/{}/{}".format(*self._asked, rank)
+            word = self._await(rank, key, begin)
             if word is Word.PASSED:
                 return RuntimeError(_message(list(self._mine), self._rank, rank, time.monotonic() - begin))
             if word is Word.OPEN and not self._has_told:
                 self._has_told = True
                 log.warning(_NO_WORD, self._rank, next(iter(self._mine)), rank, time.monotonic() - begin)
-            if word is Word.SAID and self._store.check([key]):  # one that has joined has said nothing
+            if word is Word.SAID:
                 theirs = json.loads(self._store.get(key))
                 differing = [name for name, mine in self._mine.items() if not _alike(mine, theirs.get(name))]
                 if differing:
                     return RuntimeError(_message(differing, self._rank, rank, None))
         return None
 
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank != self._rank]
-
-    def _await(self, rank: int, key: str, begin: float, patience: float = math.inf) -> Word:
-        """Waits for a rank's word; while nobody knows whether it comes, ``patience`` seconds, or as long as the
-        group's timeout says."""
-        assert self._base is not None and self._store is not None
-        longest = self._longest or self._base.timeout.total_seconds()  # type: ignore[attr-defined]
+    def _await(self, rank: int, key: str, begin: float) -> Word:
+        """Waits for a rank's word: some looks, while nobody knows whether it comes."""
         looked = slept = 0.0  # counted: a test library may stop the clock
-        while not self._store.check([key]) and not self._has_joined(rank):
+        word = Word.OPEN
+        while not self._store.check([key]):
+            if self._has_joined(rank):
+                return Word.LEFT
+            if word is not Word.OPEN:  # which was so before the word was looked for once more
+                return word
             waited = max(time.monotonic() - begin, slept)
             if waited - looked >= 0.5 * times.look:
-                looked = waited
-                word = self._asks(rank, waited)
-                if word in (Word.LEFT, Word.PASSED):
-                    # Meanwhile it may have come, and gone on; or this machine, or the store, was blocked.
-                    return Word.SAID if self._store.check([key]) else word
-                if waited >= longest or (word is Word.OPEN and waited >= patience):
-                    return Word.OPEN
-            pause = min(0.001 + waited / 10, 0.25 * times.look)
-            time.sleep(pause)
-            slept += pause
+                looked, word = waited, self._asks(rank, waited)
+            elif waited >= _PATIENCE * times.look:
+                return Word.OPEN
+            else:
+                pause = min(0.001 + waited / 10, 0.25 * times.look)
+                time.sleep(pause)
+                slept += pause
         return Word.SAID
 
-    def _has_joined(self, rank: int) -> bool:
-        assert self._store is not None
-        key = f"joined/{rank}"
-        return self._store.check([key]) and self._store.get(key) == b"yes"
+    # --- steps that an exception has ended ---
+
+    def note_interrupted(self, iteration: int) -> None:
+        """At a forward: an exception has ended this rank's last step, and has left parameters as they were."""
+        if not self._is_alone:
+            self.interrupted = iteration
+            with suppress(dist.DistNetworkError):  # the store's host has left: nobody can be asked
+                self._say(f"stepped/{iteration}", "")
+
+    def check_interrupted(self, iteration: int) -> None:
+        """After each ``iteration``: whether that has happened on all other ranks, too.
+
+        Raises:
+            RuntimeError: another rank has gone on with its step.
+        """
+        if self.interrupted is None or iteration <= self.interrupted:
+            return
+        noted, self.interrupted = self.interrupted, None
+        with suppress(dist.DistNetworkError):
+            for rank in self._others():
+                if not self._store.check([f"stepped/{noted}/{rank}"]) and not self._has_joined(rank):
+                    raise RuntimeError(_NOT_ALL_STEPPED.format(self._rank, rank))
 
 
 _NOBODY_ANSWERS = (
@@ -230,18 +218,10 @@ _NO_WORD = (
 )
 
 _NOT_ALL_STEPPED = (
-    "optimizer.step() on rank {0} ended with an exception, which the program caught; on rank {1} it did not (asked "
-    "for {2:.0f} s). Their parameters, and their optimizers' states, are no longer the same. Go on from a "
-    "checkpoint, on every rank; or let the exception end the process."
+    "optimizer.step() on rank {0} ended with an exception, which the program caught; on rank {1} it did not. "
+    "Their parameters, and their optimizers' states, are no longer the same. Go on from a checkpoint, on every rank; "
+    "or let the exception end the process."
 )
-
-
-def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds; 0 where it does not tell."""
-    with suppress(Exception):
-        backends = [group._get_backend(device) for device in group._device_types]
-        return max(float(backend.options._timeout.total_seconds()) for backend in backends)
-    return 0.0
 
 
 def has_values(gradient: torch.Tensor) -> bool:

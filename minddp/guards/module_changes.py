@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import optimizer_guard
+from . import step
 
 Named = tuple[str, torch.nn.Parameter]
 _requires_grad, _kind = attrgetter("requires_grad"), attrgetter("dtype", "device")
@@ -36,7 +36,7 @@ def _inside_functional_call() -> bool:
 
 def _has_wrapper(parameter: torch.nn.Parameter) -> bool:
     """Another one than whoever asks. Asked only where something has changed."""
-    return any(id(parameter) in other.parameter_ids() for other in optimizer_guard.watched())
+    return any(id(parameter) in other.parameter_ids() for other in step.watched())
 
 
 class Change(NamedTuple):

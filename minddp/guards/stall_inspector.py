@@ -223,9 +223,7 @@ class StallInspector:
         if fact.has_left:
             return Word.LEFT
         look_into(self._dog, self.group, wait, seconds, "", None)  # it may step later, or never
-        if has_gone_on(fact, self._dog.places()):
-            return Word.PASSED
-        return Word.ENDING if fact.has_ended else Word.OPEN
+        return Word.PASSED if has_gone_on(fact, self._dog.places()) else Word.OPEN
 
     def client(self) -> dist.Store | None:
         """The watchdog's own of the group's store."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine import Engine
-from ..guards import optimizer_guard
+from ..guards import step
 from ..messages import gather_objects, indented
 
 Result = TypeVar("Result")
@@ -43,7 +43,7 @@ class Binding:
         Raises:
             RuntimeError: its process group is another one.
         """
-        engines = [engine for engine in optimizer_guard.watched() if isinstance(engine, Engine)]
+        engines = [engine for engine in step.watched() if isinstance(engine, Engine)]
         if self._engine is None or self._engine is engines[-1]:
             return
         younger = bind(module)._engine
@@ -123,7 +123,7 @@ def bind(module: torch.nn.Module) -> Binding:
         RuntimeError: there are several processes, and no wrapper reduces its parameters.
     """
     wanted = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-    engines = [engine for engine in optimizer_guard.watched() if isinstance(engine, Engine)]
+    engines = [engine for engine in step.watched() if isinstance(engine, Engine)]
     found = [engine for engine in engines if not wanted.isdisjoint(engine.parameter_ids())]
     if found:
         return Binding(found[-1])  # the youngest, which has taken them over from the others

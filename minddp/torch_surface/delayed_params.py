@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from ..broadcast import broadcast_coalesced
-from ..guards import optimizer_guard
+from ..guards import step
 from ..guards.local_gradients import LocalGradients
 from ..reducer import weakly
 from ..waiting import SHADOWED, wait_for
 
 
-class DelayedAllReduce:
+class DelayedAllReduce(step.Guarded):
     """The flat gradient buffer of the delayed parameters, and its one collective.
 
     Args:
@@ -176,26 +176,15 @@ class DelayedAllReduce:
         return {id(parameter) for parameter in self._parameters}
 
     def yield_ownership(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Another wrapper has been made around some of ``parameters``: it cares for them."""
         ids = set(map(id, parameters))
         self._local = {i: b for i, b in self._local.items() if id(self._parameters[i]) not in ids}
 
     def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
-        """Whether its gradient of that backward, or of a later one, was averaged here."""
         indices = [i for i, mine in enumerate(self._parameters) if mine is parameter]
         return any(i not in self._local and self._sent_in >= backward for i in indices)
 
-    def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """Of another wrapper's gradients made past it: all, since this one knows no forward."""
-        return bypassed
-
-    def check_step(self, stepped: set[int], others: Sequence[optimizer_guard.Guarded]) -> bool:
-        """Raises where an optimizer would use gradients that differ between ranks; ``False``: it may step.
-
-        Args:
-            stepped: ``id`` of each of the optimizer's parameters.
-            others: who else reduces parameters.
-        """
+    def check_step(self, stepped: set[int], others: Sequence[step.Guarded]) -> bool:
+        """Raises if the gradients differ between ranks."""
         found = {
             i: backward
             for i, backward in self._local.items()
@@ -229,7 +218,7 @@ def make(
         return None
     assert trigger is not None
     delayed = DelayedAllReduce(group, named, trigger, broadcast_bytes)
-    optimizer_guard.watch(delayed)
+    step.watch(delayed)
     return delayed
 
 

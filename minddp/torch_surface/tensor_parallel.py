@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..guards import optimizer_guard
+from ..guards import step
 from ..messages import ranks_text
 
 
@@ -92,7 +92,7 @@ class LocalShards:
                     local = locals_by_id.get(id(parameter))
                     if local is None:
                         local = locals_by_id[id(parameter)] = _localized(parameter)
-                        optimizer_guard.refuse(parameter, _MADE_BEFORE)
+                        step.refuse(parameter, _MADE_BEFORE)
                     spec = (parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
                     self._shards.append(_Shard(holder, name, local, *spec))
                     holder._parameters[name] = local

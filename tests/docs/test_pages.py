@@ -25,7 +25,7 @@ def reading_path() -> str:
 WORDED_ELSEWHERE = [
     "minddp/config.py: OSError(error.errno, f'bucket_plan cannot be read: {error.strerror}', os.fspath(value))",
     "minddp/functional/calls.py: CollectiveError(call.error)",
-    "minddp/guards/optimizer_guard.py: RuntimeError(_refused[key][1])",
+    "minddp/guards/step.py: RuntimeError(_refused[key][1])",
     "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), '')",
     "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), error)",
     "minddp/guards/stall_inspector.py: self.lost.with_traceback(None)",

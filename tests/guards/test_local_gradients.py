@@ -1,14 +1,12 @@
 """Who asks the other ranks, about gradients made past a wrapper or steps that have not ended, and when."""
 
 import time
-from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from minddp.guards import optimizer_guard, times
+from minddp.guards import step, times
 from minddp.guards.local_gradients import LocalGradients, Word
 
 ONES = [("weight", torch.ones(2))]
@@ -28,8 +26,7 @@ class _StandsStill(dist.HashStore):
     def check(self, keys):
         there = super().check(keys)
         if not there:
-            weights = '{"weight": [1.4142135623730951, 1.764842187284489, 0.963558185417193]}'
-            self.set(keys[0], "" if keys[0].startswith("stepped") else weights)
+            self.set(keys[0], '{"weight": [1.4142135623730951, 1.764842187284489, 0.963558185417193]}')
             time.sleep(0.03)
         return there
 
@@ -41,50 +38,44 @@ def _guard(store=None, word=Word.OPEN):
 def test_a_rank_that_is_there_when_the_time_is_over_is_not_missed(monkeypatch):
     monkeypatch.setattr(times, "look", 0.01)
     monkeypatch.setattr(LocalGradients, "_store", _StandsStill())
-    guard = _guard(word=Word.PASSED)
-    guard.meet_after_step(1)
-    guard.check(ONES, backward=3, iteration=1)
+    _guard(word=Word.PASSED).check(ONES, backward=3, iteration=1)
 
 
 def test_a_rank_that_has_gone_on_without_is_named():
     guard = _guard(word=Word.PASSED)
-    with pytest.raises(RuntimeError, match="on rank 0 ended with an exception.* on rank 1 it did not"):
-        guard.meet_after_step(1)
     with pytest.raises(RuntimeError, match="rank 1 has shown none"):
         guard.check(ONES, backward=3, iteration=1)
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_a_step_that_an_exception_has_ended_on_one_rank_alone_is_named_after_the_next_backward(both):
+    store = dist.HashStore()
+    here, there = (_guard(store) for _ in range(2))
+    there._rank = 1
+    here.note_interrupted(1)
+    here.check_interrupted(1)
+    if both:
+        there.note_interrupted(1)
+        here.check_interrupted(2)
+    else:
+        with pytest.raises(RuntimeError, match="on rank 0 ended with an exception.* on rank 1 it did not"):
+            here.check_interrupted(2)
+    here.check_interrupted(3)  # once
+
+
 def test_a_rank_that_has_left_has_no_replica_that_could_differ():
-    guard = _guard(word=Word.LEFT)
-    guard.check(ONES, backward=3, iteration=1)
-    guard.meet_after_step(1)
+    _guard(word=Word.LEFT).check(ONES, backward=3, iteration=1)
 
 
 def test_a_joined_rank_is_not_asked_until_it_is_back():
     store = dist.HashStore()
     here, there = (_guard(store, Word.PASSED) for _ in range(2))
     there._rank = 1
-    there.note_joined()
+    there.note_joined(True)
     here.check(ONES, backward=3, iteration=1)
-    there.note_back()
+    there.note_joined(False)
     with pytest.raises(RuntimeError, match="rank 1 has shown none"):
         here.check(ONES, backward=4, iteration=2)
-
-
-@pytest.mark.parametrize("by", ["group", "store"])
-def test_nobody_is_waited_for_longer_than_the_groups_timeout_says(by, monkeypatch, caplog):
-    """Or the store's, where the group does not tell. A rank that is ending is waited for until it is known how."""
-    monkeypatch.setattr(times, "look", 0.02)
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.3 if by == "store" else 60))
-    if by == "group":
-        backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=0.3)))
-        monkeypatch.setattr(_Group, "_device_types", ["cpu"], raising=False)
-        monkeypatch.setattr(_Group, "_get_backend", lambda *_: backend, raising=False)
-    begin = time.monotonic()
-    _guard(store, Word.ENDING).check(ONES, backward=3, iteration=1)
-    assert 0.3 <= time.monotonic() - begin < 30
-    assert "Rank 1 has said nothing about its own" in caplog.records[0].getMessage()
 
 
 def test_what_is_known_of_a_rank_may_end_the_wait():
@@ -103,7 +94,8 @@ def test_a_store_whose_host_has_left_ends_no_program(caplog):
         guard.check(ONES, backward=3, iteration=1)
     (told,) = caplog.records
     assert "'weight'" in told.getMessage() and "the group's store has ended" in told.getMessage()
-    guard.meet_after_step(1)
+    guard.note_interrupted(1)
+    guard.check_interrupted(2)
 
 
 def test_a_rank_that_says_nothing_is_not_waited_for_long(monkeypatch, caplog):
@@ -127,7 +119,7 @@ def test_a_rank_says_its_word_also_where_it_steps_other_parameters():
 
 
 class _Cares:
-    """All that optimizer_guard asks who cares for parameters, where no step is refused."""
+    """All that minddp.guards.step asks who cares for parameters, where no step is refused."""
 
     def __init__(self, parameters):
         self._ids = {id(parameter) for parameter in parameters}
@@ -162,7 +154,7 @@ def test_a_step_is_interrupted_if_it_has_not_ended_and_that_makes_a_difference()
     torch.optim.SGD(layer.parameters(), 0.1)  # from now on the base class's step has torch's hooks, too
     layer(torch.ones(1, 2)).sum().backward()
     cares = _Cares(layer.parameters())
-    optimizer_guard.watch(cares)  # it hears of the steps
+    step.watch(cares)  # it hears of the steps
     optimizer = _Raising(layer.parameters(), 0.1)
 
     def fail(changes):
@@ -170,15 +162,15 @@ def test_a_step_is_interrupted_if_it_has_not_ended_and_that_makes_a_difference()
             optimizer.step(changes=changes)
 
     fail(0)
-    assert optimizer_guard.interrupted(cares.last_averages), "the other ranks have stepped"
-    assert not optimizer_guard.interrupted(cares.last_averages), "each is told of once"
+    assert step.interrupted(cares.last_averages), "the other ranks have stepped"
+    assert not step.interrupted(cares.last_averages), "each is told of once"
     fail(0)
     optimizer.step()
-    assert not optimizer_guard.interrupted(cares.last_averages), "tried again"
+    assert not step.interrupted(cares.last_averages), "tried again"
     fail(0)
-    assert not optimizer_guard.interrupted(cares.last_averages), "no backward has been since the last step"
+    assert not step.interrupted(cares.last_averages), "no backward has been since the last step"
     cares.averaged_ns = time.monotonic_ns()
     fail(1)
-    assert optimizer_guard.interrupted(cares.last_averages), "one of two has changed"
+    assert step.interrupted(cares.last_averages), "one of two has changed"
     fail(2)
-    assert not optimizer_guard.interrupted(cares.last_averages), "all has changed"
+    assert not step.interrupted(cares.last_averages), "all has changed"

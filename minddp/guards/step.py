@@ -1,0 +1,397 @@
+"""May ``optimizer.step()`` use the gradients that there are? Asked before each step of any optimizer.
+
+Refused are gradients that would let the replicas drift apart without a word: of a backward that is not over, that an
+exception has ended, or that bypassed the wrapper and differs between ranks (``local_gradients.py``). Logged are those
+of a backward that ran outside of its forward's ``no_sync()``: until a step uses them nothing is wrong, since the next
+synchronized backward averages them, as in a pipeline whose micro-batches are forwarded before the first goes back.
+
+A closure makes the gradients inside of ``step()``: then this is asked after each of its calls. Torch's hooks for all
+optimizers are placed with the first wrapper, not at import.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import os
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .. import _C
+from ..logs import log
+from ..reducer import Reducer
+from .finite_check import FiniteCheck
+from .local_gradients import LocalGradients, has_values
+from .stall_inspector import StallInspector
+
+
+class Guarded:
+    """Reduces parameters, and is asked before they are stepped."""
+
+    def may_refuse_step(self) -> bool:
+        """Whether :meth:`check_step` is worth its time; costs a microsecond."""
+        raise NotImplementedError
+
+    def parameter_ids(self) -> set[int]:
+        raise NotImplementedError
+
+    def check_step(self, stepped: set[int], others: Sequence[Guarded]) -> bool:
+        """Raises if an optimizer must not use the gradients; returns whether its step is to change nothing.
+
+        Args:
+            stepped: ``id`` of each of the optimizer's parameters.
+            others: who else reduces parameters, the same ones perhaps.
+        """
+        raise NotImplementedError
+
+    def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
+        """Whether its gradient of that backward, or of a later one, was averaged here."""
+        return False
+
+    def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """Of the gradients that bypassed another wrapper, ``id`` of a parameter -> (index there, backward): those
+        that did not come through this one's forward."""
+        return bypassed
+
+    def yield_ownership(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Another has been made around some of ``parameters``: it cares for them."""
+
+
+# In the order in which they were made, which is the same on all ranks: checks exchange words.
+_watched: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_lock = threading.Lock()
+_refused: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+
+
+def watch(guarded: Guarded) -> None:
+    """From now on, until it is gone."""
+    _look_at_steps()
+    with _lock:
+        _watched[next(_numbers)] = guarded
+
+
+def watched() -> list[Guarded]:
+    """All that :func:`watch` was given and that are still there."""
+    with _lock:
+        return list(_watched.values())
+
+
+def refuse(parameter: torch.Tensor, why: str) -> None:
+    """No optimizer may step this one any more: another tensor has its place in the module, and its gradients."""
+    _look_at_steps()
+    key = id(parameter)
+    _refused[key] = weakref.ref(parameter, lambda _: _refused.pop(key, None)), why
+
+
+# --- one wrapper's answer ---
+
+
+class StepCheck(Guarded):
+    """The part of :class:`Engine` that is asked."""
+
+    group: dist.ProcessGroup
+    parameters: Any  # a Parameters
+    reducer: Reducer
+    finite: FiniteCheck | None
+    inspector: StallInspector | None
+    hook: tuple[Any, Any] | None
+    has_foreign_group: Any
+    has_builtin_hook: Any
+    report_failure: Callable[[Callable[[], Any]], Any]
+    _is_unfinished: Callable[[], bool]
+    _local_gradients: LocalGradients
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._has_warned_of_bypassed = self._has_warned_of_local = False
+
+    def may_refuse_step(self) -> bool:
+        reducer, lost = self.reducer, self.inspector is not None and self.inspector.lost is not None
+        local = reducer.bypassed() or reducer.left_local() or self._local_gradients.interrupted is not None
+        return lost or self._is_unfinished() or self.finite is not None or bool(local)
+
+    def check_step(self, stepped: set[int], others: Sequence[Guarded]) -> bool:
+        self.check_lost()
+        if not self._has_others():
+            return self.group.size() == 1 and self.finite is not None and self.finite.check()
+        self.report_failure(lambda: self._check_whole(stepped, others))
+        skips = self.finite is not None and self.finite.check()
+        self._look_at_local(stepped, others)
+        self._check_bypassed(stepped, others)
+        return skips
+
+    def check_lost(self) -> None:
+        """Raises LostPeer if the group was given up while its device may have gone on."""
+        if self.inspector is not None:
+            self.inspector.check_lost()
+
+    def _has_others(self) -> bool:
+        """Whether there are ranks whose parameters could become others than this one's: not in a group of one, nor
+        once it is destroyed, nor in a process that was forked from the one that had it."""
+        if self.group.size() == 1 or self._process != os.getpid():
+            return False
+        return self.has_foreign_group or self.group in dist.distributed_c10d._world.pg_map
+
+    def _check_whole(self, stepped: set[int], others: Sequence[Guarded]) -> None:
+        """Raises if a backward is not over whose gradients would be used, or an exception has ended it; and if one
+        has ended the last step, on this rank alone."""
+        reducer = self.reducer
+        if reducer.in_backward() and self.hook is not None:
+            return  # the hook steps with what it has reduced; so does a callback of its future, on any thread
+        if reducer.in_backward() and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "optimizer.step() inside of backward() would use gradients before they are averaged over ranks: step "
+                "after backward, or in a communication hook (torch's _apply_optimizer_in_backward does)."
+            )
+        self._local_gradients.check_interrupted(reducer.iteration())
+        is_partial = reducer.phase() in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) or reducer.interrupted()
+        if is_partial and all(self._is_averaged(i, p, others) for i, p in self._with_gradients(stepped)):
+            return
+        reducer.check_finished()
+        names, used = self.parameters.names, self._with_gradients(stepped) if reducer.interrupted() else []
+        found = [names[i] for i, _ in used if not reducer.averaged_since(i, 0)]
+        if found:  # the program has caught the exception
+            raise RuntimeError(
+                f"optimizer.step() on rank {self.group.rank()} would use gradients that were never averaged, of "
+                f"{found[:10]}: an exception has ended their backward. Call zero_grad() first, on every rank, or "
+                "restart from a checkpoint."
+            )
+
+    def _with_gradients(self, stepped: set[int]) -> list[tuple[int, torch.nn.Parameter]]:
+        """Without those that were set to None, or zeroed: an optimizer passes over them."""
+        reduced = enumerate(self.parameters.reduced)
+        return [(i, p) for i, p in reduced if id(p) in stepped and p.grad is not None and has_values(p.grad)]
+
+    def _is_averaged(self, index: int, parameter: torch.nn.Parameter, others: Sequence[Guarded]) -> bool:
+        """By another wrapper: the whole of its gradient."""
+        return any(other.has_averaged(parameter, self.reducer.touched_in(index)) for other in others)
+
+    def _look_at_local(self, stepped: set[int], others: Sequence[Guarded]) -> None:
+        """Warns once, in the log: a program may have made warnings errors."""
+        left = set() if self._has_warned_of_local else set(self.reducer.left_local())
+        used = self._with_gradients(stepped) if left else []
+        found = [self.parameters.names[i] for i, p in used if i in left and not self._is_averaged(i, p, others)]
+        if found:
+            self._has_warned_of_local = True
+            log.warning(_LOCAL, self.group.rank(), found[:10])
+
+    def _check_bypassed(self, stepped: set[int], others: Sequence[Guarded]) -> None:
+        names, parameters = self.parameters.names, self.parameters.reduced
+        bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
+        for other in others if bypassed else ():
+            bypassed = other.without_its_own(bypassed)
+        if not bypassed:
+            return
+        # All of them, since ranks need not step the same ones (ZeroRedundancyOptimizer).
+        found = [(names[i], parameters[i].grad) for i, _ in bypassed.values()]
+        named = [(name, gradient) for name, gradient in found if gradient is not None]
+        last, iteration = max(backward for _, backward in bypassed.values()), self.reducer.iteration()
+        uses = not bypassed.keys().isdisjoint(stepped)
+        if self.hook is None or self.has_builtin_hook:
+            return self.report_failure(lambda: self._local_gradients.check(named, last, iteration, uses))  # type: ignore[no-any-return]
+        try:  # such a hook may leave gradients local on purpose (local SGD): a difference proves nothing
+            self._local_gradients.check(named, last, iteration, uses)
+        except RuntimeError as error:
+            if not self._has_warned_of_bypassed:
+                log.warning("%s Or the communication hook leaves gradients local: the step goes on.", error)
+            self._has_warned_of_bypassed = True
+
+    def last_averages(self) -> tuple[set[int], int]:
+        """``id`` of each parameter with an average of the last backward, and when that ended (monotonic, ns)."""
+        step = self.reducer.last_step()
+        reduced = self.parameters.reduced
+        return {id(p) for p, ns in zip(reduced, step["ready_ns"]) if ns >= 0}, step["backward_end_ns"]
+
+    def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
+        index = next((i for i, mine in enumerate(self.parameters.reduced) if mine is parameter), None)
+        return index is not None and self.reducer.averaged_since(index, backward)
+
+    def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        mine = {id(p): i for i, p in enumerate(self.parameters.reduced)}
+        return {
+            key: (index, backward)
+            for key, (index, backward) in bypassed.items()
+            if key not in mine or self.reducer.arrived_in(mine[key]) < backward
+        }
+
+
+_LOCAL = (
+    "DistributedDataParallel: optimizer.step() on rank %d uses gradients of this rank alone, of %s: their forward "
+    "ran inside of no_sync(), and backward() outside of it. As in torch, where forward ran decides. Put both "
+    "inside, or both outside."
+)
+
+
+# --- torch's hooks on all optimizers ---
+
+_FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
+_STAND_IN = "_minddp_closure"  # (a closure, what the optimizer gets for it in each step)
+
+
+@functools.cache
+def _look_at_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    closure, steps = _closure_of(optimizer, args, kwargs), _steps_of(optimizer)
+    if closure is None:
+        _check(optimizer)
+    steps.begin(optimizer)
+    if not isinstance(closure, _FUNCTIONS):
+        return None
+    # Kept by the optimizer, which the closure mostly knows: so both can go.
+    own, stand_in = vars(optimizer).get(_STAND_IN, (None, None))
+    if own is not closure:
+        stand_in = _checked(closure, steps)
+        vars(optimizer)[_STAND_IN] = closure, stand_in
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": stand_in}
+    return (args[0], stand_in, *args[2:]), kwargs
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _steps_of(optimizer).end()
+    closure = _closure_of(optimizer, args, kwargs)
+    if closure is not None and not isinstance(closure, _FUNCTIONS):
+        _check(optimizer)
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    everyone = watched()
+    asked = [guarded for guarded in everyone if guarded.may_refuse_step()]
+    stepped = _parameters(optimizer) if asked or _refused else set()
+    for key in stepped & _refused.keys():
+        raise RuntimeError(_refused[key][1])
+    for guarded in asked:
+        if not stepped.isdisjoint(guarded.parameter_ids()):
+            if guarded.check_step(stepped, [other for other in everyone if other is not guarded]):
+                for parameter in _listed(optimizer):  # without gradients a step changes nothing
+                    parameter.grad = None
+
+
+def _closure_of(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """The closure that a step was called with, if it makes gradients that are asked for. What else an optimizer of
+    the user's takes in its place, a module say, is none; Dynamo traces the program's own closure, and no stand-in."""
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if given is None or torch.compiler.is_compiling() or not callable(given):
+        return None
+    stepped = _parameters(optimizer)
+    if all(stepped.isdisjoint(guarded.parameter_ids()) for guarded in watched()):
+        return None
+    return given if isinstance(given, _FUNCTIONS) or _takes_closure(type(optimizer)) else None  # type: ignore[arg-type]
+
+
+@functools.lru_cache(64)
+def _takes_closure(kind: type) -> bool:
+    return list(inspect.signature(kind.step).parameters)[1:2] == ["closure"]  # type: ignore[attr-defined]
+
+
+def _checked(closure: Any, steps: _Steps) -> Callable[..., Any]:
+    """``closure``, as the optimizer gets it: the gradients that it makes are checked before they are used. It has the
+    program's own attributes. A callable object stays what it is: its gradients are checked after the step."""
+
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        begun, steps.begun = steps.begun, 0  # the closure's forward is no next one
+        try:
+            loss = closure(*arguments, **keywords)
+        finally:
+            steps.begun = begun
+        optimizer = steps.optimizer()
+        if optimizer is not None:
+            _check(optimizer)
+        return loss
+
+    checked.__dict__ = getattr(closure, "__dict__", {})
+    return checked
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    return set(map(id, _listed(optimizer)))
+
+
+def _listed(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """None of a program's own optimizer whose groups have another shape."""
+    try:
+        listed: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+        return [p for p in listed if isinstance(p, torch.Tensor)]  # type: ignore[misc]
+    except Exception:
+        return []
+
+
+# --- steps that an exception ends ---
+
+
+class _Steps:
+    """Of one optimizer: how many have begun and not ended (a subclass's, and its base's within; those that end with
+    an exception stay), and when the last one ended."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        key = id(optimizer)
+        self.optimizer = weakref.ref(optimizer, lambda _: _steps.pop(key, None))
+        self.begun = self.begun_ns = self.ended_ns = 0
+        self.ended_before_ns = 0  # when the last one ended before the first of the begun ones
+        self.versions: dict[int, int] = {}  # of the parameters, when it began
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        self.begun += 1
+        if self.begun == 1:
+            self.begun_ns, self.ended_before_ns = time.monotonic_ns(), self.ended_ns
+            self.versions = {id(p): _version(p) for p in _listed(optimizer)}
+
+    def end(self) -> None:
+        global _spent_ns
+        self.ended_ns = time.monotonic_ns()
+        if self.begun == 1:
+            _spent_ns += self.ended_ns - self.begun_ns
+        self.begun = max(0, self.begun - 1)
+
+    def leaves_unchanged(self, averaged: set[int], averaged_ns: int) -> bool:
+        """Whether a step that has begun and not ended has left parameters as they were that it had averages for. It
+        has not if all have changed, by this step or when it was tried again; nor if none has, and there was nothing
+        new to step with."""
+        optimizer = self.optimizer()
+        listed = [] if optimizer is None else [p for p in _listed(optimizer) if id(p) in averaged]
+        self.begun *= not listed
+        changed = [_version(p) != self.versions.get(id(p)) for p in listed]
+        return not all(changed) and (any(changed) or averaged_ns > self.ended_before_ns)
+
+
+_steps: dict[int, _Steps] = {}  # by id: an optimizer of the program's may not be hashable
+_spent_ns = 0
+
+
+def spent_ns() -> int:
+    """Nanoseconds that all optimizers' steps have taken in this process so far, since the first wrapper was made."""
+    return _spent_ns
+
+
+def _steps_of(optimizer: torch.optim.Optimizer) -> _Steps:
+    return _steps.get(id(optimizer)) or _steps.setdefault(id(optimizer), _Steps(optimizer))
+
+
+def interrupted(averages: Callable[[], tuple[set[int], int]]) -> bool:
+    """Whether a step has begun and not ended, and has left some parameters as they were. Each such step is reported
+    once. None is inside of a step's closure.
+
+    Args:
+        averages: answers which parameters (``id``) have an average of the last backward, and when that ended
+            (:func:`time.monotonic_ns`).
+    """
+    found = [steps.leaves_unchanged(*averages()) for steps in list(_steps.values()) if steps.begun]
+    return any(found)
+
+
+def _version(parameter: torch.Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version
