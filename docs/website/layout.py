@@ -101,11 +101,16 @@ def relative(path: Path) -> str:
     return path.resolve().relative_to(ROOT).as_posix()
 
 
-def cpp_in_reading_order() -> list[str]:
-    """The table of csrc/README.md, then what lies beside the path. A unit's header stands before its code."""
+def core_in_reading_order() -> list[str]:
+    """The tables of csrc/README.md that number files."""
     text = (ROOT / "csrc" / "README.md").read_text()
     rows = [line for line in text.splitlines() if re.match(r"\| \d", line)]
-    first = [f"csrc/reducer/{name}" for row in rows for name in re.findall(r"`(\w+\.(?:h|cpp))`", row.split("|")[2])]
+    return [f"csrc/reducer/{name}" for row in rows for name in re.findall(r"`(\w+\.(?:h|cpp))`", row.split("|")[2])]
+
+
+def cpp_in_reading_order() -> list[str]:
+    """The core, then what lies beside the path. A unit's header stands before its code."""
+    first = core_in_reading_order()
     suffixes = {".h", ".cpp", ".cu", ".cuh"}
     every = sorted(relative(path) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
     rest = [path for path in every if path not in first]

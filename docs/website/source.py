@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .layout import ROOT, Layout
+from .layout import ROOT, Layout, core_in_reading_order
 
 CPP_COMMENT = re.compile(r"\s*//( ?)(.*)$")
 # A function that is defined at the left margin, such as `void Reducer::launch(size_t index) {`.
@@ -220,4 +220,7 @@ def _neighbours(order: list[str], path: str, page: str, layout: Layout) -> str:
         if 0 <= index < len(order):
             target = os.path.relpath(layout.pages[order[index]], Path(page).parent)
             parts.append(f"{label}: [`{order[index]}`]({target}.md)")
-    return f"File {place + 1} of {len(order)} in reading order. " + ". ".join(parts) + ".\n"
+    core = core_in_reading_order()
+    here = f"File {core.index(path) + 1} of {len(core)} of the core" if path in core else "Beside the core"
+    here = here if path.startswith("csrc/") else f"File {place + 1} of {len(order)}"
+    return f"{here}, in reading order. " + ". ".join(parts) + ".\n"
