@@ -85,9 +85,10 @@ def title(summary: Summary) -> str:
 
 
 def findings(summary: Summary) -> list[str]:
-    """What the sweep says, a sentence a finding."""
-    lines = []
-    for variant in summary.variants():
+    """What the sweep says, a sentence a finding; one sentence alone where it is too noisy to say anything."""
+    doubt = too_noisy(summary)
+    lines = [f"too noisy, nothing follows: {doubt}"] if doubt else []
+    for variant in summary.variants() if not doubt else []:
         best = summary.best(variant)
         default = summary.times.get(Point(variant, "default"))
         if best is None:
@@ -97,9 +98,22 @@ def findings(summary: Summary) -> list[str]:
             text += f"; the default takes {_ms(default)} ms ({_change(default, best[1])} against it)"
         lines.append(text)
     auto = summary.times.get(Point("minddp", "auto"))
-    if auto is not None:
+    if auto is not None and not doubt:
         lines.append(_auto_finding(summary, auto))
     return lines
+
+
+def too_noisy(summary: Summary) -> str:
+    """Why no conclusion may be drawn, or ""."""
+    point, fewest = min(summary.times.items(), key=lambda pair: pair[1].count)
+    if fewest.count < 3:
+        visits = "visit" if fewest.count == 1 else "visits"
+        return f"{point.key} has {fewest.count} {visits}; at least 3 are needed (--rounds 3)"
+    floor = summary.times.get(Point(LOCAL))
+    for point, time in summary.times.items():
+        if floor is not None and point.variant not in LABELS and time.median < floor.median:
+            return f"{point.key} took {_ms(time)} ms, less than a step without communication, {_ms(floor)} ms"
+    return ""
 
 
 def _auto_finding(summary: Summary, auto: Spread) -> str:
@@ -127,7 +141,7 @@ def predicted_seconds(summary: Summary, point: Point) -> float | None:
 
 
 def _ms(time: Spread) -> str:
-    return f"{time.median * 1e3:.1f}"
+    return time.show(1e3, 1)
 
 
 def _change(time: Spread, base: Spread) -> str:
@@ -244,9 +258,7 @@ def _draw_levels(axes: Any, summary: Summary) -> None:
             floor = point.variant in LABELS
             label = f"{LABELS[point.variant]} (floor)" if floor else f"{point.variant}"
             style = (0, (5, 2)) if floor else (0, (1, 1.5))
-            axes.axhline(
-                time.median * 1e3, color=COLORS[point.variant], linestyle=style, linewidth=1.4, label=label
-            )
+            axes.axhline(time.median * 1e3, color=COLORS[point.variant], linestyle=style, linewidth=1.4, label=label)
 
 
 def _mark_default_and_auto(axes: Any, summary: Summary) -> None:

@@ -1,7 +1,10 @@
 """Which bucket size is best? Step time against ``bucket_cap_mb``, measured, drawn, with floors.
 
     python benchmarks/bucket_size.py --models mlp38,resnet50 --link 1gbit
-    python benchmarks/bucket_size.py --models gpt2-small --impl minddp,torch --rounds 9
+    python benchmarks/bucket_size.py --models my_models:make --input 8x1024 --impl minddp --rounds 5
+
+A model is one of benchmarks/models.py, or yours, as ``minddp tune`` takes it: a function without arguments that
+returns a module (--input gives the shapes of its inputs), or a module and a function that calls it for the loss.
 
 Each model is swept over uniform caps by every implementation that has buckets (minddp, torch); naive, flat
 and per-parameter have none and give one time. Two floors are measured beside them: the local step (no
@@ -18,6 +21,7 @@ by interfaces shaped to that bandwidth.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,6 +57,7 @@ def settings(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 def stem(arguments: argparse.Namespace, model: str) -> str:
     """The name of a model's files, without their suffix."""
     link = f"-{arguments.link}" if arguments.link else ""
+    model = re.sub(r"[^\w.-]+", "-", model)
     return f"buckets-{model}-{arguments.engine}-{arguments.ranks}ranks{link}"
 
 
@@ -62,7 +67,8 @@ def _caps(text: str) -> list[float]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = harness.parser(__doc__)
-    parser.add_argument("--models", type=harness.names, default=["mlp38"], help="see benchmarks/models.py")
+    parser.add_argument("--models", type=harness.names, default=["mlp38"], help="names, or MODULE:FACTORY")
+    parser.add_argument("--input", action="append", default=[], metavar="SHAPE", help="such as 8x1024; repeatable")
     parser.add_argument("--impl", type=harness.names, default=list(IMPLEMENTATIONS), help="comma-separated")
     parser.add_argument("--caps", type=_caps, default=list(CAPS), help="MiB, comma-separated")
     parser.add_argument("--engine", default="gloo", choices=harness.ENGINES)
@@ -87,9 +93,16 @@ def check(arguments: argparse.Namespace) -> None:
     unknown = [name for name in arguments.impl if name not in IMPLEMENTATIONS]
     if unknown:
         raise BenchmarkError(f"--impl {','.join(unknown)}: known are {', '.join(IMPLEMENTATIONS)}")
-    unknown = [name for name in arguments.models if name not in models.MODELS]
+    unknown = [name for name in arguments.models if name not in models.MODELS and ":" not in name]
     if unknown:
-        raise BenchmarkError(f"--models {','.join(unknown)}: known are {', '.join(models.MODELS)}")
+        raise BenchmarkError(
+            f"--models {','.join(unknown)}: known are {', '.join(models.MODELS)}; module:function names yours"
+        )
+    # A model's inputs are part of its name, for the ranks and for the file of results.
+    arguments.models = [" ".join([name, *arguments.input]) if ":" in name else name for name in arguments.models]
+    for name in arguments.models:
+        if ":" in name:
+            models.workload(name, harness.rank_device("gloo", 0))  # what is wrong is said before ranks start
     if not arguments.caps or min(arguments.caps) <= 0:
         raise BenchmarkError(f"--caps must be above 0 (MiB), not {arguments.caps}")
     for name in ("ranks", "rounds", "steps", "threads"):

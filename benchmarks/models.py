@@ -11,6 +11,8 @@ large and small parameters in their order) at a fraction of the width.
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -145,7 +147,12 @@ MODELS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Any]]]] = {
 
 
 def workload(name: str, device: torch.device, rank: int = 0) -> Workload:
-    """Builds ``name`` on ``device``: weights from a fixed seed, the batch from ``rank``'s."""
+    """Builds ``name`` on ``device``: weights from a fixed seed, the batch from ``rank``'s.
+
+    ``name`` is one of ``MODELS``, or ``"module:factory SHAPE ..."``: the user's, as ``minddp tune`` takes it.
+    """
+    if ":" in name:
+        return _users(name, device)
     if name not in MODELS:
         raise BenchmarkError(f"model {name!r} is not one of {', '.join(MODELS)}")
     torch.manual_seed(0)
@@ -153,3 +160,16 @@ def workload(name: str, device: torch.device, rank: int = 0) -> Workload:
     module.train().to(device)
     torch.manual_seed(1 + rank)
     return Workload(name, module, prepare(device))
+
+
+def _users(name: str, device: torch.device) -> Workload:
+    from minddp.cli.tune import TuneError, load_workload
+
+    factory, *inputs = name.split()
+    sys.path[:0] = [folder for folder in [os.getcwd()] if folder not in sys.path]
+    torch.manual_seed(0)
+    try:
+        module, loss = load_workload(factory, inputs, device)
+    except TuneError as error:
+        raise BenchmarkError(str(error).replace("--model ", "--models ")) from error
+    return Workload(name, module.train(), loss)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -137,9 +139,7 @@ class Sweep:
 
     def _continue(self, document: dict[str, Any]) -> None:
         old = document.get("settings", {})
-        changed = [
-            f"{key} {old.get(key)} -> {new}" for key, new in self.settings.items() if old.get(key) != new
-        ]
+        changed = [f"{key} {old.get(key)} -> {new}" for key, new in self.settings.items() if old.get(key) != new]
         if changed:
             raise BenchmarkError(
                 f"{self.path} holds a sweep with other settings ({', '.join(changed)}): "
@@ -190,14 +190,10 @@ class Sweep:
 
 
 def _progress(missing: Sequence[tuple[int, Point]], model: str) -> Iterator[tuple[int, Point]]:
-    """Yields the visits under a progress bar that shows the time left."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    columns += (TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*columns, transient=True, speed_estimate_period=600) as progress:
-        task = progress.add_task(model, total=len(missing))
-        for number, point in missing:
-            progress.update(task, description=f"{model}: {point.key}")
-            yield number, point
-            progress.advance(task)
+    """Yields the visits, each after a line that says how many there are, and how long the others will take."""
+    begin = time.monotonic()
+    for place, (number, point) in enumerate(missing):
+        left = (time.monotonic() - begin) / place * (len(missing) - place) / 60 if place else None
+        remaining = "" if left is None else f", {left:.0f} min left" if left >= 1 else ", less than a minute left"
+        print(f"{model}: {place + 1} of {len(missing)}{remaining}: {point.key}", file=sys.stderr, flush=True)
+        yield number, point

@@ -13,7 +13,11 @@ _log = logging.getLogger("minddp")
 
 
 class _Log:
-    """The two calls that minddp makes. They name the caller's line, as a Logger's own."""
+    """The three calls that minddp makes. They name the caller's line, as a Logger's own."""
+
+    def info(self, text: str, *arguments: Any) -> None:
+        with suppress(Exception):
+            _log.info(text, *arguments, stacklevel=2)
 
     def warning(self, text: str, *arguments: Any) -> None:
         with suppress(Exception):

@@ -30,7 +30,7 @@ from ..ddp import DistributedDataParallel
 from ..planner import BucketPlan
 from ..planner.autotune import AutoTuner, TunerSettings
 
-__all__ = ["TuneError", "load_workload", "main", "plan_table", "tune"]
+__all__ = ["TuneError", "load_workload", "main", "tune"]
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
 
@@ -60,21 +60,6 @@ def tune(ddp: Any, loss: Loss, settings: TunerSettings | None = None) -> BucketP
     if tuner.plan is None:
         raise TuneError("no plan could be made; rank 0's warning says why")
     return tuner.plan
-
-
-def plan_table(plan: BucketPlan) -> str:
-    """The trials behind a plan, a line each, and what was kept."""
-    notes = plan.notes
-    lines = [f"{'trial':<20}{'buckets':>8}{'steps':>7}{'measured ms':>13}{'predicted ms':>14}"]
-    for trial in notes["trials"]:
-        kept = "  <- kept" if trial["name"] == notes["choice"] else ""
-        lines.append(
-            f"{trial['name']:<20}{trial['buckets']:>8}{trial['steps']:>7}"
-            f"{1e3 * trial['step_seconds']:>13.2f}{1e3 * trial['predicted_step_seconds']:>14.2f}{kept}"
-        )
-    gain = 1 - notes["measured_step_seconds"] / notes["default_step_seconds"]
-    lines.append(f"{notes['choice']}: {100 * gain:.1f} % under the default; an allreduce costs {notes['allreduce']}")
-    return "\n".join(lines)
 
 
 def load_workload(model: str, inputs: Iterable[str], device: torch.device) -> tuple[torch.nn.Module, Loss]:
@@ -180,7 +165,7 @@ def _tune_rank(options: argparse.Namespace) -> None:
     plan = tune(ddp, loss, settings)
     if dist.get_rank() == 0:
         plan.save(options.out)
-        print(plan_table(plan), f"written to {options.out}", sep="\n", flush=True)
+        print(plan, f"written to {options.out}", sep="\n", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

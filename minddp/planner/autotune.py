@@ -33,6 +33,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ..logs import log
 from .backward_profile import (
     BackwardProfile,
     Burst,
@@ -197,6 +198,7 @@ class PlanSearch:
             "buckets": len(trial.buckets),
             "steps": len(trial.step_seconds),
             "step_seconds": trial.median,
+            "quartiles": _quartiles(trial.step_seconds),
             "predicted_step_seconds": self.predict(trial).step_seconds,
         }
 
@@ -264,6 +266,12 @@ class PlanSearch:
         )
         sigma = deviations[int(0.68 * len(deviations))] if deviations else 0.0
         return 2 * 1.25 * sigma / len(trial.step_seconds) ** 0.5
+
+
+def _quartiles(samples: Sequence[float]) -> list[float]:
+    """The lower and the upper one; of one sample, that sample."""
+    cuts = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples
+    return [cuts[0], cuts[-1]]
 
 
 # The tuner: every rank's ----------------------------------------------------------------------------
@@ -391,6 +399,8 @@ class AutoTuner:
             self._reducer.set_buckets(move.buckets)
         self.settled = move.plan is not None or move.failure is not None
         self.plan = move.plan
+        if move.plan is not None and self._decides():
+            log.info('bucket_cap_mb="auto": %s', move.plan.summary())
 
     def _decides(self) -> bool:
         return dist.get_rank(self._group) == 0
@@ -459,6 +469,7 @@ class AutoTuner:
                 "measured_step_seconds": winner.median,
                 "default_step_seconds": search.default.median,
                 "allreduce": repr(search.cost),
+                "nbytes": sum(self._nbytes),
                 "trials": [search.summary(trial) for trial in search.trials],
             },
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import operator
 import os
 import tempfile
@@ -64,6 +65,55 @@ class BucketPlan:
             raise ValueError(
                 f"BucketPlan: {len(self.parameters)} parameters for {len(positions)} positions in buckets"
             )
+
+    def __str__(self) -> str:
+        """What was measured, if ``"auto"`` or ``minddp tune`` made the plan: a line for each choice of buckets."""
+        trials = self.notes.get("trials")
+        if not trials:
+            return f"a plan of {len(self.buckets)} buckets for {sum(map(len, self.buckets))} gradients"
+        lines = [f"{'buckets':<20}{'number':>7}{'steps':>7}{'step, ms':>10}{'quartiles':>18}{'predicted':>11}"]
+        for trial in trials:
+            lines.append(
+                f"{trial['name']:<20}{trial['buckets']:>7}{trial['steps']:>7}{1e3 * trial['step_seconds']:>10.1f}"
+                f"{_quartiles(trial):>18}{1e3 * trial['predicted_step_seconds']:>11.1f}"
+                + ("  <- kept" if trial["name"] == self.notes["choice"] else "")
+            )
+        return "\n".join([*lines, f"{self.summary()}; an allreduce costs {self.notes['allreduce']}"])
+
+    def summary(self) -> str:
+        """One line: what was tried and kept. REQUIRES: ``"auto"`` or ``minddp tune`` made the plan."""
+        (kept,) = (trial for trial in self.notes["trials"] if trial["name"] == self.notes["choice"])
+        before, after = 1e3 * self.notes["default_step_seconds"], 1e3 * self.notes["measured_step_seconds"]
+        return (
+            f"tried {len(self.notes['trials'])}, kept {kept['name']}: {before:.1f} -> {after:.1f} ms a step, "
+            f"quartiles {_quartiles(kept)}"
+        )
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Draws the step against the mean size of a bucket, for all that was measured, as .png, .svg or .pdf.
+
+        Raises:
+            ValueError: nothing was measured: neither ``"auto"`` nor ``minddp tune`` of this version made the plan.
+            ImportError: matplotlib is not installed.
+        """
+        if "nbytes" not in self.notes:
+            raise ValueError('plan.draw: nothing was measured; bucket_cap_mb="auto" and minddp tune make such plans')
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        axes = figure.add_subplot(xlabel="mean size of a bucket, MB", ylabel="step, ms", xscale="log")
+        trials = sorted(self.notes["trials"], key=lambda trial: -trial["buckets"])
+        sizes = [self.notes["nbytes"] / trial["buckets"] / 1e6 for trial in trials]
+        steps = [1e3 * trial["step_seconds"] for trial in trials]
+        bars = [[1e3 * abs(trial["quartiles"][end] - trial["step_seconds"]) for trial in trials] for end in (0, 1)]
+        axes.errorbar(sizes, steps, yerr=bars, fmt="o", capsize=3, label="measured, with quartiles")
+        axes.plot(sizes, [1e3 * trial["predicted_step_seconds"] for trial in trials], ls=":", label="predicted")
+        for size, step, trial in zip(sizes, steps, trials, strict=True):
+            axes.annotate(trial["name"], (size, step), xytext=(4, 5), textcoords="offset points", fontsize=7)
+            if trial["name"] == self.notes["choice"]:
+                axes.plot(size, step, marker="*", ms=16, ls="", label=f"kept: {trial['name']}")
+        axes.legend()
+        figure.savefig(path, dpi=130)
 
     def for_parameters(
         self,
@@ -174,6 +224,11 @@ class BucketPlan:
             return cls.from_json(text)
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def _quartiles(trial: dict[str, Any]) -> str:
+    """In milliseconds; a plan of an earlier version has none."""
+    return "[{:.1f}, {:.1f}]".format(*(1e3 * seconds for seconds in trial.get("quartiles", (math.nan, math.nan))))
 
 
 def _parameter_infos(

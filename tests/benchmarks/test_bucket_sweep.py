@@ -68,9 +68,25 @@ def test_a_sweep_visits_every_point_in_every_round(tmp_path, capsys):
     assert len(points) == 16
     assert sorted((v["round"], v["point"]) for v in visits) == sorted((r, p) for r in range(3) for p in points)
     out = capsys.readouterr().out
-    assert "minddp: the best uniform cap is 1 MiB, 400.0 ms; the default takes 510.0 ms (+27.5%" in out
-    assert 'minddp "auto": 390.0 ms with 2 buckets, -2.5% against the best uniform cap, -23.5%' in out
-    assert "torch: the best uniform cap is 1 MiB, 440.0 ms" in out
+    assert "minddp: the best uniform cap is 1 MiB, 400.0 [400.0, 400.0] ms; the default takes 510.0 [" in out
+    assert "ms (+27.5%" in out
+    assert 'minddp "auto": 390.0 [390.0, 390.0] ms with 2 buckets, -2.5% against the best uniform cap, -23.5%' in out
+    assert "torch: the best uniform cap is 1 MiB, 440.0 [440.0, 440.0] ms" in out
+
+
+@pytest.mark.parametrize(
+    ("rounds", "local", "says"), [("1", 0.2, "has 1 visit;"), ("3", 0.45, "less than a step without communication")]
+)
+def test_nothing_follows_from_too_few_visits_or_a_floor_above_a_result(
+    tmp_path, capsys, monkeypatch, rounds, local, says
+):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(MEASURED, "local", local)
+    assert bucket_size.main(arguments(tmp_path, "--rounds", rounds, "--impl", "minddp")) == 0
+    told = capsys.readouterr()
+    assert "too noisy, nothing follows: " in told.out and says in told.out
+    assert "the best uniform cap" not in told.out
+    assert "mlp38: 2 of " in told.err
 
 
 def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from minddp.cli.tune import TuneError, load_workload, main, plan_table
+from minddp.cli.tune import TuneError, load_workload, main
 from minddp.planner import BucketPlan
 
 CPU = torch.device("cpu")
@@ -87,14 +87,18 @@ def test_the_command_ends_with_one_line(models, monkeypatch, tmp_path, capsys, a
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_table_marks_what_was_kept():
+def test_the_table_and_the_picture_of_a_plan_mark_what_was_kept(tmp_path):
     trials = [
         {"name": name, "buckets": 2, "steps": 4, "step_seconds": seconds, "predicted_step_seconds": 0.1}
+        | {"quartiles": [seconds, seconds + 0.01]}
         for name, seconds in [("default", 0.2), ("planned 1", 0.15)]
     ]
     notes = {"choice": "planned 1", "trials": trials, "allreduce": "LinearCost(…)"}
     notes |= {"measured_step_seconds": 0.15, "default_step_seconds": 0.2}
-    lines = plan_table(BucketPlan([[0]], 0.1, notes=notes)).splitlines()
+    plan = BucketPlan([[0]], 0.1, notes=notes | {"nbytes": 4000})
+    lines = str(plan).splitlines()
     assert [line for line in lines if line.endswith("<- kept")] == [lines[2]]
-    assert "150.00" in lines[2]
-    assert "25.0 % under the default" in lines[3]
+    assert "150.0    [150.0, 160.0]" in lines[2]
+    assert lines[3].startswith("tried 2, kept planned 1: 200.0 -> 150.0 ms a step, quartiles [150.0, 160.0]; ")
+    plan.draw(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 1000

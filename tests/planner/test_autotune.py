@@ -1,5 +1,6 @@
 """The tuner's agreement over real ranks, on a reducer whose times are made up and differ by rank."""
 
+import logging
 import warnings
 
 import pytest
@@ -80,7 +81,11 @@ def train(reducer, tuner, forwards=1, limit=400):
 
 def tune_together(rank, world_size):
     reducer, tuner = make(rank)
+    logged = []
+    logging.getLogger("minddp").setLevel(logging.INFO)
+    logging.getLogger("minddp").addFilter(lambda record: logged.append(record.getMessage()))
     train(reducer, tuner, forwards=1 + rank)  # a rank may run forward more often than backward
+    assert logged == ([f'bucket_cap_mb="auto": {tuner.plan.summary()}'] if rank == 0 else [])
     reads = reducer.reads
     for _ in range(10):
         tuner.before_forward()
