@@ -256,7 +256,8 @@ def raised_in_python(unknown: list[str] | None = None) -> Iterator[Message]:
     for path, tree in files.items():
         for function in functions_of(tree):
             for node, call in raises(function):
-                texts = wording.of(call.args[0], function)
+                # Python's own errors of the system have a number before their words.
+                texts = wording.of(call.args[1 if _kind(call) == "OSError" and len(call.args) > 1 else 0], function)
                 yield from (Message(_kind(call), text, path, node.lineno, function.name) for text in texts)
                 if not texts and unknown is not None:
                     unknown.append(f"{path}: {ast.unparse(call)}")
