@@ -49,7 +49,8 @@ TESTS = {
     "minddp/guards": "tests/guards tests/faults tests/programs",
     "minddp/shm": "tests/shm",
     "minddp/cli": "tests/cli",
-    "minddp/": "tests/module tests/reducer tests/parity tests/programs",
+    "minddp/functional/sync_batchnorm": "tests/sync_batchnorm tests/functional",
+    "minddp/": "tests/module tests/reducer tests/parity tests/programs tests/faults/test_missing_peers.py",
 }
 
 
@@ -162,10 +163,8 @@ class Copy:
 
 
 def tests_of(path: str) -> str:
-    room = path.split("/")[1]
-    if path.startswith("minddp/") and (ROOT / "tests" / room).is_dir() and f"minddp/{room}" not in TESTS:
-        return f"tests/{room}"
-    return next(tests for begin, tests in TESTS.items() if path.startswith(begin))
+    begin, room = next(begin for begin in TESTS if path.startswith(begin)), f"tests/{path.split('/')[1]}"
+    return room if begin == "minddp/" and (ROOT / room).is_dir() else TESTS[begin]
 
 
 def try_all(drawn: list[Fault], number: int, copy: Copy, tests: str | None) -> list[Fault]:
