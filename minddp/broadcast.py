@@ -14,13 +14,19 @@ from . import waiting
 
 
 def broadcast_coalesced(
-    group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer_bytes: int, src: int
+    group: dist.ProcessGroup,
+    tensors: Sequence[torch.Tensor],
+    buffer_bytes: int,
+    src: int,
+    names: Sequence[str] = (),
 ) -> None:
     """Copies rank ``src``'s tensors to all ranks of ``group``, many in one message. Collective.
 
     A message holds tensors of one dtype on one device, in their order, and travels as bytes, so that any dtype
     (complex, bool, 8-bit floats) moves on any backend. Takes time in proportion to their number and bytes; two
-    messages are under way at a time. Rank ``src``'s tensors are only read.
+    messages are under way at a time. Rank ``src``'s tensors are only read, but for those of a class of the program's
+    (quantized weights): their ``copy_`` may lose something, so rank ``src`` copies back what it has sent. Where it
+    refuses plain values, the tensors that ``__tensor_flatten__`` names are sent.
 
     Args:
         group: the process group; ``src`` is a rank in it.
@@ -28,26 +34,39 @@ def broadcast_coalesced(
             dtypes on every rank; written in place except on ``src``.
         buffer_bytes: a message is sent once it holds this many bytes.
         src: rank in ``group``.
+        names: the tensors', for errors.
 
     Raises:
+        TypeError: the class of a tensor refuses plain values, and has no ``__tensor_flatten__``; on every rank.
         RuntimeError: a tensor is sparse; before anything is sent, so on every rank whose
             tensors are such.
     """
     with torch._C.DisableTorchFunction():  # a class of the program's is not to see all tensors in one
-        _broadcast(group, tensors, buffer_bytes, src)
+        refused = _broadcast(group, tensors, buffer_bytes, src)
+    # Only now, since all ranks send the same messages before one of them raises.
+    inner = [part for tensor, error in refused for part in _inner(tensor, error, tensors, names)]
+    if inner:
+        broadcast_coalesced(group, inner, buffer_bytes, src)
 
 
-def _broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer_bytes: int, src: int) -> None:
+_Refused = list[tuple[torch.Tensor, Exception]]
+
+
+def _broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer_bytes: int, src: int) -> _Refused:
+    """Returns the tensors whose class refuses plain values, which it does on all ranks, with its errors."""
     options = dist.BroadcastOptions()
     options.rootRank = src
     receives = group.rank() != src
+    kinds: set[Any] = set(map(type, tensors))
+    own = {kind for kind in kinds if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__}
+    refused: _Refused = []
     what = f"the broadcast of rank {src}'s parameters or buffers"
     under_way: deque[tuple[Any, torch.Tensor, _Message]] = deque()
 
     def finish(work: Any, flat: torch.Tensor, message: _Message) -> None:
         waiting.wait_for(work, group, what)
-        if receives:
-            _receive(flat, message)
+        if receives or own:
+            refused.extend(_receive(flat, message, own, receives))
 
     for message in _messages(tensors, buffer_bytes):
         flat = torch.cat(message.flat)
@@ -56,6 +75,7 @@ def _broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer
             finish(*under_way.popleft())
     while under_way:
         finish(*under_way.popleft())
+    return refused
 
 
 class _Message(NamedTuple):
@@ -66,19 +86,43 @@ class _Message(NamedTuple):
     sizes: list[int]
 
 
-def _receive(received: torch.Tensor, message: _Message) -> None:
+def _receive(received: torch.Tensor, message: _Message, own: set[type], all_of_it: bool) -> _Refused:
+    """``all_of_it``: otherwise only tensors of the classes ``own``, on the rank that has sent it."""
     pieces = received.split(message.sizes)
-    if all(_is_plain(t) for t in message.tensors):
+    if all_of_it and all(type(t) not in own and _is_plain(t) for t in message.tensors):
         torch._foreach_copy_(message.flat, pieces)
-    else:
-        for tensor, piece in zip(message.tensors, pieces):
+        return []
+    refused: _Refused = []
+    for tensor, piece in zip(message.tensors, pieces):
+        if type(tensor) in own:
+            try:
+                tensor.copy_(piece.view(tensor.shape))
+            except Exception as error:
+                refused.append((tensor, error))
+        elif all_of_it:
             _once(tensor, tensor).copy_(_once(piece.view(tensor.shape), tensor))
+    return refused
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """What may be written through a flat view. A class of the program's (quantized weights) has a ``copy_``."""
-    own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or own)
+    """What may be written through a flat view."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _inner(
+    tensor: torch.Tensor, error: Exception, tensors: Sequence[torch.Tensor], names: Sequence[str]
+) -> list[torch.Tensor]:
+    """The tensors of which one of the program's class is made, however deep; raises if it does not tell."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    index = next(i for i, one in enumerate(tensors) if one is tensor)
+    name = f"'{names[index]}'" if names else f"a tensor of shape {list(tensor.shape)}"
+    raise TypeError(
+        f"DistributedDataParallel: {name} cannot become equal on all ranks: {type(tensor).__name__}.copy_ refuses "
+        f"plain values ({error}), and its class has no __tensor_flatten__, whose tensors could be sent. Give it "
+        "one of the two. Or make it equal yourself, and pass init_sync=False, or name it in "
+        "_ddp_params_and_buffers_to_ignore."
+    ) from error
 
 
 def _once(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

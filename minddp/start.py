@@ -128,10 +128,10 @@ def _difference(kind: str, signatures: list[list[Any]], by_name: bool) -> str:
     )
 
 
-def module_states(module: torch.nn.Module, ignored: set[str], buffers: bool) -> list[torch.Tensor]:
-    """Parameters, then buffers, detached, without the ignored names and without repeats."""
+def module_states(module: torch.nn.Module, ignored: set[str], buffers: bool) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, with their names, detached, without the ignored names and without repeats."""
     named = itertools.chain(all_parameters(module), module.named_buffers() if buffers else ())
-    return [tensor.detach() for name, tensor in named if name not in ignored]
+    return [(name, tensor.detach()) for name, tensor in named if name not in ignored]
 
 
 def sync_module_states(
@@ -144,4 +144,6 @@ def sync_module_states(
 ) -> None:
     """Copies rank ``src``'s parameters (and buffers) to every rank of ``group``. Collective."""
     with torch.no_grad():
-        broadcast_coalesced(group, module_states(module, ignored, buffers), buffer_bytes, src)
+        states = module_states(module, ignored, buffers)
+        names, tensors = [name for name, _ in states], [tensor for _, tensor in states]
+        broadcast_coalesced(group, tensors, buffer_bytes, src, names)

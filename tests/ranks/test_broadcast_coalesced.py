@@ -143,6 +143,79 @@ def test_sparse_buffers_raise_on_every_rank(world_size):
     assert "rank 1: 'table' [3, 3] torch.float32 torch.sparse_coo" in results[0][0]
 
 
+class Rounded(torch.Tensor):
+    """Weights in eight bits: ``copy_`` takes plain values and loses something of them."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, values):
+        scale = values.std() / 40
+        return cls((values / scale).round().clamp(-128, 127).to(torch.int8), scale)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):
+            return args[0].receive(args[1])
+        plain = [a.codes.float() * a.scale if isinstance(a, cls) else a for a in args]
+        return function(*plain, **(kwargs or {}))
+
+    def receive(self, values):
+        new = type(self).of(values)
+        self.codes.copy_(new.codes)
+        self.scale.copy_(new.scale)
+        return self
+
+
+class Refuses(Rounded):
+    def receive(self, values):
+        raise NotImplementedError("no plain values")
+
+
+class Flattens(Refuses):
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+
+@on_ranks(2)
+def test_tensors_of_a_class_that_copies_in_its_own_way(rank, world_size):
+    """As a parameter at construction, as a buffer before a forward too, beside others in one message."""
+
+    def made(kind, seed):
+        torch.manual_seed(seed)
+        module = Buffered(codes=kind.of(torch.randn(4, 4)), mean=torch.randn(3))
+        module.weight = torch.nn.Parameter(kind.of(torch.randn(6, 6)), requires_grad=False)
+        return module
+
+    def held(module):
+        return [part.clone() for t in (module.weight, module.codes) for part in (t.codes, t.scale)] + [module.mean]
+
+    for wrap, kind in ((TORCH, Rounded), (OURS, Rounded), (OURS, Flattens)):
+        ddp = wrap(made(kind, rank))
+        seen = [held(ddp.module)]
+        ddp.module.codes = made(kind, 10 + rank).codes
+        ddp(torch.ones(1, 2)).sum().backward()
+        seen.append(held(ddp.module))
+        everyone: list = [None] * world_size
+        dist.all_gather_object(everyone, seen)
+        for mine, theirs in zip(seen, everyone[0], strict=True):
+            assert all(map(torch.equal, mine, theirs))
+        if kind is Flattens:  # nothing is lost
+            assert torch.equal(seen[0][0], made(kind, 0).weight.codes)
+    with pytest.raises(NotImplementedError, match="no plain values"):
+        TORCH(made(Refuses, 0))
+    with pytest.raises(TypeError, match="'weight' cannot become equal .* Refuses.copy_ .*no plain values.*init_sync"):
+        OURS(made(Refuses, 0))
+    OURS(made(Refuses, 0), init_sync=False, forward_sync_buffers=False)(torch.ones(1, 2)).sum().backward()
+
+
 def _seconds(rank: int, world_size: int, count: int):
     buffers = [torch.randn(16) for _ in range(count)]
     calls = {
