@@ -88,17 +88,16 @@ def _hold() -> subprocess.Popen[str]:
 @needs_links
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_nothing(number: int) -> None:
-    process = _hold()
-    process.send_signal(number)
-    assert process.wait() != 0
+    with _hold() as process:
+        process.send_signal(number)
+    assert process.returncode != 0
     assert _namespaces(process.pid) == []
 
 
 @needs_links
 def test_the_next_one_cleans_up_after_a_killed_one() -> None:
-    process = _hold()
-    process.kill()
-    process.wait()
+    with _hold() as process:
+        process.kill()
     assert _namespaces(process.pid) != []
     with ShapedNetwork("1gbit", 2):
         assert _namespaces(process.pid) == []

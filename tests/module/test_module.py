@@ -221,14 +221,6 @@ def _an_unused_parameter_is_reported_before_step(rank, world_size):
     assert ddp._get_ddp_logging_data()["has_error"]
 
 
-def _static_graph_changes(rank, world_size):
-    ddp = _ddp(static_graph=True)
-    ddp(_data(rank), skip_b=True).sum().backward()
-    ddp(_data(rank), skip_b=True).sum().backward()
-    with pytest.raises(RuntimeError, match="Your training graph has changed.*'b\\."):
-        ddp(_data(rank)).sum().backward()
-
-
 def _ignored_at_the_root(rank, world_size):
     class Root(nn.Module):
         def __init__(self):
@@ -254,53 +246,13 @@ def _ignored_at_the_root(rank, world_size):
     assert torch.equal(everyone[0], everyone[1])
 
 
-def _buffers_follow_rank_zero(rank, world_size):
-    torch.manual_seed(rank)
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    ddp = DDP(module)
-    for step in range(3):
-        ddp(_data(rank, step)).sum().backward()
-    mean = ddp.module[1].running_mean.clone()
-    ddp.eval()
-    ddp(_data(rank))  # broadcasts at its start
-    both = [torch.empty(4) for _ in range(world_size)]
-    dist.all_gather(both, ddp.module[1].running_mean)
-    assert all(torch.equal(b, both[0]) for b in both)
-    assert rank == 0 or not torch.equal(mean, both[0])
-    assert list(ddp.state_dict())[0] == "module.0.weight"
-
-
-def _hooks(rank, world_size):
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
+def _builtin_hook_of_half_precision(rank, world_size):
     ddp = _ddp()
-    seen = []
-
-    def hook(state, bucket):
-        seen.append((bucket.index(), bucket.is_last(), [p.shape for p in bucket.parameters()]))
-        assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
-        assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
-        return default_hooks.allreduce_hook(state, bucket)
-
-    ddp.register_comm_hook(None, hook)
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     for step in range(3):
         ddp.zero_grad()
         ddp(_data(rank, step)).pow(2).sum().backward()
-        _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r, step)]))
-    assert seen[-1][:2] == (len(ddp.reducer.buckets()) - 1, True)
-    half = _ddp()
-    half.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    builtin = _ddp()
-    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    for model in (half, builtin):
-        for step in range(3):
-            model.zero_grad()
-            model(_data(rank, step)).pow(2).sum().backward()
-            _check(model, _mean_of(model.module, world_size, lambda r: [_data(r, step)]), rtol=5e-3, atol=1e-2)
-    power = _ddp()
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    power.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    _warm(power, rank, 5)
+        _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r, step)]), rtol=5e-3, atol=1e-2)
 
 
 def _hook_errors(rank, world_size):
@@ -415,8 +367,8 @@ CASES = [
     _where_forward_ran_decides, _second_backward, _several_forwards_one_backward, _bypassed_forward,
     _views_are_windows_on_the_buckets,
     _buckets_can_be_released, _sum_and_predivide, _weighted, _weight_errors,
-    _an_unused_parameter_is_reported_before_step, _static_graph_changes,
-    _ignored_at_the_root, _buffers_follow_rank_zero, _hooks, _hook_errors, _join, _torch_is_not_used,
+    _an_unused_parameter_is_reported_before_step, _ignored_at_the_root, _builtin_hook_of_half_precision,
+    _hook_errors, _join, _torch_is_not_used,
 ]  # fmt: skip
 
 

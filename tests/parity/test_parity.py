@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.utils.checkpoint import checkpoint
 
 from minddp.testing import run_ranks
 
@@ -89,31 +88,6 @@ class Complex(nn.Module):
         return (x.to(torch.complex64) @ self.weight).abs()
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 3)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        x = x.clone().requires_grad_()
-        x = checkpoint(lambda t: torch.tanh(self.b(self.a(t))), x, use_reentrant=self.use_reentrant)
-        x = checkpoint(lambda t: torch.tanh(self.b(t)), x, use_reentrant=self.use_reentrant)
-        return self.c(x)
-
-
-class Branch(nn.Module):
-    """Which branch runs depends on the input, so on the rank; `never` is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right, self.never = nn.Linear(10, 4), nn.Linear(10, 4), nn.Linear(10, 4)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(self.left(x) if x.sum() > 0 else self.right(x))
-
-
 MODELS = {
     "mlp": Mlp,
     "mlp64": lambda: Mlp(torch.float64),
@@ -126,9 +100,6 @@ MODELS = {
     "embedding": lambda: Embed(False),
     "sparse": lambda: Embed(True),
     "complex": Complex,
-    "checkpoint": lambda: Checkpointed(False),
-    "reentrant": lambda: Checkpointed(True),  # torch's needs static_graph
-    "branch": Branch,  # needs find_unused_parameters
 }
 ARGUMENTS = [
     {},
@@ -197,7 +168,7 @@ def _compare(rank, world_size, name, arguments):
     return worst
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if n not in ("branch", "reentrant")])
+@pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_agree_bit_for_bit(name):
     for arguments in ARGUMENTS:
         differences = run_ranks(_compare, 2, name, arguments)
@@ -210,14 +181,3 @@ def test_three_ranks_agree_to_rounding(name):
     for arguments in ARGUMENTS[:4]:
         for difference in run_ranks(_compare, 3, name, arguments):
             assert difference < 1e-5, (arguments, difference)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_unused_parameters(world_size):
-    for arguments in ({"find_unused_parameters": True}, ARGUMENTS[3]):
-        for difference in run_ranks(_compare, world_size, "branch", arguments):
-            assert difference < 1e-6, (arguments, difference)
-
-
-def test_reentrant_checkpoint_with_a_static_graph():
-    assert run_ranks(_compare, 2, "reentrant", {"static_graph": True}) == [-1.0, -1.0]

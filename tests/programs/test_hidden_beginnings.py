@@ -281,24 +281,6 @@ def test_local_steps_on_what_nobody_can_see(rank, world_size):
     assert all(map(torch.equal, weights(ddp), weights(alone)))
 
 
-@on_ranks(2, 3)
-def test_parameters_that_were_cast_and_cast_back_keep_their_hooks(rank, world_size):
-    ddp = minddp.DistributedDataParallel(mlp())
-    for i in range(8):
-        ddp.zero_grad()
-        ddp(batch(rank, i)).pow(2).sum().backward()
-        descend(ddp)
-        if i in (2, 4):
-            ddp.to(torch.bfloat16)
-            with torch.no_grad():
-                ddp(batch(rank, i).bfloat16())
-            ddp.float()
-    for mine in weights(ddp):
-        first = mine.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(mine, first)
-
-
 # ---- sums that are added to
 
 

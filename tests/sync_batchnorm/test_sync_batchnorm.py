@@ -315,25 +315,6 @@ class Block(nn.Module):
         return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
-@on_ranks(2, 3)
-def test_inside_a_wrapper_on_cpu(rank, world_size):
-    """In PyTorch's own wrapper: averaged gradients are those of the mean loss over the whole batch."""
-    torch.manual_seed(0)
-    plain, replica = Block(), Block()
-    replica.load_state_dict(plain.state_dict())
-    ddp = nn.parallel.DistributedDataParallel(convert_sync_batchnorm(replica))
-    x, target = torch.randn(6 * world_size, 1, 6, 6), torch.randint(2, (6 * world_size,))
-    for _ in range(3):
-        plain.zero_grad()
-        ddp.zero_grad()
-        F.cross_entropy(plain(x), target).backward()
-        F.cross_entropy(ddp(x.chunk(world_size)[rank]), target.chunk(world_size)[rank]).backward()
-        for ours, truth in zip(ddp.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, truth.grad, rtol=1e-5, atol=1e-5)
-        for ours, truth in zip(ddp.buffers(), plain.buffers(), strict=True):
-            torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-5)
-
-
 @on_ranks(2)
 def test_compiles_with_a_graph_break(rank, world_size):
     torch.manual_seed(0)
