@@ -6,21 +6,28 @@ knows its model's parameters is refused by any other model.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import operator
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from .documents import misfit, parse, write_whole
 
 __all__ = ["BucketPlan", "ParameterInfo"]
 
 _FORMAT = "minddp bucket plan"
 _VERSION = 1
+_SHAPE = {
+    "buckets": [[int]],
+    "finish_seconds": (float, int, None),
+    "parameters": ([{"name": str, "shape": [int], "dtype": str}], None),
+    "signature": (str, None),
+    "notes": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -168,60 +175,34 @@ class BucketPlan:
     def from_json(cls, text: str) -> BucketPlan:
         """The plan in ``text``; ValueError when it is none, is of a later version, or was altered."""
         try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not a bucket plan: the text is no JSON ({error})") from error
+            document = parse(text)
+        except ValueError as error:
+            raise ValueError(f"not a bucket plan: {error}") from error
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             raise ValueError("not a bucket plan: this JSON was not written by BucketPlan.save")
         if document.get("version") != _VERSION:
             raise ValueError(
                 f"bucket plan of version {document.get('version')!r}; this minddp reads version {_VERSION}"
             )
-        return cls._from_document(document)
-
-    @classmethod
-    def _from_document(cls, document: dict[str, Any]) -> BucketPlan:
-        try:
-            listed = document["parameters"]
-            parameters = (
-                None if listed is None else [ParameterInfo(p["name"], tuple(p["shape"]), p["dtype"]) for p in listed]
-            )
-            plan = cls(
-                [[int(position) for position in bucket] for bucket in document["buckets"]],
-                None if document["finish_seconds"] is None else float(document["finish_seconds"]),
-                parameters,
-                document["signature"],
-                dict(document["notes"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"bucket plan is incomplete or misshapen: {error!r}") from error
+        if why := misfit(document, _SHAPE):
+            raise ValueError(f"bucket plan is incomplete or misshapen: {why}")
+        listed, finish = document["parameters"], document["finish_seconds"]
+        parameters = listed and [ParameterInfo(p["name"], tuple(p["shape"]), p["dtype"]) for p in listed]
+        plan = cls(document["buckets"], finish, parameters, document["signature"], document["notes"])
         if parameters is not None and _signature(parameters) != plan.signature:
             raise ValueError("bucket plan was altered: its signature is not that of its parameters")
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; a reader sees the old file or the new one, never half of it."""
-        folder = os.path.dirname(os.path.abspath(path))
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".bucket-plan-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(self.to_json())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+        write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BucketPlan:
         """The plan that ``save`` wrote; OSError when there is no file, ValueError when it is no plan."""
-        with open(path, encoding="utf-8") as stream:
-            text = stream.read()
         try:
-            return cls.from_json(text)
+            with open(path, encoding="utf-8") as stream:
+                return cls.from_json(stream.read())
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: seconds, traces of all ranks, tables and pictures. Uses guards.
+"""Where a step's time goes: seconds, traces of all ranks, tables and pictures. Uses guards, planner.
 
 Here: ``minddp.last_step``'s seconds (``step_times``), recording (``recording``, ``gathering``), the file
 (``chrome``), tables and pictures (``report``; ``minddp timeline`` is the command). Not here: the stamps themselves

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..planner.documents import write_whole
 from .step_times import Stamps, flight, launched_buckets, step_begin, waits
 
 
@@ -24,14 +24,7 @@ def write(path: str, parts: list[dict[str, Any]], world_size: int) -> None:
         "displayTimeUnit": "ms",
         "minddp": {"world_size": world_size, "missing_ranks": missing, "ranks": parts},
     }
-    partial = f"{path}.{os.getpid()}.part"
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump(document, file)
-        os.replace(partial, path)
-    finally:
-        if os.path.exists(partial):
-            os.remove(partial)
+    write_whole(path, json.dumps(document))
 
 
 _STEP, _GRADIENTS, _COPIES, _COLLECTIVES = range(4)  # rows of a module, from the top; collectives last

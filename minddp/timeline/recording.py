@@ -44,6 +44,7 @@ active = False  # read by the module at each forward: is a trace open?
 
 _DEFAULT_STEPS = 100
 _TIMEOUT = timedelta(seconds=30)
+_AFTER_AN_EXCEPTION = timedelta(seconds=1)
 
 
 @dataclass
@@ -106,11 +107,16 @@ class Trace:
         self._meet()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After an exception the other ranks may never come: rank 0 writes what has come a second later."""
+        failed = kind is not None and issubclass(kind, (Exception, KeyboardInterrupt))
+        self.close(timeout=min(self._timeout, _AFTER_AN_EXCEPTION) if failed else None)
 
-    def close(self) -> None:
-        """Ends the trace; rank 0 writes the file. Does nothing when the trace is closed already."""
+    def close(self, timeout: timedelta | None = None) -> None:
+        """Ends the trace; rank 0 writes the file. Does nothing when the trace is closed already.
+
+        ``timeout``: how long ranks wait for each other, in place of the trace's own.
+        """
         global _open, active
         if _open is not self:
             return
@@ -122,7 +128,7 @@ class Trace:
         self._meet()
         part = {**this_process(), "modules": [record.to_json() for record in self._records]}
         ranks = self._ranks or Ranks(None, 0, 1)
-        parts = ranks.gather(part, self._timeout)
+        parts = ranks.gather(part, self._timeout if timeout is None else timeout)
         if parts is not None:
             write(self._path, parts, ranks.world_size)
 

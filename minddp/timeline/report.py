@@ -9,13 +9,13 @@ The picture needs matplotlib. Files come from :func:`minddp.trace`.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..planner.documents import misfit, parse
 from .step_times import BucketTimes, StepTimes, step_times
 
 __all__ = ["RankStep", "TraceFileError", "draw", "load", "main", "table"]
@@ -68,13 +68,44 @@ def load(path: str | Path) -> dict[str, Any]:
     """The part of a trace file that is minddp's own: ``world_size``, ``missing_ranks``, ``ranks``.
 
     Raises:
-        TraceFileError: the file is not JSON, or not a trace written by ``minddp.trace``.
+        TraceFileError: the file is not JSON, not a trace written by ``minddp.trace``, or damaged, and where.
     """
+    refusal = f"{path} is not a trace written by minddp.trace"
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-        return {key: document["minddp"][key] for key in ("world_size", "missing_ranks", "ranks")}
-    except (ValueError, KeyError, TypeError):
-        raise TraceFileError(f"{path} is not a trace written by minddp.trace") from None
+        document = parse(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TraceFileError(f"{refusal}: {error}") from None
+    why = misfit(document, {"minddp": _SHAPE})
+    if not why:
+        modules = (module for part in document["minddp"]["ranks"] for module in part["modules"])
+        why = next(filter(None, map(_wrong_numbers, modules)), "")
+    if why:
+        raise TraceFileError(f"{refusal}, or damaged: {why}")
+    return {key: document["minddp"][key] for key in _SHAPE}
+
+
+_BUCKET = {
+    "index": int, "nbytes": int, "parameters": [int], "on_device?": bool, "launch_end_ns?": int,
+    **dict.fromkeys(["ready_ns", "pack_begin_ns", "launch_ns", "done_ns", "unpack_begin_ns", "unpack_end_ns"], int),
+}  # fmt: skip
+_STEP = {
+    "iteration": int, "ready_ns": [int], "buckets": [_BUCKET],
+    **dict.fromkeys(["forward_begin_ns", "backward_begin_ns", "backward_end_ns", "finalize_end_ns"], int),
+    **dict.fromkeys(["previous_end_ns?", "first_arrival_ns?", "optimizer_ns?", "arrival_ns?"], int),
+}  # fmt: skip
+_MODULE = {"name": str, "parameter_names": [str], "steps": [_STEP]}
+_PART = {"rank": int, "offset_ns": (int, None), "error_ns": (int, None), "modules": [_MODULE]}
+_SHAPE = {"world_size": int, "missing_ranks": [int], "ranks": [_PART]}
+
+
+def _wrong_numbers(module: dict[str, Any]) -> str:
+    """Why steps do not belong to the module's parameters; empty if they do."""
+    count = len(module["parameter_names"])
+    for step in module["steps"]:
+        used = {index for bucket in step["buckets"] for index in bucket["parameters"]}
+        if len(step["ready_ns"]) != count or not used <= set(range(count)):
+            return f"iteration {step['iteration']} of {module['name']} is of other parameters than its {count}"
+    return ""
 
 
 def rank_steps(trace: dict[str, Any], iteration: int | None = None, module: int = 0) -> list[RankStep]:

@@ -21,14 +21,13 @@ def reading_path() -> str:
     return "".join(path.read_text() for folder in folders for path in folder.iterdir())
 
 
-# In the words of another message of this list, of the program, or of the system.
+# In the words of another message of this list, or of the program.
 WORDED_ELSEWHERE = [
-    "minddp/config.py: OSError(error.errno, f'bucket_plan cannot be read: {error.strerror}', os.fspath(value))",
     "minddp/functional/calls.py: CollectiveError(call.error)",
-    "minddp/guards/step.py: RuntimeError(_refused[key][1])",
     "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), '')",
     "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), error)",
     "minddp/guards/stall_inspector.py: self.lost.with_traceback(None)",
+    "minddp/guards/step.py: RuntimeError(_refused[key][1])",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
     "minddp/testing/__init__.py: RankError(_text(failures), failures, {})",
     "minddp/testing/__init__.py: RankError(_text(failures), failures, results)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from minddp import timeline
+from minddp.planner import documents
+from minddp.straggler import command as straggler_command
 from minddp.timeline import RankStep, Trace, recording, step_times, table
 from minddp.timeline.recording import after_step
 from minddp.timeline.report import draw, rank_steps
@@ -303,12 +306,51 @@ def test_the_picture_shows_who_waits_for_a_late_rank(tmp_path):
     assert "late rank" not in aligned.read_text()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"minddp": 3}', '{"minddp": {"ranks": []}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"minddp": 3}', '{"minddp": {"ranks": []}}', "[" * 100_000, "\xff"], ids=str.__len__
+)
 def test_the_command_refuses_other_files(tmp_path, capsys, content):
     path = tmp_path / "other.json"
-    path.write_text(content)
-    assert timeline.main([str(path)]) == 1
-    assert "other.json is not a trace written by minddp.trace" in capsys.readouterr().err
+    path.write_text(content, encoding="latin-1")
+    for main in (timeline.main, straggler_command.main):
+        assert main([str(path)]) == 1
+        assert "other.json is not a trace written by minddp.trace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "before, after, why",
+    [
+        ('"iteration": 1,', '"iteration": "1",', "['steps'][0]['iteration'] is '1'"),
+        ('"launch_ns": ', '"launched": ', "['buckets'][0] has no 'launch_ns'"),
+        ('"index": 0,', '"index": 1e400,', "['buckets'][0]['index'] is inf"),
+        ('"index": 0,', f'"index": {10**30},', f"['index'] is {10**30}"),
+        ('"parameters": [0]', '"parameters": [7]', "iteration 1 of Identity is of other parameters than its 3"),
+        ('"parameters": [0]', '"parameters": {}', "['parameters'] is {}"),
+        ('"minddp": {', '"minddp": {"ranks": null, "x": {', "it['minddp'] has no"),
+    ],
+)
+def test_a_damaged_trace_is_refused_by_place(tmp_path, before, after, why):
+    path = tmp_path / "t.json"
+    record(path, 3)
+    text = path.read_text()
+    begin = text.index('"minddp": {')
+    assert before in text[begin:]
+    text = text[:begin] + text[begin:].replace(before, after, 1)
+    path.write_text(text + "}" * ("null" in after))
+    with pytest.raises(timeline.TraceFileError, match=re.escape(why)):
+        timeline.load(path)
+
+
+def test_a_link_that_somebody_has_put_there_is_not_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents.secrets, "token_hex", lambda _: "known")
+    (tmp_path / "theirs").write_text("as it was")
+    (tmp_path / "t.json.known.part").symlink_to("theirs")
+    with pytest.raises(FileExistsError):
+        documents.write_whole(tmp_path / "t.json", "text")
+    (tmp_path / "t.json").symlink_to("theirs")
+    documents.write_whole(tmp_path / "t.json", "text")
+    assert (tmp_path / "theirs").read_text() == "as it was"
+    assert not (tmp_path / "t.json").is_symlink() and (tmp_path / "t.json").read_text() == "text"
 
 
 def test_the_command_says_which_iterations_there_are(tmp_path, capsys):

@@ -78,6 +78,27 @@ def _skewed(rank: int, world_size: int, path: str, port: int) -> None:
         dist.destroy_process_group()
 
 
+def _ends_early(rank: int, world_size: int, path: str, ending: str, early: int) -> float:
+    """Rank ``early`` leaves the block by an exception, the other one two seconds later as it should."""
+    begin = time.monotonic()
+    try:
+        with recording.trace(path):
+            _take_step(rank)
+            if rank != early:
+                time.sleep(2)
+            elif ending == "an error":
+                raise ValueError(ending)
+            else:
+                sys.exit(0)
+    except (ValueError, SystemExit):
+        pass
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    with recording.trace(path + "2"):
+        _take_step(rank)
+    return seconds
+
+
 def _only_rank_0(rank: int, world_size: int, path: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -231,6 +252,17 @@ def test_a_missing_rank_is_named_and_nobody_hangs(tmp_path: Path):
     messages, _ = run_ranks(_only_rank_0, 2, str(path))
     assert any("rank(s) [1] did not hand in their part" in message for message in messages)
     assert json.loads(path.read_text())["minddp"]["missing_ranks"] == [1]
+
+
+@pytest.mark.parametrize("ending, early, here", [("an error", 0, [0]), ("an error", 1, [0, 1]), ("exit", 0, [0, 1])])
+def test_an_exception_inside_does_not_wait_for_the_other_ranks(
+    tmp_path: Path, ending: str, early: int, here: list[int]
+):
+    path = tmp_path / "t.json"
+    seconds = run_ranks(_ends_early, 2, str(path), ending, early)
+    assert [part["rank"] for part in json.loads(path.read_text())["minddp"]["ranks"]] == here
+    assert len(json.loads((tmp_path / "t.json2").read_text())["minddp"]["ranks"]) == 2
+    assert ending == "exit" or seconds[early] < 10  # a busy machine
 
 
 def test_the_group_may_be_gone_when_the_trace_closes(tmp_path: Path):
