@@ -147,7 +147,7 @@ tutorials: $(BUILT) $(call needs,tutorials)
 
 docs: $(BUILT) $(call needs,docs) $(call needs,tutorials) $(call needs,test)
 	$(PY) -m docs.website
-	$(PY) -m pytest -n 2 --dist load --maxschedchunk 1 --durations 10 tests/docs $(ARGS)
+	$(PY) -m pytest -n 2 --dist load --maxschedchunk 1 --durations 10 tests/docs tests/lab/site $(ARGS)
 
 exercises: $(BUILT) $(call needs,test)
 	SOLUTIONS=$(SOLUTIONS) $(PY) -m pytest exercises $(ARGS)

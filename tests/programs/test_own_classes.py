@@ -536,27 +536,6 @@ def test_what_trains_and_is_told_by_nobody_is_named():
 # --- names, submodules and copies of the program's own
 
 
-def _own_names(rank, world_size, cls):
-    """None of minddp's own attributes, and nothing that it looks for, stands in their way."""
-
-    class Own(cls):
-        def _rebuild_buckets(self, how):
-            raise AssertionError("nobody of torch's calls it")
-
-    own = Own(Two())
-    own._names, own._hook = "names", "hook"
-    with own.join():
-        for i in range(1 + rank):
-            own(batch(rank, i)).sum().backward()
-    other = copy.deepcopy(own)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ignores = Two()
-        ignores._ddp_params_and_buffers_to_ignore = ["nothing"]
-        cls(ignores)
-    return [other._names, other._hook], own.module.a.weight.grad
-
-
 def _a_submodule_with_a_wrapper(rank, world_size, cls):
     """Hung into the module after that was wrapped: its gradients are averaged by its own wrapper."""
     module = Two()
@@ -608,9 +587,7 @@ def _a_module_behind(rank, world_size, cls):
     return own.train() is own, own.called, other.called, other.module.a.weight.grad
 
 
-@pytest.mark.parametrize(
-    "program", [_own_names, _a_submodule_with_a_wrapper, _tied_and_half_ignored, _a_module_behind]
-)
+@pytest.mark.parametrize("program", [_a_submodule_with_a_wrapper, _tied_and_half_ignored, _a_module_behind])
 def test_what_is_the_programs_own(program):
     classes = nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel
     theirs, ours = (run_ranks(program, 2, cls) for cls in classes)
