@@ -84,7 +84,7 @@ def _load(rank: int, world_size: int, port: int, seconds: float) -> tuple[int, i
     time.sleep(2)
     threads, files = threading.active_count() - threads, len(os.listdir("/proc/self/fd")) - files
     dog: Any = watchdog.current(dist.group.WORLD)
-    counted = dog._reports._store = _Counted(dog._reports._store)
+    counted = dog.reports._store = _Counted(dog.reports._store)
     rates = []
     for late in (False, True):
         if late and rank == 1:

@@ -6,6 +6,7 @@ the whole of the rule; :func:`judge` finds a rank's row. Pure: no clock, no stor
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from enum import Enum
@@ -65,15 +66,16 @@ class Fact(NamedTuple):
 
     ``rank``: in the default group. ``report``: what it last answered. ``failure``: what it has reported of an
     exception, or of its end. ``sight``: what this machine's kernel says of its process. ``silent``: it was asked, and
-    has not answered for long.
+    has not answered for long. ``ended_at``: when this rank has first seen that it has failed, or is gone.
     """
 
     rank: int
     process: Process | None = None
     sight: Sight | None = None
     report: dict[str, Any] | None = None
-    failure: dict[str, Any] | None = None
     silent: bool = False
+    failure: dict[str, Any] | None = None
+    ended_at: float = math.inf
 
     @property
     def is_gone(self) -> bool:
@@ -220,12 +222,15 @@ def has_gone_on(fact: Fact, places: dict[str, Place]) -> bool:
     )
 
 
+def absent(judged: Judged) -> Judged:
+    return [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
+
+
 def culprits(causes: Judged, judged: Judged) -> Judged:
     """``causes``, and the absent ranks that they have named themselves, without those that failed, or wait, because
     of another one of them."""
     blamed = {rank for fact, _ in causes for rank in fact.because}
-    absent = [each for each in judged if each[1] is not Kind.HERE and each not in causes]
-    found = causes + [(fact, kind) for fact, kind in absent if fact.rank in blamed]
+    found = causes + [each for each in absent(judged) if each not in causes and each[0].rank in blamed]
     ranks = {fact.rank for fact, _ in found}
     first = [(fact, kind) for fact, kind in found if not ranks & fact.because - {fact.rank}]
     return [(fact, kind) for fact, kind in first if kind is not Kind.WAITS] or first or found
@@ -281,13 +286,13 @@ def lost(wait: Wait, seconds: float | None, causes: Judged, error: str) -> str:
 
 def slow(wait: Wait, seconds: float, judged: Judged, store_is_silent: bool) -> str:
     """The warning of a rank that goes on waiting."""
-    absent = culprits([each for each in judged if each[1] is not Kind.HERE], [])
+    late = culprits(absent(judged), [])
     waited = f"rank {wait.here} has waited {seconds:.0f} s for {wait.awaited.what}"
-    if not absent:
+    if not late:
         hook = f" Or {wait.hook}, which must not wait for a collective in a callback?" if wait.hook else ""
         return f"{waited}, and all ranks are there: a slow network?{hook}"
     silent = " The process group's store does not answer: its host may be stopped or cut off." * store_is_silent
     return (
-        f"{waited}. {ranks_text([fact.rank for fact, _ in absent])} did not come yet: slow, or in another branch of "
-        f"the program ({_describe_all(absent, wait.awaited.wrapper)}).{silent}"
+        f"{waited}. {ranks_text([fact.rank for fact, _ in late])} did not come yet: slow, or in another branch of "
+        f"the program ({_describe_all(late, wait.awaited.wrapper)}).{silent}"
     )

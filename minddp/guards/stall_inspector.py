@@ -34,11 +34,11 @@ from . import times, watchdog
 from .evidence import (
     CERTAIN,
     Awaited,
-    Fact,
     Judged,
     Kind,
     Place,
     Wait,
+    absent,
     culprits,
     describe,
     has_gone_on,
@@ -46,7 +46,7 @@ from .evidence import (
     lost,
     lost_ranks,
     slow,
-)
+)  # fmt: skip
 from .local_gradients import Word
 from .location import exception_text
 from .watchdog import Watchdog
@@ -143,7 +143,7 @@ class StallInspector:
         """An exception has ended forward. The program may handle it: reported to those who ask where this rank is."""
         self._forward_ended_ns = time.monotonic_ns()
         if self._dog is not None:
-            self._dog.note_words(exception_text(error))
+            self._dog.words = exception_text(error)
 
     def note_given_up(self) -> None:
         """Without a word: another rank may have reported the same iteration."""
@@ -219,7 +219,7 @@ class StallInspector:
             return Word.OPEN
         everyone = self._wait("the others' word on their gradients")
         wait = Wait(everyone.awaited, everyone.here, (self._ranks[rank],))
-        (fact,) = self._dog.facts(wait.others, self.key)
+        (fact,) = self._dog.facts(wait)
         if fact.has_left:
             return Word.LEFT
         look_into(self._dog, self.group, wait, seconds, "", None)  # it may step later, or never
@@ -245,24 +245,21 @@ class StallInspector:
         if iteration <= 0:
             return
         wait = self._wait(f"the reduction of iteration {iteration}", iteration)
-        judged = judge(dog.facts(wait.others, self.key), wait)
-        begun = (
-            self._begun[forward < begin] if is_launched and not self.hook else -math.inf
-        )  # a hook may leave ranks out
+        judged = judge(dog.facts(wait), wait)
+        # A hook may leave ranks out.
+        begun = self._begun[forward < begin] if is_launched and not self.hook else -math.inf
         causes: Judged = []
         for fact, kind in judged:
-            missed = fact.has_ended and dog.failed.get(fact.rank, math.inf) < begun
-            if kind is Kind.FAILED and self.key in (fact.failure or {})["places"]:
+            if kind is Kind.FAILED and fact.place(self.key) is not None:
                 causes.append((fact, kind))
-            elif missed and kind is not Kind.HERE:
+            elif fact.ended_at < begun and kind is not Kind.HERE:
                 causes.append((fact, Kind.ENDED if kind is Kind.GONE else kind))
         if causes:
             error = _given_up(dog, self.group, wait, None, culprits(causes, judged), "")
             log.error("%s The process group is given up; the next step and forward raise.", error)
             return
         gone = [(fact, kind) for fact, kind in judged if fact.is_gone and not fact.failure and kind is not Kind.HERE]
-        settled = bool(gone) and dog.seconds_gone([fact.rank for fact, _ in gone]) >= dog.seconds_until_settled()
-        if settled and not self._has_warned:
+        if dog.has_settled([fact for fact, _ in gone]) and not self._has_warned:
             self._has_warned = True
             who = "; ".join(describe(fact, kind, self.key) for fact, kind in gone)
             log.warning(_SUSPICION, who, wait.here, wait.awaited.what)
@@ -339,13 +336,13 @@ def look_into(
     if error:
         return _name_the_lost(dog, group, wait, seconds, error)
     dog.waits(wait)
-    judged = judge(dog.facts(wait.others, wait.awaited.wrapper), wait)
-    causes: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.FAILED]
-    ended: Judged = [(fact, kind) for fact, kind in judged if kind is Kind.ENDED]
-    if ended and dog.seconds_gone([fact.rank for fact, _ in ended]) >= dog.seconds_until_settled():
-        causes += ended
-    if not causes and timeout is not None and seconds >= timeout and dog.has_summary():
-        causes = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
+    judged = judge(dog.facts(wait), wait)
+    settled = dog.has_settled([fact for fact, kind in judged if kind is Kind.ENDED])
+    causes: Judged = [
+        (fact, kind) for fact, kind in judged if kind is Kind.FAILED or (kind is Kind.ENDED and settled)
+    ]
+    if not causes and timeout is not None and seconds >= timeout and dog.reports.is_settled:
+        causes = absent(judged)
     if causes:
         raise _given_up(dog, group, wait, seconds, culprits(causes, judged), "")
     if times.warning_is_due(seconds):
@@ -357,22 +354,19 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
     suspicious = _LOST_PEER.search(error) is not None
     begin, slept = time.monotonic(), 0.0  # counted: a test library may stop the clock
 
-    def may_have_words(fact: Fact) -> bool:
-        """Its last words are still to be read, if nobody has read any since it was seen to be gone."""
-        return fact.failure is None and dog.heard <= time.monotonic() - dog.seconds_gone([fact.rank])
-
     while True:
         dog.waits(wait)
-        judged = judge(dog.facts(wait.others, wait.awaited.wrapper), wait)
+        judged = judge(dog.facts(wait), wait)
         causes = [(fact, kind) for fact, kind in judged if kind in {*CERTAIN, Kind.GONE, Kind.STOPPED}]
-        unread = any(may_have_words(fact) for fact, _ in causes)
+        # A rank's last report is still to be read, if nothing was read since the rank was seen to be gone.
+        unread = any(fact.failure is None and dog.heard <= fact.ended_at for fact, _ in causes)
         patience = times.NAMING * times.look * suspicious
         if (causes and not unread) or dog.lost or max(time.monotonic() - begin, slept) >= patience:
             break
         time.sleep(0.05)
         slept += 0.05
     if not causes and suspicious:
-        causes = [(fact, kind) for fact, kind in judged if kind is not Kind.HERE]
+        causes = absent(judged)
     if causes:
         raise _given_up(dog, group, wait, seconds, culprits(causes, judged), error)
     dog.waits_no_more()

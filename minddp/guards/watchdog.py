@@ -1,17 +1,11 @@
-"""Asks and answers for this process, on a thread of its own: nothing else here waits for the store.
+"""Reports and reads for this process, on a thread of its own: nothing else here waits for the store.
 
-Overview
-    Each process with a wrapper has one watchdog for its default group. Once a second, less often where there are more
-    than fifty ranks, it looks whether anybody asks where this rank is, and answers: which iteration and phase,
-    what is missing, which line of the program (``reports.py``). A rank that waits for others says so each second
-    (:meth:`Watchdog.waits`, which returns at once), and reads what the thread has found until then
-    (:meth:`Watchdog.facts`; ``evidence.py`` says what follows from it).
+Each process with a wrapper has one watchdog for its default group. A rank that waits for others says so each second
+(:meth:`Watchdog.waits`), and reads what the thread has found until then (:meth:`Watchdog.facts`). Both return at
+once, since the store may be gone, or its host stopped. The thread has a connection of its own, keeps no process group
+alive, and ends with the group, the store or the interpreter.
 
-What always holds
-    The waiting thread never waits for the store: it may be gone, or its host stopped. The thread has a connection of
-    its own, keeps no process group alive, and ends with the group, the store or the interpreter.
-
-A process that ends reports so (``atexit``), with the exception that ended it if one did. Where an exception has ended
+A process that ends reports so (``atexit``), with the exception that ended it if one did. If an exception has ended
 the main thread, which trained, and other threads hold the process, the watchdog's thread sees that. A process that is
 killed cannot report.
 """
@@ -52,25 +46,25 @@ class _Thread(threading.Thread):
 
 
 class Watchdog:
-    """This process's, for one default group. Dictionaries, the outbox and what is told change, and are gone through,
-    with :attr:`_lock` held.
+    """This process's, for one default group. What several threads change is changed with :attr:`_lock` held.
 
     Attributes:
+        reports: how it reports and reads.
         processes: by rank of the default group, as far as known.
         failures: what ranks have reported and not taken back, by rank and wrapper; ``""``: the program's end.
-        failed: where a wrapper's backward waits for nobody: when this first saw that a rank has failed or is gone.
         client: of the group's store, once it is there.
         heard: when the last turn began that has read what ranks have reported.
+        lost: the thread has ended.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int):
         self.processes: dict[int, Process] = {rank: here()}
         self.failures: dict[int, dict[str, Report]] = {}
-        self.failed: dict[int, float] = {}
+        self._ended: dict[int, float] = {}  # when this has first seen that a rank has failed or is gone
         self.client: dist.Store | None = None
-        self.lost = self._stopping = False
+        self.lost = self._stopping = self._heeds = False
         self._store = weakref.ref(store, lambda _: self._end_with_the_store())
-        self._reports = Reports(store, rank, size, self.processes)
+        self.reports = Reports(store, rank, size, self.processes)
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._sent = threading.Condition()
@@ -79,8 +73,7 @@ class Watchdog:
         self._later: tuple[float, str, str] | None = None  # when what is to be reported of which wrapper
         self._inspectors: dict[int, weakref.ref[Any]] = {}  # StallInspectors, one a wrapper
         self._wait: tuple[float, Wait] | None = None  # when this rank was last known to wait, and for what
-        self._gone: dict[int, float] = {}
-        self._words = ""
+        self.words = ""  # of the last exception that the program may have handled, for those who ask
         self._trains = threading.main_thread()  # who has run the last forward
         self._turn_began = time.monotonic()
         self.heard = float("-inf")
@@ -100,23 +93,17 @@ class Watchdog:
 
     def add(self, inspector: Any) -> None:
         """Until it is gone, it is asked for its ``place()`` when somebody wants to know. If its wrapper's backward
-        waits for nobody (``has_streams``), :attr:`failed` is looked after, and its ``heed_loss()`` called in each
-        turn in which a rank has failed."""
+        waits for nobody (``has_streams``), its ``heed_loss()`` is called in each turn in which a rank has ended."""
         key = id(inspector)
         self._inspectors[key] = weakref.ref(inspector, lambda _: self._inspectors.pop(key, None))
 
     def inspectors(self) -> list[Any]:
-        """All that :meth:`add` was given and that are still there."""
         found = [inspector() for inspector in list(self._inspectors.values())]
         return [inspector for inspector in found if inspector is not None]
 
     def note_forward(self) -> None:
         """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
         self._trains, self._wait = threading.current_thread(), None
-
-    def note_words(self, words: str) -> None:
-        """Of an exception that the program may handle: reported only to those who ask where this rank is."""
-        self._words = words
 
     def tell(self, words: str, *wrappers: str, because: Sequence[int] = (), wait: float = 0.0) -> None:
         """Reports to all ranks that this one will not come. The first words stand.
@@ -162,45 +149,40 @@ class Watchdog:
     def waits_no_more(self) -> None:
         self._wait = None
 
-    def facts(self, ranks: Sequence[int], wrapper: str) -> list[Fact]:
-        """What is known about ``ranks`` (of the default group) without asking anybody but this machine's kernel, and
-        concerns who waits for a part of ``wrapper``'s."""
-        facts = []
+    def facts(self, wait: Wait) -> list[Fact]:
+        """What is known about the ranks that are waited for, without asking anybody but this machine's kernel."""
         with self._lock:
-            for rank in ranks:
-                process = self.processes.get(rank)
-                sight = None if process is None else look(process)
-                report, silent = self._reports.of(rank)
-                facts.append(Fact(rank, process, sight, report, self._failure(rank, wrapper), silent))
-        return facts
+            return [self._fact(rank, wait.awaited.wrapper) for rank in wait.others]
+
+    def _fact(self, rank: int, wrapper: str) -> Fact:
+        process, failure = self.processes.get(rank), self._failure(rank, wrapper)
+        sight = None if process is None else look(process)
+        if failure is not None or (sight is not None and sight.state == "gone"):
+            ended_at = self._ended.setdefault(rank, time.monotonic())
+        else:
+            ended_at = math.inf
+        return Fact(rank, process, sight, *self.reports.of(rank), failure, ended_at)
 
     def _failure(self, rank: int, wrapper: str) -> Report | None:
         found = self.failures.get(rank, {})
         program = found.get("")
         return program if program and not program["left"] else found.get(wrapper, program)
 
-    def seconds_gone(self, ranks: Sequence[int]) -> float:
-        """Since this was first asked for one of ``ranks``."""
-        now = time.monotonic()
-        return max(now - self._gone.setdefault(rank, now) for rank in ranks)
-
-    def seconds_until_settled(self) -> float:
-        """What a rank had sent has arrived by then, and where the others are was asked anew."""
-        return times.SETTLED * times.look + times.ANEW * self._reports.interval
-
-    def has_summary(self) -> bool:
-        """Whether ranks have had time to say where they are."""
-        return self._reports.is_settled
+    def has_settled(self, facts: Sequence[Fact]) -> bool:
+        """One of these has ended so long ago that what it had sent has arrived, and where the others are was asked
+        anew."""
+        seconds = times.SETTLED * times.look + times.ANEW * self.reports.interval
+        return any(time.monotonic() - fact.ended_at >= seconds for fact in facts)
 
     def store_is_silent(self) -> bool:
-        longest = self._reports.patience + self._reports.interval
+        longest = self.reports.patience + self.reports.interval
         return self.lost or time.monotonic() - self._turn_began > max(longest, 1.0)
 
     # --- the thread ---
 
     def _run(self, stores: list[dist.Store]) -> None:
         """Empties ``stores``: a store that somebody holds keeps its port, or its file, from the next group."""
-        reports = self._reports
+        reports = self.reports
         try:
             if not reports.has_store():
                 return  # a clone would make it anew
@@ -226,13 +208,9 @@ class Watchdog:
     def _end_with_the_store(self) -> None:
         """The program has let go of it: the thread's own goes as well. A store's host is asked for nothing that soon:
         it may be ending."""
-        if self._reports.port is None and threading.current_thread() is not self._thread:
+        if not self.lost and self.reports.port is None and threading.current_thread() is not self._thread:
             self._wake.set()
-            self._join(_EXIT_SECONDS)
-
-    def _join(self, seconds: float) -> None:
-        if self._thread.is_alive():
-            self._thread.join(seconds)
+            self._thread.join(_EXIT_SECONDS)
 
     def _group_is_there(self) -> bool:
         store = self._store()
@@ -244,15 +222,13 @@ class Watchdog:
             self._tell_of_exception()
         self._tell_what_is_due(self._turn_began)
         self._send()
-        self._reports.turn(self._report, self._waited() is not None or bool(self.failed), self._hear)
+        self.reports.turn(self._report, self._waited() is not None or self._heeds, self._hear)
         self.heard = self._turn_began
         on_devices = [inspector for inspector in self.inspectors() if inspector.has_streams]
-        if on_devices:
-            with self._lock:
-                gone = {rank for rank, process in self.processes.items() if look(process).state == "gone"}
-            now = time.monotonic()
-            self.failed = {rank: self.failed.get(rank, now) for rank in gone | self.failures.keys()}
-        for inspector in on_devices if self.failed else ():
+        with self._lock:
+            has_ended = [rank for rank in self.processes if on_devices and self._fact(rank, "").has_ended]
+        self._heeds = bool(on_devices and (has_ended or self.failures))
+        for inspector in on_devices if self._heeds else ():
             inspector.heed_loss()
 
     def _hear(self, entries: list[Report]) -> None:
@@ -264,6 +240,7 @@ class Watchdog:
                     del of_rank[entry["wrapper"]]
                 if not of_rank:
                     del self.failures[entry["rank"]]
+                    self._ended.pop(entry["rank"], None)
 
     def _tell_what_is_due(self, now: float) -> None:
         with self._lock:
@@ -277,7 +254,7 @@ class Watchdog:
 
     def _send(self) -> None:
         while self._outbox:
-            self._reports.tell(self._outbox[0])
+            self.reports.tell(self._outbox[0])
             del self._outbox[0]
         with self._sent:
             self._sent.notify_all()
@@ -300,7 +277,7 @@ class Watchdog:
             "places": self.places(),
             "line": line,
             "collective": is_in_collective,
-            "words": self._words,
+            "words": self.words,
         }
 
     def _message(self, words: str, wrapper: str = "", because: Sequence[int] = (), **flags: bool) -> Report:
@@ -319,10 +296,10 @@ class Watchdog:
             self._leave(f"{first}its program has ended")
         self._stopping = True
         self._wake.set()
-        self._join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
-        if self._thread.is_alive() and self._reports.port is not None:
-            _cut_connections(self._reports.port)
-            self._join(_EXIT_SECONDS)
+        self._thread.join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
+        if self._thread.is_alive() and self.reports.port is not None:
+            _cut_connections(self.reports.port)
+            self._thread.join(_EXIT_SECONDS)
 
     def _tell_of_exception(self) -> bool:
         """Of the one that has ended the program, if one did."""

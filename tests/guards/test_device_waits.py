@@ -35,16 +35,13 @@ class Dog:
     """What an inspector asks of a watchdog."""
 
     def __init__(self, facts):
-        self.known, self.gone, self.said, self.seen, self.failed = facts, 0.0, [], [], {1: 0.0}
+        self.known, self.gone, self.said, self.seen = facts, 0.0, [], []
 
-    def facts(self, ranks, wrapper):
-        return self.known
+    def facts(self, wait):
+        return [fact._replace(ended_at=0.0) if fact.has_ended else fact for fact in self.known]
 
-    def seconds_gone(self, ranks):
-        return self.gone
-
-    def seconds_until_settled(self):
-        return 5.0
+    def has_settled(self, facts):
+        return bool(facts) and self.gone >= 5.0
 
     def tell(self, words, *wrappers, **how):
         assert len(wrappers) >= 2, "the group's and the wrapper's; it is not the program's end"
