@@ -114,41 +114,25 @@ class Fact(NamedTuple):
 
 
 class Kind(Enum):
-    """Evidence -> is it certain? -> what is said of the rank. In the order in which it is looked for."""
+    """Evidence, and what is said of the rank, in the order in which it is looked for. Two kinds are certain."""
 
-    HERE = "it waits for the same, or has sent its part", "-", "waits for the same"
-    FAILED = (
-        "it has reported an exception that ended its backward, its step or its program",
-        "certain",
-        "says: {words}",
-    )
-    ENDED = (
-        "it has left the group, or its process is gone: by a signal or with an exit code, before the iteration that "
-        "is waited for, or while all other ranks are there",
-        "certain",
-        "{end}",
-    )
-    GONE = (
-        "it has left, or its process is gone, and another rank is still on its way: it may have done its part",
-        "suspected",
-        "{end}",
-    )
-    STOPPED = (
-        "the kernel says that its process is stopped",
-        "suspected",
-        "is stopped (SIGSTOP, or a debugger)",
-    )
-    SILENT = (
-        "it was asked, and has not answered",
-        "suspected",
-        "does not answer: it is in one long call, stopped, cut off or gone. It was last seen: {where}",
-    )
-    WAITS = "it waits for something else, in minddp or in torch.distributed", "suspected", "{where}"
-    BUSY = "it answers from the program's own code", "suspected", "{where}"
-    UNKNOWN = "nothing is known of it", "suspected", "has not said where it is"  # fmt: skip
+    # fmt: off
+    HERE = "it waits for the same, or has sent its part", "waits for the same"
+    FAILED = "it has reported an exception that ended its backward, its step or its program", "says: {words}"
+    ENDED = ("it has left the group, or its process is gone: by a signal or with an exit code, before the iteration "
+             "that is waited for, or while all other ranks are there", "{end}")
+    GONE = ("it has left, or its process is gone, and another rank is still on its way: it may have done its part",
+            "{end}")
+    STOPPED = "the kernel says that its process is stopped", "is stopped (SIGSTOP, or a debugger)"
+    SILENT = ("it was asked, and has not answered",
+              "does not answer: it is in one long call, stopped, cut off or gone. It was last seen: {where}")
+    WAITS = "it waits for something else, in minddp or in torch.distributed", "{where}"
+    BUSY = "it answers from the program's own code", "{where}"
+    UNKNOWN = "nothing is known of it", "has not said where it is"
+    # fmt: on
 
 
-CERTAIN = {kind for kind in Kind if kind.value[1] == "certain"}
+CERTAIN = {Kind.FAILED, Kind.ENDED}
 _ON_THEIR_WAY = {Kind.STOPPED, Kind.SILENT, Kind.BUSY, Kind.UNKNOWN}
 Judged = list[tuple[Fact, Kind]]
 
@@ -246,7 +230,7 @@ def describe(fact: Fact, kind: Kind, wrapper: str) -> str:
     """ "rank 1 (process 77 on a) is stopped"."""
     who = f"rank {fact.rank}" + (f" ({fact.process})" if fact.process else "")
     words = (fact.failure or {}).get("words", "")
-    return f"{who} " + str(kind.value[2]).format(words=words, end=_end(fact), where=_where(fact, wrapper))
+    return f"{who} " + str(kind.value[1]).format(words=words, end=_end(fact), where=_where(fact, wrapper))
 
 
 def _end(fact: Fact) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from minddp.guards.evidence import Kind
+from minddp.guards.evidence import CERTAIN, Kind
 
 from .program import FAULTS, PLACES
 
@@ -53,7 +53,8 @@ Seconds are the median over cells from the fault to the error in the other ranks
 
 
 def _evidence() -> str:
-    rows = [f"| {evidence} | {certain} |" for evidence, certain, _ in (kind.value for kind in Kind)]
+    certain = {kind: "certain" if kind in CERTAIN else "suspected" for kind in Kind} | {Kind.HERE: "-"}
+    rows = [f"| {kind.value[0]} | {certain[kind]} |" for kind in Kind]
     return "\n".join(["| of a rank that is waited for | |", "|---|---|", *rows])
 
 
