@@ -134,11 +134,3 @@ def read_exceptions() -> dict[str, str]:
     """Test -> why it does not pass with minddp."""
     table: dict[str, Any] = tomllib.loads(EXCEPTIONS.read_text())
     return {str(test): str(reason) for test, reason in table.items()}
-
-
-def third(cases: list[Case], which: int) -> list[Case]:
-    """The ``which``-th (1, 2 or 3) of three fixed parts that take about the same time."""
-    parts: list[list[Case]] = [[], [], []]
-    for case in sorted(cases, key=lambda case: (-case.seconds, case.test)):
-        min(parts, key=lambda part: sum(other.seconds for other in part)).append(case)
-    return parts[which - 1]

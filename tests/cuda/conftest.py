@@ -21,20 +21,8 @@ from torch.utils import cpp_extension
 from minddp import _extension
 
 ROOT = Path(__file__).resolve().parents[2]
-SCALAR_TYPES = {
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.complex64: 9,
-    torch.complex128: 10,
-    torch.bool: 11,
-    torch.bfloat16: 15,
-}
+_NAMES = "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool".split()
+SCALAR_TYPES = {getattr(torch, name): number for number, name in enumerate(_NAMES)} | {torch.bfloat16: 15}
 
 
 def _reason_to_skip() -> str | None:

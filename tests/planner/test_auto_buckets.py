@@ -1,9 +1,6 @@
 """``bucket_cap_mb="auto"`` and pinned plans on real ranks, in a real DistributedDataParallel."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ import minddp
 from minddp.planner import BucketPlan
 from minddp.planner.autotune import TunerSettings
 from minddp.testing import run_ranks
+from tests.forked import run_module
 
 SETTINGS = TunerSettings(warmup_iterations=2, measured_iterations=2, laps=2, caps_mb=(0.01, 0.1, 1))
 STEPS = 60
@@ -114,29 +112,18 @@ def test_tuning_rests_while_ranks_may_run_out_of_data():
 
 
 @pytest.mark.all
-def test_the_command_writes_a_plan_that_the_model_takes(tmp_path):
+def test_the_command_writes_a_plan_that_the_model_takes(tmp_path, monkeypatch):
     models = (
         "import torch\ndef make():\n    return torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])\n"
     )
     (tmp_path / "models_to_tune.py").write_text(models)
     arguments = ["--model", "models_to_tune:make", "--input", "4x32", "--ranks", "2", "--out", "plan.json"]
-    root = str(Path(minddp.__file__).parents[1])
-    command = subprocess.Popen(
-        [sys.executable, "-m", "minddp", "tune", *arguments, "--laps", "1", "--iterations", "1"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        out, err = command.communicate()
-    finally:
-        command.terminate()  # torchrun ends its ranks
-        command.wait()
-    assert command.returncode == 0, err
-    assert "<- kept" in out
-    assert "written to plan.json" in out
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    done = run_module("minddp", "tune", *arguments, "--laps", "1", "--iterations", "1")
+    assert done.returncode == 0, done.stderr
+    assert "<- kept" in done.stdout
+    assert "written to plan.json" in done.stdout
     model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
     facts = zip(*[(name, p.shape, p.dtype) for name, p in model.named_parameters()])
     buckets = BucketPlan.load(tmp_path / "plan.json").parameter_buckets(*map(list, facts))

@@ -7,7 +7,6 @@ brings it is refused, and nothing has been sent.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -103,14 +102,6 @@ def test_what_stays_local_nowhere_goes_on():
 
 
 # --- a gradient would stay local
-
-
-@dataclass
-class Hidden:
-    value: object
-
-    def __call__(self):
-        return self.value[0]
 
 
 def _plain(ddp, x):

@@ -76,31 +76,31 @@ def _train(rank, world_size, wrap, arguments, local=False, together=_side_by_sid
     return [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb_list": [1e-4] * 2}])
-def test_backwards_side_by_side_train_as_with_torch(world_size, arguments):
-    theirs = run_ranks(_train, world_size, TorchDDP, arguments)
-    ours = run_ranks(_train, world_size, minddp.DistributedDataParallel, arguments)
+def _check(ours, theirs):
     for weights in ours:
         for mine, first, other in zip(weights, ours[0], theirs[0]):
             assert torch.equal(mine, first)
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb_list": [1e-4] * 2}])
+def test_backwards_side_by_side_train_as_with_torch(world_size, arguments):
+    theirs = run_ranks(_train, world_size, TorchDDP, arguments)
+    ours = run_ranks(_train, world_size, minddp.DistributedDataParallel, arguments)
+    _check(ours, theirs)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])
 def test_the_last_of_them_ends_the_iteration(arguments):
     theirs = run_ranks(_train, 2, TorchDDP, {})
     ours = run_ranks(_train, 2, minddp.DistributedDataParallel, arguments, False, _the_first_ends_first)
-    for mine, first, other in zip(ours[1], ours[0], theirs[0]):
-        assert torch.equal(mine, first)
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    _check(ours, theirs)
 
 
 def test_local_backwards_side_by_side_are_accumulated():
     theirs, ours = (run_ranks(_train, 2, wrap, {}, True) for wrap in (TorchDDP, minddp.DistributedDataParallel))
-    for mine, first, other in zip(ours[1], ours[0], theirs[0]):
-        assert torch.equal(mine, first)
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    _check(ours, theirs)
 
 
 def test_with_unused_parameters_a_side_by_side_backward_is_right_or_told():

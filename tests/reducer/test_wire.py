@@ -482,10 +482,6 @@ def test_with_every_mode_of_the_reducer(rank: int, world_size: int) -> None:
 # --- what is refused ---
 
 
-class Foreign(dist.ProcessGroup):
-    pass
-
-
 @on_ranks(2)
 def test_what_makes_no_sense_is_refused(rank: int, world_size: int) -> None:
     ddp = minddp.DistributedDataParallel
