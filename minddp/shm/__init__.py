@@ -57,6 +57,7 @@ AUTO_BACKEND = "auto"
 _NOT_FOR_WANT_OF_MEMORY = ("did not come to join the group", "another process joins this group")
 
 _MOST_ELEMENTS = 2**63 - 1
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
 def is_available() -> bool:
@@ -119,10 +120,11 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup
 
     Args:
         size: the shape, as for :func:`torch.empty`.
-        dtype: default: torch's default dtype.
+        dtype: any but quantized ones; default: torch's default dtype.
         group: a group with this backend; default: the default group.
 
     Raises:
+        TypeError: the dtype is none, or a quantized one, whose values need a scale.
         ValueError: the group has another backend, or a size is negative.
         MemoryError: the group's shared memory (together the machine's) cannot hold that much.
     """
@@ -132,7 +134,12 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup
     numel = prod(shape)
     if numel > _MOST_ELEMENTS:
         raise MemoryError(f"minddp.shm.empty: shape {tuple(shape)} has {numel} elements, more than can be addressed")
-    tensor: torch.Tensor = _native().shm_empty(_backend_of(group), numel, dtype or torch.get_default_dtype())
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
+        raise TypeError(
+            f"minddp.shm.empty: dtype must be a torch.dtype that is not quantized, or None, got {dtype!r}"
+        )
+    tensor: torch.Tensor = _native().shm_empty(_backend_of(group), numel, dtype)
     return tensor.view(shape)
 
 

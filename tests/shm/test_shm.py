@@ -388,6 +388,10 @@ def test_wrong_arguments_raise_before_anything_is_sent(rank: int, world_size: in
         dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], [2, 2], group=group)
     with pytest.raises(ValueError, match="does not use the 'shm' backend, but 'gloo'"):
         minddp.shm.empty(3)
+    for dtype in (torch.quint8, torch.qint32, torch.quint4x2, 3):
+        with pytest.raises(TypeError, match="dtype must be a torch.dtype that is not quantized"):
+            minddp.shm.empty(3, dtype=dtype, group=group)
+    assert minddp.shm.empty(3, dtype=torch.float8_e4m3fn, group=group).dtype is torch.float8_e4m3fn
     for sizes in ((-3,), (-3, -3), (2, -1)):
         with pytest.raises(ValueError, match="a size must not be negative"):
             minddp.shm.empty(*sizes, group=group)
