@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from minddp import functional as F
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 MOVED = [torch.bool, torch.int16, torch.float8_e5m2, torch.bfloat16, torch.float32, torch.complex64]
 ADDED = [
@@ -138,7 +139,8 @@ def test_every_rank_joins_in_backward(world_size, case):
     run_ranks(case, world_size)
 
 
-def _without_checks(rank, size):
+@on_ranks(2, 3, env={"MINDDP_CHECK_COLLECTIVES": "0"})
+def test_without_checks(rank, size):
     x = torch.arange(size, dtype=torch.float32).requires_grad_()
     F.all_reduce(x, "product").sum().backward()
     assert F.all_gather(torch.ones(rank + 1)).shape == (size * (size + 1) // 2,)
@@ -154,12 +156,8 @@ def _without_checks(rank, size):
         F.broadcast(None, 1)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_without_checks(world_size):
-    run_ranks(_without_checks, world_size, env={"MINDDP_CHECK_COLLECTIVES": "0"})
-
-
-def _compiled(rank, size):
+@on_ranks(2)
+def test_torch_compile_breaks_the_graph_and_works(rank, size):
     def program(x):
         return (F.all_reduce((x * 2).sin(), "product") * 3).sum() + F.all_gather(x.cos()).sum()
 
@@ -171,7 +169,3 @@ def _compiled(rank, size):
     torch._dynamo.reset()  # forget the broken graph
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"minddp\.functional"):
         torch.compile(program, backend="aot_eager", fullgraph=True)(x)
-
-
-def test_torch_compile_breaks_the_graph_and_works():
-    run_ranks(_compiled, 2)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from minddp import functional as F
 from minddp.functional import gradcheck
 from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 # Three ranks run without the headers, two with them: gradients may not depend on that.
 CHECKS = {2: {}, 3: {"MINDDP_CHECK_COLLECTIVES": "0"}}
@@ -98,7 +99,8 @@ def test_other_collectives(world_size, case):
     run_ranks(case, world_size, env=CHECKS[world_size])
 
 
-def _ties(rank, size):
+@on_ranks(2, 3)
+def test_ties_share(rank, size):
     """Rank 0 and the last rank tie in column 0, all ranks in column 1, nobody in column 2."""
     edge = rank in (0, size - 1)
     x = torch.tensor([5.0 if edge else 1.0, 7.0, float(rank)], requires_grad=True)
@@ -110,12 +112,8 @@ def _ties(rank, size):
     torch.testing.assert_close(x.grad, torch.tensor([size / 2 * edge, 1.0, float(size) * (rank == size - 1)]))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ties_share(world_size):
-    run_ranks(_ties, world_size)
-
-
-def _replicated_programs(rank, size):
+@on_ranks(2, 3)
+def test_a_replicated_loss_counts_once_at_every_order(rank, size):
     """Programs whose last part all ranks repeat, beside one process that does everything."""
     rows = ROWS[size]
     head = _x(17, 3, 2)
@@ -157,12 +155,8 @@ def _replicated_programs(rank, size):
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_replicated_loss_counts_once_at_every_order(world_size):
-    run_ranks(_replicated_programs, world_size)
-
-
-def _subgroup(rank, size):
+@on_ranks(3)
+def test_subgroup(rank, size):
     """A group whose ranks are not those of the default group."""
     members = [1, 2]
     group = dist.new_group(members)
@@ -183,7 +177,3 @@ def _subgroup(rank, size):
         received = F.broadcast(torch.full((2,), float(rank)), group=group, global_src=1)
         assert received.tolist() == [1.0, 1.0]
     dist.barrier()
-
-
-def test_subgroup():
-    run_ranks(_subgroup, 3)

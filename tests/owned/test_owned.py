@@ -14,6 +14,7 @@ import minddp
 from minddp import Owned
 from minddp.owned import layout
 from minddp.testing import RankError, run_ranks
+from tests.on_ranks import on_ranks
 
 
 class OwnRule(torch.optim.Optimizer):
@@ -333,7 +334,8 @@ def test_what_does_not_fit_is_refused_by_name():
         assert text in found[name], (name, found[name])
 
 
-def other_programs(rank, world_size):
+@on_ranks(2)
+def test_a_trainers_order_closures_new_groups_and_scalers(rank, world_size):
     # A trainer's order: the optimizer first, the wrapper later; a step through a closure; a new group.
     torch.manual_seed(0)
     modules = [Net(), Net()]
@@ -395,7 +397,8 @@ class Counts(OwnRule):
                 p.data -= p.grad * self.param_groups[0]["lr"] / self.state["steps"]
 
 
-def what_programs_do(rank, world_size):
+@on_ranks(2)
+def test_what_programs_do_between_steps_and_in_them(rank, world_size):
     def several_pieces():
         torch.manual_seed(0)
         return nn.Sequential(*[nn.Linear(600, 600, bias=False) for _ in range(12)])  # 17 MB
@@ -454,10 +457,6 @@ def what_programs_do(rank, world_size):
         twins.owned.step()
 
 
-def test_what_programs_do_between_steps_and_in_them():
-    run_ranks(what_programs_do, 2)
-
-
 def refuses_in_a_step(rank, world_size, joins):
     twins = Twins("adamw")
     if not joins:
@@ -475,10 +474,6 @@ def test_a_step_that_ranks_could_not_take_together_is_refused_by_name(joins):
     if not joins:
         words = "param_groups has other parameters than the ranks agreed on"
     assert words in run_ranks(refuses_in_a_step, 2, joins)[0]
-
-
-def test_a_trainers_order_closures_new_groups_and_scalers():
-    run_ranks(other_programs, 2)
 
 
 def test_a_program_of_one_process_needs_no_wrapper():
