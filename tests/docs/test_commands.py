@@ -98,15 +98,10 @@ def run(command: list[str], folder: Path, timeout: float = 170, **variables: str
     """The output; the command must end well. Where it finds the package is its own business."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1", **variables}
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    assert process.returncode == 0, f"{shlex.join(command)}\n{output}"
-    return output
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, cwd=folder, env=environment, text=True, timeout=timeout, **streams)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}"
+    return str(done.stdout)
 
 
 def test_there_are_commands():

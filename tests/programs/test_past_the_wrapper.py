@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 import minddp
@@ -171,18 +170,6 @@ def penalty_with_a_forward_between(wrap, rank):
         model(batch(rank, i + 1))
         g.pow(2).mean().backward()
         _sgd(model, 0.01).step()
-    return weights(model)
-
-
-def penalty_on_weights_with_zero(wrap, rank):
-    """Each rank steps its own shard."""
-    model = wrap(mlp())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    for i in range(3):
-        model.zero_grad()
-        model(batch(rank, i)).pow(2).mean().backward()
-        sum(p.pow(2).sum() * 0.1 for p in model.parameters()).backward()
-        optimizer.step()
     return weights(model)
 
 
@@ -598,7 +585,7 @@ RIGHT = [
     logged_forward_then_no_sync, a_static_graph_is_that_of_its_own_outputs, a_static_graph_that_begins_under_no_sync,
     penalty_then_probe, a_penalty_where_each_rank_steps_its_share, a_penalty_where_rank_0_alone_steps,
     probe_in_another_thread, hidden_output_of_a_checkpoint, penalty_with_a_forward_between,
-    penalty_on_weights_with_zero, copied_on_one_rank, with_a_closure, probe_then_own_gradients,
+    copied_on_one_rank, with_a_closure, probe_then_own_gradients,
     old_wrapper_and_a_reentrant_checkpoint, forward_on_one_rank_after_a_step, a_hook_after_the_first_steps,
     a_step_in_a_hooks_callback, a_parameter_as_the_output, unused_in_one_of_two_wrappers,
     interrupted_in_one_of_two_wrappers, interrupted_before_another_wrappers_backward,
