@@ -121,7 +121,8 @@ def child():
 if __name__ == "__main__":
     beside.show("main")
     print(beside.json.dumps(sys.argv))
-    subprocess.run([sys.executable, "-c", "import beside; beside.show('python')"], cwd=sys.path[0], check=True)
+    torchrun = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    subprocess.run([sys.executable, "-m", *torchrun, sys.path[0] + "/rank.py"], check=True)
     process = multiprocessing.get_context("spawn").Process(target=child)
     process.start()
     process.join()
@@ -131,7 +132,8 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """A folder with ``script.py`` and the module ``beside`` that it imports."""
+    """A folder with ``script.py``, the module ``beside`` that it imports, and ``rank.py``, which torchrun starts."""
+    (tmp_path / "rank.py").write_text("import beside\nbeside.show('rank')\n")
     (tmp_path / "beside.py").write_text(SHOW)
     (tmp_path / "script.py").write_text(SCRIPT)
     return tmp_path
@@ -154,7 +156,7 @@ def test_run_script_sees_its_own_arguments_folder_and_children(program: Path) ->
     assert ended.returncode == 7, ended.stderr
     ours = "minddp.ddp"
     assert lines(ended) == [
-        ["main", ours, ours], [script, "--lr", "3", "-m"], ["python", ours, ours], ["child", ours, ours]
+        ["main", ours, ours], [script, "--lr", "3", "-m"], ["rank", ours, ours], ["child", ours, ours]
     ]  # fmt: skip
 
 

@@ -88,9 +88,14 @@ def run(
     ranks: int = 2,
     restarts: int = 0,
     timeout: float = 150,
+    torchrun: bool = True,
 ) -> Any:
-    """Runs ``scripts/<script> <arguments> <out>`` with ``impl``'s class and returns the JSON in ``out``."""
-    torchrun = [
+    """Runs ``scripts/<script> <arguments> <out>`` with ``impl``'s class and returns the JSON in ``out``.
+
+    ``torchrun``: otherwise one process is started, and starts the other ranks itself.
+    """
+    launcher = [
+        "-m",
         "torch.distributed.run",
         "--standalone",
         "--local-addr=127.0.0.1",
@@ -98,7 +103,7 @@ def run(
         f"--max-restarts={restarts}",
     ]
     runner = ["-m", "minddp.run"] if impl == "minddp" else [str(NO_SHUTDOWN)]
-    command = [sys.executable, "-m", *torchrun, *runner, str(SCRIPTS / script), *arguments, str(out)]
+    command = [sys.executable, *(launcher if torchrun else []), *runner, str(SCRIPTS / script), *arguments, str(out)]
     status, output = _communicate(command, out.parent, timeout)
     if status == 0:
         return json.loads(out.read_text())

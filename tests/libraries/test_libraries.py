@@ -41,9 +41,11 @@ def test_accelerate(tmp_path: Path) -> None:
     assert_same(theirs, ours)
 
 
-def test_lightning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.all)])
+def test_lightning(tmp_path: Path, torchrun: bool) -> None:
+    """Also where Lightning's own launcher starts the second rank, by ``python script.py``."""
     pytest.importorskip("lightning")
-    theirs, ours = both(tmp_path, "lightning_script.py")
+    theirs, ours = both(tmp_path, "lightning_script.py", torchrun=torchrun)
     for mode in ("automatic", "manual"):
         assert (theirs[mode]["class"], ours[mode]["class"]) == (CLASS["torch"], CLASS["minddp"])
         assert_same(theirs[mode], ours[mode])
