@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ import torch
 from minddp import testing
 from minddp.cli import command, doctor
 from tests import forked
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def minddp(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,19 +39,6 @@ def test_run_starts_no_ranks(option: str) -> None:
     done = minddp("run", option, "train.py")
     assert done.returncode == 2
     assert f"there is no option {option!r} (SLURM, MPI: docs/launching.md)" in done.stderr
-
-
-def test_run_gives_the_program_its_own_arguments(tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(
-        "import atexit, pickle, sys, torch\n"
-        "class Mine: pass\n"
-        "atexit.register(lambda: print(len(pickle.dumps(Mine())) > 0))\n"
-        "print(torch.nn.parallel.DistributedDataParallel.__module__, sys.argv[1:], __name__)\n"
-    )
-    command = [sys.executable, "-m", "minddp", "run", str(program), "--lr", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "minddp.ddp ['--lr', '1'] __main__\nTrue\n", done.stderr
 
 
 def test_doctor_takes_a_step_beside_torch(capfd: pytest.CaptureFixture[str]) -> None:

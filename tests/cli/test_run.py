@@ -26,7 +26,13 @@ def show(of_main):
     code = inspect.currentframe().f_back.f_code.co_filename
     print(sys.argv, sys.path, sorted(names.items()), code, pickle.loads(pickle.dumps(of_main)) is of_main, sep="\\n")
 """
-MAIN = "class Mine: pass\nfrom show import show\nshow(Mine)\n"
+MAIN = """
+import atexit, pickle
+from show import show
+class Mine: pass
+show(Mine)
+atexit.register(lambda: print(len(pickle.dumps(Mine())) > 0))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             archive.write(path, path.name)
     for path in (root / "pkg" / "__init__.py", cli / "__init__.py", cli.parent / "__init__.py"):
         path.touch()
-    (root / "bin" / "minddp").write_text("import sys; from minddp.cli.run import main; main(sys.argv[2:])")
+    (root / "bin" / "minddp").write_text("import sys; from minddp.cli.command import main; sys.exit(main())")
     (cli / "install.py").write_text("def install(): pass")
-    (cli / "run.py").symlink_to(PACKAGE / "cli" / "run.py")
-    (cli.parent / "run.py").symlink_to(PACKAGE / "run.py")
+    for path in ("run.py", "cli/run.py", "cli/command.py"):
+        (cli.parent / path).symlink_to(PACKAGE / path)
     return root
 
 
@@ -74,4 +80,4 @@ def test_a_program_sees_what_python_shows_it(folder: Path, command: str, safe: s
     ]
     pythons, *ours = (process.communicate(timeout=120)[0] for process in started)
     assert ours == [pythons, pythons]
-    assert pythons.endswith("True\n")
+    assert pythons.endswith("True\nTrue\n")
