@@ -1,4 +1,7 @@
-"""Builds ``minddp._C`` against the torch that is installed; what is declarative is in pyproject.toml.
+"""Builds ``minddp._C`` and ``minddp._shm`` against the torch that is installed; pyproject.toml declares the rest.
+
+The core is csrc/reducer, csrc/copy and csrc/bindings.cpp. Every other folder of csrc is a companion's. If
+it is there, it is compiled along, and binds itself into ``minddp._C``. csrc/shm becomes ``minddp._shm``.
 
 A wheel says which torch it is for, in its version (``0.2.0+torch2.13.0.cpu``) and in what it requires
 (``torch==2.13.0``), since the extension loads into no other. A distribution of the sources names none.
@@ -50,9 +53,10 @@ CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-u
 # Some compilers link their C++ library statically. Beside torch's, it must stay inside: two of one name are taken for
 # one, and whatever formats a number then may crash.
 LINK_FLAGS = ["-Wl,--exclude-libs,ALL"] if sys.platform == "linux" else []
-# Most of a compilation is torch's headers, so what includes the same of them is compiled at once: the first that a
-# file's path, from csrc on, matches. Names in anonymous namespaces are one unit's, not one file's.
-UNITS = {"bindings": r"(shm/)?bindings", "loops": "cpu/", "shm": "shm/", "reducer": ""}
+# Most of a compilation is torch's headers, so files that include the same of them are compiled at once: in the first
+# unit whose pattern matches a file's path, from csrc on. Anonymous namespaces are a unit's, not a file's.
+LOOPS = r"copy/|wire/(block_quantization|reduce)"
+UNITS = {"shm": "shm/", "bindings": r"(\w+/)?bindings", "loops": LOOPS, "reducer": ""}
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"]
 
 
@@ -113,44 +117,43 @@ def cuda_archs() -> str:
     )
 
 
-def extension(cuda: bool) -> Extension:
-    """``minddp._C``, of all of csrc or of all but csrc/cuda."""
-    left_out = ("csrc/cuda/",) if use_shm() else ("csrc/cuda/", "csrc/shm/")
-    files = [file for file in sources("csrc/**/*.cpp") if not file.startswith(left_out)]
+def extensions(cuda: bool) -> list[Extension]:
+    """``minddp._C``, of all of csrc but csrc/shm; and ``minddp._shm``, of that."""
+    files = [file for file in sources("csrc/**/*.cpp") if "/cuda/" not in file and not file.startswith("csrc/shm/")]
     arguments: dict[str, Any] = {
         "include_dirs": [str(ROOT / "csrc")],
-        "define_macros": [
-            *([("MINDDP_WITH_SHM", "1")] if use_shm() else []),
-            *([("MINDDP_WITH_RPC", "1")] if torch.distributed.rpc.is_available() else []),
-        ],
+        "define_macros": [("MINDDP_WITH_RPC", "1")] if torch.distributed.rpc.is_available() else [],
         "extra_compile_args": {"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
         "extra_link_args": LINK_FLAGS,
         "depends": sources("csrc/**/*.h", "csrc/**/*.cuh", "csrc/**/*.cpp"),
     }
+    shm = sources("csrc/shm/*.cpp") if use_shm() else []
+    found = [cpp_extension.CppExtension("minddp._shm", [*shm, "csrc/wire/reduce.cpp"], **arguments)] if shm else []
     if not cuda:
-        return cpp_extension.CppExtension("minddp._C", files, **arguments)
+        return [cpp_extension.CppExtension("minddp._C", files, **arguments), *found]
     os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_archs()
-    arguments["include_dirs"] += toolkit_headers()
-    arguments["define_macros"] += [("MINDDP_WITH_CUDA", "1")]
-    files += sources("csrc/cuda/*.cpp", "csrc/cuda/*.cu")
+    arguments["include_dirs"] = arguments["include_dirs"] + toolkit_headers()
+    arguments["define_macros"] = [*arguments["define_macros"], ("MINDDP_WITH_CUDA", "1")]
+    files += sources("csrc/*/cuda/*.cpp", "csrc/*/cuda/*.cu")
     extension = cpp_extension.CUDAExtension("minddp._C", files, **arguments)
     # torch's wheels carry libcudart.so.13 without the unversioned name that -lcudart looks for. It is
     # loaded with torch all the same, and found through libc10_cuda, which needs it too.
     if not any((Path(folder) / "libcudart.so").exists() for folder in extension.library_dirs):
         extension.libraries.remove("cudart")
-    return extension
+    return [extension, *found]
 
 
-def units(files: list[str], folder: Path) -> list[str]:
-    """``files`` as they are compiled: those outside of csrc/cuda through a file for each of :data:`UNITS`."""
+def units(extension: Extension, folder: Path) -> list[str]:
+    """The extension's sources as they are compiled: those outside of cuda folders through a file for each of
+    :data:`UNITS`."""
     members: dict[str, list[str]] = {}
-    apart = [file for file in files if file.startswith("csrc/cuda/")]
-    for file in sorted(set(files) - set(apart)):
+    apart = [file for file in extension.sources if "/cuda/" in file]
+    for file in sorted(set(extension.sources) - set(apart)):
         name = next(name for name, pattern in UNITS.items() if re.match(pattern, file.removeprefix("csrc/")))
-        members.setdefault(name, []).append(file)
+        members.setdefault("shm" if extension.name == "minddp._shm" else name, []).append(file)
     for name, theirs in members.items():
         path, text = folder / f"{name}.cpp", "".join(f'#include "{ROOT / file}"\n' for file in theirs)
-        if not path.exists() or path.read_text() != text:  # else it is as old as it was, for ninja
+        if not path.exists() or path.read_text() != text:  # otherwise it is as old as it was, for ninja
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
     return [str(folder / f"{name}.cpp") for name in members] + apart
@@ -178,7 +181,7 @@ class BuildExtension(cpp_extension.BuildExtension):
 
     def build_extensions(self) -> None:
         for extension in self.extensions:
-            extension.sources = units(extension.sources, Path(self.build_temp))
+            extension.sources = units(extension, Path(self.build_temp))
         super().build_extensions()
 
     def record(self) -> dict[str, str | None]:
@@ -203,4 +206,4 @@ def version_and_requirements() -> dict[str, Any]:
     return {"version": f"{VERSION}+torch{local}", "install_requires": [f"torch=={number}", "numpy"]}
 
 
-setup(ext_modules=[extension(use_cuda())], cmdclass={"build_ext": BuildExtension}, **version_and_requirements())
+setup(ext_modules=extensions(use_cuda()), cmdclass={"build_ext": BuildExtension}, **version_and_requirements())

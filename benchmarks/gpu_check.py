@@ -83,7 +83,7 @@ class Part:
     beside_build: bool = False
 
 
-BUILT = ("_C*.so", "_build.json")
+BUILT = ("_*.so", "_build.json")
 BUILD = Part("the extension with CUDA, where it is not current", 200, ("build",), "measure", True, BUILT)
 TRACES = tuple(f"trace-{variant}.json.gz" for variant in ("torch", "minddp", "minddp-views"))
 KERNEL = "tests/cuda/test_cuda_scaled_copy.py"
@@ -185,15 +185,15 @@ def plan() -> str:
 
 def take_build(carry: Path | None) -> None:
     """The extension of a call before, where there is none: this may be another machine, or another copy."""
-    if carry is None or list(PACKAGE.glob("_C*.so")) or not (carry / "_build.json").exists():
+    if carry is None or list(PACKAGE.glob("_*.so")) or not (carry / "_build.json").exists():
         return
-    for file in [*carry.glob("_C*.so"), carry / "_build.json"]:
+    for file in [*carry.glob("_*.so"), carry / "_build.json"]:
         shutil.copy2(file, PACKAGE)
 
 
 def leave_build(folder: Path) -> None:
     """For the call after this one."""
-    for file in [*PACKAGE.glob("_C*.so"), *PACKAGE.glob("_build.json")]:
+    for file in [*PACKAGE.glob("_*.so"), *PACKAGE.glob("_build.json")]:
         if file.resolve().parent != folder.resolve():
             shutil.copy2(file, folder)
 
@@ -331,7 +331,7 @@ def run_call(
     output.parent.mkdir(parents=True, exist_ok=True)
     parts = {name: part for name, part in parts_of(call).items() if device == "cuda" or part.on_cpu}
     ranks = 0 if call in CALLS else int(call.removesuffix("ranks"))
-    if device == "cpu" and any(part.tool == "ranks" for part in parts.values()) and list(PACKAGE.glob("_C*.so")):
+    if device == "cpu" and any(part.tool == "ranks" for part in parts.values()) and list(PACKAGE.glob("_*.so")):
         del parts["build"]  # `make` has built it, and others may be using it
     result: dict[str, Any] = {"benchmark": "gpu_check", "call": call, "device": device, "parts": {}}
     result |= {"gpu": gpu, "where": where(ranks, gpu, gpus), "sources": sources()}

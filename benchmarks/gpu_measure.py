@@ -286,7 +286,7 @@ def _pack_call(device: str, source: Any, target: Any, scale: float, count: int) 
 def _interleaved_seconds(calls: dict[str, list[Callable[[], None]]], device: str) -> dict[str, float]:
     """Medians over rounds of one call, each set in its turn. On a GPU a captured graph is timed: its time alone.
 
-    A graph launches the kernel of 5,000 segments in several pieces; see csrc/cuda/scaled_copy.cu.
+    A graph launches the kernel of 5,000 segments in several pieces; see csrc/copy/cuda/scaled_copy.cu.
     """
     import harness
 

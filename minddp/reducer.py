@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _C
+from . import _C, native
 from .buckets import (
     Agreed,
     Buckets,
@@ -35,7 +35,7 @@ from .waiting import SHADOWED, wait_for_future
 from .wire.format import WireFormat, nbytes
 
 
-class Reducer(_C.Reducer):
+class Reducer(native.Reducer):
     """Averages the gradients of ``parameters`` over ``group`` during backward.
 
     Args:
@@ -83,7 +83,7 @@ class Reducer(_C.Reducer):
         self.agreed_token = ""  # with new buckets: the same on all ranks, and no other reducer's
         self._has_hook, self._divisor = False, group.size()
         self._manual_finalization = config.manual_finalization
-        options = _C.ReducerOptions(
+        options = dict(
             graph_mode=config.graph_mode,
             wire_dtypes=dtypes,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
@@ -153,7 +153,7 @@ class Reducer(_C.Reducer):
         if self.is_settled or self.ended() < 1 + static or self.phase() != _C.Phase.IDLE:
             return False
         self.is_settled = True
-        arrived, absent = ready_order(self.last_step()["ready_ns"])
+        arrived, absent = ready_order(self.arrival_order())
         self.order_of_arrival = arrived + absent
         # A communication hook's numbers may depend on what travels together; and collectives of the program's own in
         # backward meet other ranks' buckets, if gradients come in another order there.

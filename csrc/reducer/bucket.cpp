@@ -1,7 +1,7 @@
 #include "bucket.h"
 
-#include "support/errors.h"
-#include "support/scale_in_place.h"
+#include "copy/scale_in_place.h"
+#include "errors.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -30,6 +30,22 @@ void Bucket::begin_iteration() {
   pending_ = slots_->size();
   producers_.clear();
   for (Slot& slot : *slots_) slot.packed = false;
+}
+
+// Strides of dimensions of size 1 say nothing: convolutions in channels_last leave them arbitrary.
+bool Bucket::is_one_piece(const Slot& slot, const at::Tensor& grad) {
+  if (grad.sizes() != slot.parameter.sizes() || grad.is_conj() || grad.is_neg()) return false;
+  if (grad.key_set().has(c10::DispatchKey::Python)) return false;  // a subclass: its memory is its own affair
+  for (int64_t d = 0; d < grad.dim(); ++d)
+    if (grad.size(d) != 1 && grad.stride(d) != slot.strides[d]) return false;
+  return true;
+}
+
+std::vector<at::Tensor> Bucket::views_in(const std::vector<Slot>& slots, const at::Tensor& buffer) {
+  std::vector<at::Tensor> views;
+  for (const Slot& s : slots)
+    views.push_back(buffer.as_strided(s.parameter.sizes(), s.strides, buffer.storage_offset() + s.offset));
+  return views;
 }
 
 // The first pack calls it, so a bucket that never packs has no buffer.

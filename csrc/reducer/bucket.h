@@ -4,24 +4,21 @@
 //   unpack  buffer, after the collective -> .grad           (copy + scale + cast)
 //
 // The buffer has no gaps. Each gradient lies in it in its parameter's memory layout. Autograd's layout contract gives
-// `.grad` that layout, too, so most gradients are copied as one piece. Until unpack `.grad` is this rank's own (but
-// see cases/view_bucket.h). Threads: a bucket has no lock; while a backward may run, the reducer calls it with mutex_
-// held.
+// `.grad` that layout, too, so most gradients are copied as one piece. Until unpack `.grad` is this rank's own.
+// Threads: a bucket has no lock; while a backward may run, the reducer calls it with mutex_ held.
 //
-// Some cases are buckets of another kind: subclasses in csrc/cases.
+// A case may make buckets of another kind (Case::make_bucket): subclasses, in the companions' folders.
 #pragma once
 
-#include "support/one_piece.h"
-#include "support/scaled_copy.h"
+#include "copy/scaled_copy.h"
+#include "copy/streams.h"
 #include "wait.h"
-
-#include "cuda/producers.h"
-#include "transport/memory.h"
-#include "transport/piece_sum.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -43,10 +40,13 @@ class Bucket {
   };
   struct Options {
     at::ScalarType buffer_dtype;  // what travels; gradients are cast to it and back
-    bool any_grad_dtype = false;  // gradients need not have their parameter's dtype
     int rank = 0;                 // for messages
-    Allocate allocate = nullptr;  // makes the buffer; empty: at::empty
+    bool any_grad_dtype = false;  // gradients need not have their parameter's dtype
+    // Makes the buffer; empty: at::empty.
+    std::function<at::Tensor(int64_t numel, const at::TensorOptions& options)> allocate;
   };
+  // Parameter-shaped tensors with the numbers in a buffer, in the order of the slots.
+  using GradientsIn = std::vector<at::Tensor> (*)(const std::vector<Slot>& slots, const at::Tensor& buffer);
   // How gradients go into the buffer. All but the scale is for the cases.
   struct Packing {
     double scale;
@@ -70,8 +70,8 @@ class Bucket {
   void pack_early(size_t i, const Packing& how) {
     if (device_.is_cpu()) fill(i, i + 1, how);
   }
-  // The gradient of slot i has grown since it was packed: it is marked, so that the next pack copies it again. False
-  // if it cannot be packed again. `scale` is for the cases. REQUIRES: not launched.
+  // Autograd has added to the gradient of slot i since it was packed. It is marked, so that the next pack copies it
+  // again. False if it cannot be packed again. `scale` is for the cases. REQUIRES: not launched.
   virtual bool repack(size_t i, double scale);
   // The current stream (a device's queue of work) waits for the packing, whichever stream ran it.
   virtual void before_launch() { producers_.wait_packed(); }
@@ -92,10 +92,10 @@ class Bucket {
     for (Slot& slot : *slots_) slot.place = places ? &(*places)[slot.index] : nullptr;
   }
   virtual at::Tensor zeros() const;  // what a rank without data sends
-  // How OrderedAllreduce adds up the ranks' buffers. (A process group has its own way.)
-  virtual PieceSum sum_of_pieces() { return sum_of_elements(options_.buffer_dtype); }
-  // View buckets only: moves gradients that exist already into the buffer.
-  virtual void adopt_gradients() {}
+  // A function, since who holds a buffer may outlive the bucket.
+  virtual GradientsIn gradients_in() const { return &views_in; }
+  // Whether the buffer would hold just the gradients, once more: then a single rank needs no buffer.
+  virtual bool is_plain() const { return !options_.any_grad_dtype && options_.buffer_dtype == grad_dtype_; }
 
   State state() const { return state_; }
   bool complete() const { return pending_ == 0; }
@@ -120,15 +120,14 @@ class Bucket {
     return slots_->front().parameter.options().dtype(options_.buffer_dtype).requires_grad(false);
   }
   void check(const Slot& slot, const at::Tensor& grad, bool sparse) const;
-  static bool is_one_piece(const Slot& slot, const at::Tensor& grad) {
-    return minddp::is_one_piece(grad, slot.parameter.sizes(), slot.strides);
-  }
+  // Whether a gradient's memory is one piece in the order of its parameter's strides, to be copied as it lies.
+  static bool is_one_piece(const Slot& slot, const at::Tensor& grad);
+  static std::vector<at::Tensor> views_in(const std::vector<Slot>& slots, const at::Tensor& buffer);
 
   const Options options_;
   const at::ScalarType grad_dtype_;
   const at::Device device_;
-  const std::shared_ptr<std::vector<Slot>> slots_ =
-      std::make_shared<std::vector<Slot>>();  // shared with cases/comm_hook.h
+  const std::shared_ptr<std::vector<Slot>> slots_ = std::make_shared<std::vector<Slot>>();  // shared with GradBuckets
   int64_t numel_ = 0;
   at::Tensor buffer_;
   State state_ = State::kFilling;

@@ -7,7 +7,7 @@
 // was found in the output of a synchronized forward. Two: a synchronized forward still waits for its backward, and
 // the graph has no node of any synchronized forward. A program may also ask for torch's rule: prepare_for_backward().
 // A forward waits until an iteration ends, or until a backward goes through another wrapper that shares a parameter
-// (cases/shared_parameters.h).
+// (torch_surface/shared_parameters.h).
 //
 // If no synchronized forward has run since the last iteration, a backward may still go through an older one by
 // accident: a forward under no_sync has used something that it has left (a feature, a hidden state, autocast's copy
@@ -15,13 +15,14 @@
 // at the graph, since graphs may differ between ranks.
 #pragma once
 
-#include "support/graph_task.h"
-#include "support/node_spans.h"
+#include "graph_task.h"
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -32,6 +33,33 @@ enum class Origin {
   kSynchronized,  // through a forward that ran outside of no_sync, or adopted by one (see Answer)
   kLocal,         // only through forwards that ran under no_sync, or that are over (see above)
   kBypassed,      // through no forward of the wrapper
+};
+
+// Nodes that one thread has made between two moments. Autograd numbers the nodes as it makes them, each thread by
+// itself, so they are an interval of numbers.
+struct NodeSpan {
+  uint64_t begin = 0, end = 0;  // sequence numbers
+  uint64_t thread = 0;
+  bool synchronized = false;  // a forward's outside of no_sync
+};
+
+// The last 64.
+class NodeSpans {
+ public:
+  void add(NodeSpan span) { spans_[count_++ % spans_.size()] = span; }
+  // The newest first: most backwards are of the last forward. nullptr: none of them.
+  const NodeSpan* find(const torch::autograd::Node& node) const {
+    const uint64_t number = node.sequence_nr();
+    for (size_t age = 1; age <= std::min(count_, spans_.size()); ++age) {
+      const NodeSpan& span = spans_[(count_ - age) % spans_.size()];
+      if (number >= span.begin && number < span.end && node.thread_id() == span.thread) return &span;
+    }
+    return nullptr;
+  }
+
+ private:
+  std::array<NodeSpan, 64> spans_;
+  size_t count_ = 0;
 };
 
 class Forwards {

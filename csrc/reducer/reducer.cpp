@@ -1,37 +1,27 @@
 #include "reducer.h"
 
-#include "support/end_of_backward.h"
-#include "support/errors.h"
-#include "support/watched_wait.h"
-#include "transport/allreduce.h"
-#include "transport/ordered_allreduce.h"
+#include "errors.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 namespace minddp {
-
-namespace {
-int current_graph_task() { return torch::autograd::get_current_graph_task_id(); }
-}  // namespace
 
 // --- forward
 
 // The graph does not exist yet: only the sequence number at which its nodes will begin is noted.
 void Reducer::begin_forward() {
-  grads.forget_interruption();
   // module.half().float() gives parameters new AccumulateGrad nodes, without our hooks. If absence is allowed, a lost
   // hook would look like an unused parameter, so each forward looks at all of them. If absence is an error, a lost
   // hook cannot lead to a wrong average. In that case each forward looks at one parameter only, in turn. If one hook
   // is lost, all are renewed.
-  size_t looks = used_map_.absence_is_fine() ? parameters.size() : 1;
-  for (; hooks_ && iteration.phase == Phase::kIdle && looks > 0; --looks) {
-    turn_ = (turn_ + 1) % parameters.size();
-    if (hooks_->is_lost(turn_, parameters[turn_])) renew_hooks();
+  size_t checks = used_map.absence_is_fine() ? parameters.size() : 1;
+  for (; hooks_ && iteration.phase == Phase::kIdle && checks > 0; --checks) {
+    next_hook_check_ = (next_hook_check_ + 1) % parameters.size();
+    if (hooks_->is_lost(next_hook_check_, parameters[next_hook_check_])) renew_hooks();
   }
   forwards.begin();
-  trace_->note(StepEvent::kForwardBegin);
+  notify(Moment::kForwardBegin);
 }
 
 // If no output tensor is found (a dataclass, tensors kept elsewhere), there is no hook. If the forward was
@@ -43,7 +33,7 @@ void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchroni
   const bool own = std::ranges::any_of(outputs, [](const at::Tensor& output) { return output.requires_grad(); }) &&
       std::ranges::none_of(outputs, [](const at::Tensor& output) { return output.grad_fn() != nullptr; });
   forwards.end(synchronized, /*visible=*/!outputs.empty() && (synchronized || !own));
-  trace_->note(StepEvent::kForwardEnd);
+  notify(Moment::kForwardEnd);
   watch(outputs, synchronized);
 }
 
@@ -66,67 +56,65 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
 
 // --- backward begins
 
-// Called at each sign of a backward: it has reached an output of a forward, or has brought one of our gradients. The
-// first sign decides the backward's origin; a later output of a synchronized forward may still make it synchronized.
-// The argument says whether the output's forward was synchronized. It is empty if a gradient is the sign.
-// Forwards::origin() searches the graph task's nodes if that does not tell. In a reentrant checkpoint the search
-// finds nothing: its graph task has none of the forward's nodes.
+// The first notice decides the backward's origin; a later output of a synchronized forward may still make it
+// synchronized. If a gradient is the notice, Forwards::origin() searches the graph task's nodes. In a reentrant
+// checkpoint the search finds nothing: its graph task has none of the forward's nodes.
 void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   const int graph_task = current_graph_task();
   const bool synchronized = through_synchronized_forward.value_or(false);
-  const bool known = !backward.graph_tasks.empty();
+  const bool known = backward.runs();
   if (synchronized && known && !backward.has(graph_task)) {
     await_end_of(graph_task);
-    backward.each_once = iteration.each_once = false;
+    backward.comes_once = iteration.comes_once = false;
   }
-  if (known && !(synchronized && backward.has(graph_task) && !backward.is_synchronized())) return;
+  const bool becomes_synchronized = synchronized && backward.has(graph_task) && !backward.is_synchronized();
+  if (known && !becomes_synchronized) return;
   // In a static graph's first iteration, which decides what is unused, no forward adopts a bypassing backward.
-  const bool adopts = used_map_.mode() != GraphMode::kStatic || has_recorded();
+  const bool adopts = used_map.mode() != GraphMode::kStatic || has_ended_once();
   Forwards::Answer answer = forwards.origin(adopts, through_synchronized_forward, /*within_no_sync=*/!sync_enabled);
-  for (auto& c : cases_) c->on_backward(answer);
+  for (auto& c : cases_) c->on_origin(answer);
   backward.join(answer);
-  if (answer.adopted && !through_synchronized_forward) tell_of_adopted();
-  if (hooks_ && backward.is_synchronized()) foresee(answer.seen || through_synchronized_forward);
+  if (answer.adopted && !through_synchronized_forward) notify_adopted();
+  if (hooks_ && backward.is_synchronized()) predict_arrivals(answer.seen || through_synchronized_forward);
   if (known) return;
   backward.makes_graph = c10::GradMode::is_enabled();
-  backward.goes_to_all = GraphTaskNodes().goes_to_all();
+  backward.reaches_all_leaves = GraphTaskNodes().reaches_all_leaves();
   backward.begin = at::sequence_number::peek();
-  if (backward.is_synchronized()) grads.backward_begins(parameters);
+  notify(Moment::kBackward);
   await_end_of(graph_task);
 }
 
 // The program may have called the module past the wrapper. Then other ranks may have no such backward.
-void Reducer::tell_of_adopted() const {
-  if (!callbacks_.on_adopted || !hooks_) return;
-  if (forwards.has_nodes_in_graph() || GraphTaskNodes().has_reentrant_checkpoint()) return;
+void Reducer::notify_adopted() {
+  if (!hooks_ || forwards.has_nodes_in_graph() || GraphTaskNodes().has_reentrant_checkpoint()) return;
   const Flags part = hooks_->taking_part();
   std::vector<size_t> indices;
   for (size_t i = 0; i < part.size(); ++i)
     if (part[i]) indices.push_back(i);
-  callbacks_.on_adopted(indices);
+  for (auto& c : cases_) c->on_adopted(indices);
 }
 
-// What the running graph task tells of its gradients before the first one comes. It brings each gradient once for
+// What the running graph task shows of its gradients before the first one comes. It brings each gradient once for
 // each of its nodes. More can come only from another task: a reentrant checkpoint's, another thread's, or a second
-// backward's, if this one leaves gradients out. `is_its_own`: the task has nodes of the forward, or has reached its
-// output.
-void Reducer::foresee(bool is_its_own) {
+// backward's, if this one leaves gradients out. `graph_is_its_own`: the task has nodes of the forward, or has reached
+// its output.
+void Reducer::predict_arrivals(bool graph_is_its_own) {
   backward.takes_part.clear();
-  backward.each_once = false;
-  const bool is_new = !has_recorded() || backward.adopted;  // what earlier iterations have taught does not apply
-  const bool finds_unused = used_map_.mode() == GraphMode::kFindUnused && is_its_own;
-  if (used_map_.mode() == GraphMode::kStatic || !(is_new || finds_unused)) return;
+  backward.comes_once = false;
+  const bool is_new = !has_ended_once() || backward.adopted;  // what earlier iterations have taught does not apply
+  const bool finds_unused = used_map.mode() == GraphMode::kFindUnused && graph_is_its_own;
+  if (used_map.mode() == GraphMode::kStatic || !(is_new || finds_unused)) return;
   const bool nests = is_new && GraphTaskNodes().has_reentrant_checkpoint();
   Flags part = hooks_->taking_part();
   const auto comes_once = [&](char nodes) { return nodes == 1 || (nodes == 0 && finds_unused); };
-  backward.each_once = !nests && std::ranges::all_of(part, comes_once);
-  if (finds_unused && (has_recorded() || !nests)) backward.takes_part = std::move(part);
+  backward.comes_once = !nests && std::ranges::all_of(part, comes_once);
+  if (finds_unused && (has_ended_once() || !nests)) backward.takes_part = std::move(part);
 }
 
 // REQUIRES: `graph_task` is the running one.
 void Reducer::await_end_of(int graph_task) {
   backward.graph_tasks.push_back(graph_task);
-  at_end_of_backward(weak_from_this(), graph_task, &Reducer::finish_backward, &Reducer::backward_is_gone);
+  at_end_of_backward(weak_from_this(), graph_task, &Reducer::finish_backward, &Reducer::on_backward_gone);
 }
 
 // An iteration in kIncomplete goes on: another backward brings what the first one left out. A new iteration marks the
@@ -136,15 +124,15 @@ void Reducer::begin_iteration() {
   const bool goes_on = iteration.phase == Phase::kIncomplete;
   if (!goes_on) iteration.forget();
   iteration.phase = Phase::kBackward;
-  iteration.each_once = backward.each_once && !goes_on;
-  iteration.sends_at_the_end |= backward.adopted && !iteration.each_once;
+  iteration.comes_once = backward.comes_once && !goes_on;
+  iteration.launches_at_end |= backward.adopted && !iteration.comes_once;
   if (goes_on) return;
-  trace_->begin_iteration();
+  learned.begin_iteration();
   for (auto& bucket : buckets) bucket->begin_iteration();
-  for (auto& c : cases_) c->on_begin();
+  notify(Moment::kIterationBegin);
   const Flags& part = backward.takes_part;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    iteration.absent[i] = used_map_.known_unused(i) || (!part.empty() && !part[i] && !learned.nested[i]);
+    iteration.absent[i] = used_map.known_unused(i) || (!part.empty() && !part[i] && !learned.nested[i]);
     if (iteration.absent[i]) mark_variable_ready(i, {});
   }
 }
@@ -160,77 +148,76 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
     iteration.too_late = true;
     fail(errors::ready_twice(rank, {index, names[index]}, iteration.arrivals[index] + 1));
   }
-  ArrivedGradient arrival{index, contribution, parameters[index].mutable_grad().defined()};
-  for (auto& c : cases_) c->on_arrival(arrival);
+  ArrivedGradient gradient{index, contribution, parameters[index].mutable_grad().defined()};
+  for (auto& c : cases_) c->on_gradient(gradient);
   const bool synchronized = backward.is_synchronized();
-  if (arrival.defined && (synchronized || arrival.in_grad)) grads.used[index] = 1;
-  if (arrival.defined && arrival.in_grad)
-    grads.arrived(index, backward.origin, current_graph_task(), parameters[index].grad(),
-        used_map_.used_nowhere(index), /*within_no_sync=*/!sync_enabled);
+  if (gradient.defined && (synchronized || gradient.in_grad)) used[index] = 1;
+  if (gradient.defined && gradient.in_grad) {
+    if (!bypasses(index)) arrived_in[index] = current_graph_task();
+    for (auto& c : cases_) c->after_accumulation(index);
+  }
   if (!synchronized) return;
   if (iteration.phase != Phase::kBackward) begin_iteration();
   const bool nested = !backward.has(current_graph_task());
-  if (nested) iteration.each_once = false;
-  iteration.sends_at_the_end |= backward.adopted && !iteration.each_once;
-  if (contribution.defined() && (used_map_.known_unused(index) || used_map_.used_nowhere(index)))
+  if (nested) iteration.comes_once = false;
+  iteration.launches_at_end |= backward.adopted && !iteration.comes_once;
+  if (contribution.defined() && (used_map.known_unused(index) || used_map.used_nowhere(index)))
     fail(errors::graph_changed(rank, {index, names[index]}));
-  if (used_map_.known_unused(index)) return;
+  if (used_map.known_unused(index)) return;
   if (nested) learned.nested[index] = 1;
-  trace_->ready[index] = Trace::now();
-  const auto order = learned.note_arrival(iteration, index, contribution.defined());
-  if (order == Learned::Arrival::kLast) mark_variable_ready(index, contribution);
-  if (order == Learned::Arrival::kExtra) gradient_grew(index, contribution);
+  for (auto& c : cases_) c->on_arrival(index);
+  const auto arrival = learned.note_arrival(iteration, index, contribution.defined());
+  if (arrival == Learned::Arrival::kLast) mark_variable_ready(index, contribution);
+  if (arrival == Learned::Arrival::kExtra) on_extra_arrival(index, contribution);
 }
 
-// A loop: later buckets may be complete already, and have waited for this one. The used map follows the last bucket:
-// a collective that waited for the end of backward would come there after other modules' collectives.
+// A loop: later buckets may be complete already, and have waited for this one.
 void Reducer::mark_variable_ready(size_t index, const at::Tensor& contribution) {
-  const size_t b = place_[index].first;
-  if (buckets[b]->mark_ready()) trace_->note(b, BucketEvent::kReady);
-  take(index, contribution);
-  if (!buckets[b]->complete() || may_grow() || waits_for_all()) return;
-  size_t& next = iteration.next_bucket;
-  while (next < buckets.size() && buckets[next]->complete()) launch_or_skip(next);
-  if (next == buckets.size()) send_used_map();
+  const size_t bucket = bucket_and_slot_[index].first;
+  if (buckets[bucket]->mark_ready()) notify(BucketMoment::kReady, bucket);
+  pack_on_arrival(index, contribution);
+  if (!buckets[bucket]->complete() || arrivals_unknown() || waits_for_all()) return;
+  while (!all_launched() && may_leave(iteration.next_bucket)) launch_or_skip(iteration.next_bucket);
+  if (all_launched()) send_used_map();
 }
 
 // Handles a contribution after the one that was thought the last, or to a parameter that was thought absent. If the
 // bucket has neither left nor been skipped, the gradient is packed again, and the next iterations wait for that
 // arrival. Otherwise, or if it cannot be packed again, it is an error.
-void Reducer::gradient_grew(size_t index, const at::Tensor& contribution) {
-  auto [bucket, slot] = place_[index];
-  if (bucket < iteration.next_bucket || !buckets[bucket]->repack(slot, pre_scale))
+void Reducer::on_extra_arrival(size_t index, const at::Tensor& contribution) {
+  auto [bucket, slot] = bucket_and_slot_[index];
+  if (has_left(bucket) || !buckets[bucket]->repack(slot, pre_scale))
     fail(errors::ready_twice(rank, {index, names[index]}, iteration.arrivals[index]));
   learned.expected[index] = std::max(learned.expected[index], iteration.arrivals[index]);
-  take(index, contribution);
+  pack_on_arrival(index, contribution);
 }
 
 // Packs the whole bucket if this was its last gradient. Otherwise, on the CPU, packs this gradient. A parameter that
 // this rank has not used is packed with its bucket.
-void Reducer::take(size_t index, const at::Tensor& contribution) {
-  auto [b, slot] = place_[index];
-  if (buckets[b]->complete() && !skips(b)) return pack(b, contribution);
-  if (grads.used[index] && !passes_through()) buckets[b]->pack_early(slot, packing(contribution));
+void Reducer::pack_on_arrival(size_t index, const at::Tensor& contribution) {
+  auto [bucket, slot] = bucket_and_slot_[index];
+  if (buckets[bucket]->complete() && !skips(bucket)) return pack(bucket, contribution);
+  if (used[index] && !passes_through()) buckets[bucket]->pack_early(slot, packing(contribution));
 }
 
 // Not part of launch(): a complete bucket may have to wait for its turn, but can be packed now.
-void Reducer::pack(size_t index, const at::Tensor& contribution) {
-  trace_->note(index, BucketEvent::kPackBegin);
-  if (!passes_through()) buckets[index]->pack(packing(contribution));
+void Reducer::pack(size_t bucket, const at::Tensor& contribution) {
+  notify(BucketMoment::kPack, bucket);
+  if (!passes_through()) buckets[bucket]->pack(packing(contribution));
 }
 
 // --- buckets leave
 
 // True if skip_all_reduce_unused is set and this rank has used none of the bucket's parameters. The caller promises
 // that in this case no other rank has used any of them. REQUIRES: the bucket is complete, or backward is over.
-bool Reducer::skips(size_t index) const {
-  if (!skip_all_reduce_unused || used_map_.mode() == GraphMode::kAllUsed) return false;
-  return std::ranges::none_of(*buckets[index]->slots(), [&](const auto& slot) { return grads.used[slot.index]; });
+bool Reducer::skips(size_t bucket) const {
+  if (!skip_all_reduce_unused || used_map.mode() == GraphMode::kAllUsed) return false;
+  return std::ranges::none_of(*buckets[bucket]->slots(), [&](const auto& slot) { return used[slot.index]; });
 }
 
-// REQUIRES: index == iteration.next_bucket.
-void Reducer::launch_or_skip(size_t index) {
-  if (!skips(index)) launch(index);
+// REQUIRES: all buckets before it have left.
+void Reducer::launch_or_skip(size_t bucket) {
+  if (!skips(bucket)) launch(bucket);
   ++iteration.next_bucket;
 }
 
@@ -241,28 +228,31 @@ void Reducer::launch(size_t index) {
   Bucket& bucket = *buckets[index];
   if (bucket.state() == Bucket::State::kFilling) pack(index, {});
   bucket.before_launch();
-  trace_->note(index, BucketEvent::kLaunch);
-  Flight flight = passes_through() ? Flight{completed(at::empty({0})), nullptr} : reduce(index, bucket.buffer());
-  trace_->note(index, BucketEvent::kLaunchEnd);
-  auto note_done = [done = trace_->done, index](Future&) { Trace::note_done(*done, index); };
-  // CPU only: a device's future completes once the collective is enqueued.
-  if (bucket.device().is_cpu()) flight.future->addCallback(note_done, /*uses_future=*/false);
-  bucket.launched(std::move(flight));
+  notify(BucketMoment::kLaunch, index);
+  bucket.launched(passes_through() ? Flight{completed(at::empty({0}))} : reduce(index, bucket.buffer()));
+  notify(BucketMoment::kLaunched, index);
 }
 
 // The sum over ranks, in place. A single rank has it already.
 Flight Reducer::all_reduce(size_t index, const at::Tensor& buffer) {
-  if (alone()) return {completed(buffer), nullptr};
-  if (options_.ordered && !buffer.is_sparse())
-    return {options_.ordered->start(buffer, buckets[index]->sum_of_pieces()), nullptr, /*frees_buffer=*/true};
-  Flight flight = allreduce(*group_, buffer, [this, index](Future& future) { wait(future, index); });
+  if (is_alone()) return {completed(buffer), nullptr};
+  for (auto& c : cases_)
+    if (auto flight = c->all_reduce(*buckets[index], buffer, wait_for(index))) return *flight;
+  Flight flight = minddp::all_reduce(*group, buffer);
   if (hook_ && !buffer.device().is_cpu()) hook_->work = flight.work;
   return flight;
 }
 
+// The used map follows the last bucket: a collective that waited for the end of backward would come there after other
+// modules' collectives.
+void Reducer::send_used_map() {
+  iteration.used_map_sent = true;
+  used_map.send(*group, used, iteration.accumulated, parameters[0].device());
+}
+
 // --- backward ends
 
-// Autograd calls it when a graph task that enter_backward has registered is over, on the thread that ran its last
+// Autograd calls it when a graph task that enter_backward() has registered is over, on the thread that ran its last
 // node, with the caller's streams current. If several threads run backward(), the last task ends the backward. A task
 // that is no longer in `backward` ends nothing: an exception in another task, or abort_iteration(), has cleared
 // `backward`.
@@ -279,8 +269,8 @@ void Reducer::finish_backward(int graph_task) {
   if (ended.makes_graph && ended.origin != Origin::kBypassed)
     forwards.add(ended.begin, at::sequence_number::peek(), !local && !ended.adopted);
   if (iteration.phase != Phase::kBackward || local) return;  // a local one ends no iteration
-  trace_->note(StepEvent::kBackwardEnd);
-  if (!used_map_.absence_is_fine() && !missing().empty()) {
+  notify(Moment::kBackwardEnd);
+  if (!used_map.absence_is_fine() && !missing().empty()) {
     iteration.phase = Phase::kIncomplete;
     return;
   }
@@ -290,10 +280,10 @@ void Reducer::finish_backward(int graph_task) {
 }
 
 void Reducer::launch_rest(int graph_task) {
-  grads.iteration_ends_in(graph_task);
-  while (iteration.next_bucket < buckets.size()) launch_or_skip(iteration.next_bucket);
+  iteration.last_backward = graph_task;
+  while (!all_launched()) launch_or_skip(iteration.next_bucket);
   if (!iteration.used_map_sent) send_used_map();
-  if (callbacks_.after_last_launch) callbacks_.after_last_launch();
+  notify(Moment::kLastLaunch);
 }
 
 // May be called from a hook while backward runs. A gradient that comes afterwards is not in this average.
@@ -302,11 +292,11 @@ void Reducer::finalize_backward_manual() {
   finalizing_ = true;
   auto ends = c10::make_scope_exit([this] { finalizing_ = false; });
   if (iteration.phase == Phase::kBackward) {
-    trace_->note(StepEvent::kBackwardEnd);
-    launch_rest(backward.graph_tasks.empty() ? GradStates::kNone : backward.graph_tasks.back());
+    notify(Moment::kBackwardEnd);
+    launch_rest(backward.runs() ? backward.graph_tasks.back() : -1);
     backward.origin = Origin::kBypassed;  // what it still brings is this rank's alone
   }
-  grads.forget_interruption();
+  notify(Moment::kFinalizing);
   finalize_backward();
 }
 
@@ -315,19 +305,19 @@ void Reducer::finalize_backward_manual() {
 // matters.
 void Reducer::finalize_backward() {
   const double scale = scale_of_results();
-  std::optional<UsedMap::Map> used;
-  auto read = [&] { used = used_map_.globally_used(grads.used, iteration.arrivals, for_used_map()); };
+  std::optional<UsedMap::Map> used_anywhere;
+  auto read = [&] { used_anywhere = used_map.globally_used(used, iteration.arrivals, wait_for(buckets.size())); };
   for (size_t i = 0; i < buckets.size(); ++i) {
-    if (!used && used_map_.matters_to(*buckets[i]->slots(), grads.used)) read();
-    unpack(i, scale, used ? *used : grads.used);
+    if (!used_anywhere && used_map.matters_to(*buckets[i]->slots(), used)) read();
+    unpack(i, scale, used_anywhere ? *used_anywhere : used);
   }
-  if (!used) read();
+  if (!used_anywhere) read();
   for (auto& future : std::exchange(extra_futures_, {})) wait(*future, buckets.size());
-  used_map_.join(for_used_map());
+  used_map.join(wait_for(buckets.size()));
   end_iteration();
 }
 
-void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& used) {
+void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& used_anywhere) {
   Bucket& bucket = *buckets[index];
   const Flight& flight = bucket.flight();
   if (bucket.state() != Bucket::State::kLaunched || !flight.future) return;  // skipped; or unpacked already
@@ -335,59 +325,57 @@ void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& use
   if (passes_through()) return;
   if (flight.work && !bucket.device().is_cpu()) order_streams(*flight.work);
   at::Tensor result = hook_ ? hook_->result(flight.future->value()) : bucket.buffer();
+  // A process group's own future holds pairs of real numbers.
   if (at::isComplexType(bucket.dtype()) && !result.is_complex())
-    result =
-        at::view_as_complex(result.reshape({-1, 2}));  // a process group's own future holds pairs of real numbers
+    result = at::view_as_complex(result.reshape({-1, 2}));
   if (result.numel() != bucket.numel()) fail(errors::wrong_hook_result(rank, index, result.numel(), bucket.numel()));
-  trace_->note(index, BucketEvent::kUnpackBegin);
+  notify(BucketMoment::kUnpack, index);
   if (!optimizer_in_backward) {
-    bucket.unpack(result, scale, used);
-    for (auto& c : cases_) c->after_unpack(bucket, used);
+    bucket.unpack(result, scale, used_anywhere);
+    for (auto& c : cases_) c->averages_written(bucket, used_anywhere);
   }
   bucket.hold_back_streams();
-  trace_->note(index, BucketEvent::kUnpackEnd);
+  notify(BucketMoment::kUnpacked, index);
 }
 
-// The callback may ask other ranks (for the sum of weights), and raise if that sum is 0.
+// A case may ask other ranks (for the sum of weights), and raise if that sum is 0.
 double Reducer::scale_of_results() {
-  if (!callbacks_.post_scale) return post_scale;
   try {
-    return callbacks_.post_scale();
+    for (auto& c : cases_)
+      if (auto scale = c->scale_of_results()) return *scale;
   } catch (...) {  // all ranks raise: the next iteration starts clean
     for (size_t i = 0; i < buckets.size(); ++i)
       if (buckets[i]->state() == Bucket::State::kLaunched) wait(*buckets[i]->flight().future, i);
-    used_map_.join(for_used_map());
+    used_map.join(wait_for(buckets.size()));
     abort_iteration();
     throw;
   }
+  return post_scale;
 }
 
 void Reducer::end_iteration() {
   const std::vector<size_t> before = std::exchange(last_missing_, iteration.missing());
   last_error.clear();
-  graph_is_static_ = graph_is_static_ && (!has_recorded() || before == last_missing_);
+  graph_is_static_ = graph_is_static_ && (!has_ended_once() || before == last_missing_);
   ++learned.iterations;
-  grads.averaged([&](size_t i) { return used_map_.used_nowhere(i); });
+  std::fill(used.begin(), used.end(), 0);  // all that was accumulated is averaged now
   forwards.iteration_ends();
-  for (auto& c : cases_) c->on_end(/*done=*/true);
-  trace_->end_step();
+  notify(Moment::kAveraged);
   iteration.phase = Phase::kIdle;
 }
 
-// --- exceptions
+// --- exceptions and waits
 
 // Called when a graph task is no more, whatever has ended it. There is something to do only if finish_backward() has
 // not run: an exception has ended the task, and autograd has destroyed its callback without calling it.
-void Reducer::backward_is_gone(int graph_task) {
+void Reducer::on_backward_gone(int graph_task) {
   auto lock = guard();
   if (!backward.has(graph_task)) return;
-  const bool has_begun = iteration.phase == Phase::kBackward;
-  const bool owes = backward.is_synchronized() && (has_begun || backward.goes_to_all);
-  if (owes) grads.interrupted(graph_task);
+  const bool owes =
+      backward.is_synchronized() && (iteration.phase == Phase::kBackward || backward.reaches_all_leaves);
   backward = {};
-  if (!has_begun || !callbacks_.on_interrupted) return;  // the program may try the same batch again
   try {
-    callbacks_.on_interrupted(last_error);
+    for (auto& c : cases_) c->on_interrupted(graph_task, owes);
   } catch (const std::exception& error) {  // nobody is there to catch it, and backward has an error of its own
     TORCH_WARN("DistributedDataParallel could not tell the other ranks that backward has failed: ", error.what());
   }
@@ -400,20 +388,20 @@ void Reducer::abort_iteration() {
   backward = {};
   forwards.iteration_ends();
   for (auto& bucket : buckets) bucket->abandon();
-  for (auto& c : cases_) c->on_end(/*done=*/false);
-  grads.given_up();
+  notify(Moment::kGivenUp);
   extra_futures_.clear();
-  used_map_.forget();
+  used_map.forget();
   last_error.clear();
 }
 
-// on_stall() finds lost peers; without it, the future's own wait is enough. It is Python, which runs the program's
-// signal handlers first: they find gradients enabled, as outside of backward.
+// A watching case finds lost peers; without one, the future's own wait is enough. The case is Python, which runs the
+// program's signal handlers first: they find gradients enabled, as outside of backward.
 void Reducer::wait(Future& future, size_t bucket) {
-  if (!callbacks_.on_stall) return future.waitAndThrow();
+  if (std::ranges::none_of(cases_, [](const auto& c) { return c->watches(); })) return future.waitAndThrow();
   c10::AutoGradMode enabled(true);
-  wait_watching(
-      future, [&](double seconds, const std::string& error) { callbacks_.on_stall(seconds, bucket, error); });
+  wait_watching(future, [&](double seconds, const std::string& error) {
+    for (auto& c : cases_) c->on_stall(seconds, bucket, error);
+  });
 }
 
 }  // namespace minddp

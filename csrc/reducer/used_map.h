@@ -5,7 +5,6 @@
 // waits for it before the iteration ends.
 #pragma once
 
-#include "transport/allreduce.h"
 #include "wait.h"
 
 #include <ATen/ATen.h>
@@ -40,17 +39,17 @@ class UsedMap {
   // kStatic, after the first iteration: no rank had a gradient of it then, not even one that a hook removed.
   bool used_nowhere(size_t index) const { return decided() && !static_any_[index]; }
 
-  // Starts the sum of `local`, if one is needed. `grown`: nonzero if backward brought a gradient. A static graph
-  // sends both as one map, `local` first. Nothing here waits for `device`.
-  void send(c10d::ProcessGroup& group, const Map& local, const std::vector<char>& grown, at::Device device) {
+  // Starts the sum of `local`, if one is needed. `accumulated`: nonzero if backward brought a gradient. A static
+  // graph sends both as one map, `local` first. Nothing here waits for `device`.
+  void send(c10d::ProcessGroup& group, const Map& local, const std::vector<char>& accumulated, at::Device device) {
     flight_ = {};
     sent_ = local;
-    if (mode_ == GraphMode::kStatic) sent_.insert(sent_.end(), grown.begin(), grown.end());
+    if (mode_ == GraphMode::kStatic) sent_.insert(sent_.end(), accumulated.begin(), accumulated.end());
     if (is_settled()) return;
     RECORD_FUNCTION("minddp::search_unused_parameters", std::vector<c10::IValue>());
     // The memory is pinned: otherwise the host would wait for the copy.
     sum_ = at::tensor(sent_, at::dtype(at::kInt).pinned_memory(!device.is_cpu())).to(device, /*non_blocking=*/true);
-    flight_ = allreduce(group, sum_, /*wait=*/nullptr);
+    flight_ = all_reduce(group, sum_);
   }
   // Waits for the sum, even if this rank does not need it: if its process ended now, another rank would not get this
   // rank's map. On a device the current stream waits.
@@ -104,9 +103,9 @@ class UsedMap {
   // From the first iteration's sum.
   void learn(const Wait& wait) {
     const Map both = sum(wait);
-    const auto grown = both.begin() + both.size() / 2;
-    static_used_.assign(both.begin(), grown);
-    static_any_.assign(grown, both.end());
+    const auto accumulated = both.begin() + both.size() / 2;
+    static_used_.assign(both.begin(), accumulated);
+    static_any_.assign(accumulated, both.end());
     for (size_t i = 0; i < static_any_.size(); ++i) {
       hooks_remove_ |= static_any_[i] && !static_used_[i];
       static_any_[i] |= static_used_[i];

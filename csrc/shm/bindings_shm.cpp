@@ -22,10 +22,13 @@ ShmBackend& as_shm(const c10::intrusive_ptr<c10d::Backend>& backend) {
 }
 
 }  // namespace
+}  // namespace minddp
 
-void bind_shm(py::module_& module) {
+PYBIND11_MODULE(_shm, module) {
+  using namespace minddp;
+  module.doc() = "minddp's shared-memory transport. Private: use minddp.shm.";
   module.def(
-      "shm_backend",
+      "backend",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
           std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
         return c10::make_intrusive<ShmBackend>(store, rank, size, timeout);
@@ -33,17 +36,15 @@ void bind_shm(py::module_& module) {
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
       py::call_guard<py::gil_scoped_release>());
   module.def(
-      "shm_empty",
+      "empty",
       [](const c10::intrusive_ptr<c10d::Backend>& backend, int64_t numel, at::ScalarType dtype) {
         return as_shm(backend).allocateTensor(numel, at::TensorOptions().dtype(dtype));
       },
       py::arg("backend"), py::arg("numel"), py::arg("dtype"));
   module.def(
-      "shm_is_shared",
+      "is_shared",
       [](const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& tensor) {
         return as_shm(backend).is_shared(tensor);
       },
       py::arg("backend"), py::arg("tensor"));
 }
-
-}  // namespace minddp

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "exchange.h"
-#include "support/reduce.h"
+#include "wire/reduce.h"
 
 namespace minddp::shm {
 

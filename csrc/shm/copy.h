@@ -8,7 +8,7 @@
 // 3.3 on cores of one. Pure: any thread.
 #pragma once
 
-#include "../cpu/streaming.h"
+#include "copy/streaming.h"
 
 namespace minddp::shm {
 

@@ -2,7 +2,7 @@
 
 #include "shm_backend.h"
 
-#include "support/gil_release.h"
+#include "wire/gil_release.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -62,7 +62,7 @@ class Writer:
 
     def _named(self, match: re.Match[str], page: str, path: str) -> str:
         folder = Path(path).parent.as_posix()
-        places = (folder, "csrc", "csrc/reducer", "csrc/support", "minddp")
+        places = (folder, "csrc", "csrc/reducer", "csrc/copy", "minddp")
         for name in (match[1], *(f"{place}/{match[1]}" for place in places)):
             target = self.layout.page(os.path.normpath(name))
             if target and target != page:

@@ -66,7 +66,7 @@ def printed(path: str) -> str:
 
 def ensure_outputs(layout: Layout) -> None:
     """Runs the tutorials whose kept output is older than they or the package."""
-    package = [*ROOT.glob("minddp/**/*.py"), *ROOT.glob("minddp/_C*.so"), *ROOT.glob("tutorials/*.py")]
+    package = [*ROOT.glob("minddp/**/*.py"), *ROOT.glob("minddp/_*.so"), *ROOT.glob("tutorials/*.py")]
     newest = max(path.stat().st_mtime for path in package)
     stale = []
     for path in layout.tutorials:

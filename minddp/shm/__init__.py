@@ -34,6 +34,8 @@ The native half is ``csrc/shm/``; its ``shm_backend.h`` gives the reading order.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import platform
 import warnings
 from datetime import timedelta
@@ -62,16 +64,24 @@ _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 
 def is_available() -> bool:
     """Whether the transport is part of this build: it is on Linux, unless built with ``MINDDP_SHM=0``."""
-    return hasattr(load(), "shm_backend")
+    return _load() is not None
+
+
+def _load() -> Any:
+    """``minddp._shm``; None: it is not part of this build."""
+    load()  # or raises, if what was built does not go with this torch
+    spec = importlib.util.find_spec("minddp._shm")
+    return None if spec is None else importlib.import_module("minddp._shm")
 
 
 def _native() -> Any:
-    if not is_available():
+    extension = _load()
+    if extension is None:
         raise RuntimeError(
             f'minddp was built without the backend "shm", which needs Linux (this is {platform.system()}): '
             'use backend "gloo"'
         )
-    return load()
+    return extension
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -80,7 +90,7 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     except Exception as error:
         _tell_others(store, rank, error)
         raise
-    return extension.shm_backend(store, rank, size, timeout)
+    return extension.backend(store, rank, size, timeout)
 
 
 def _create_auto(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -139,13 +149,13 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup
         raise TypeError(
             f"minddp.shm.empty: dtype must be a torch.dtype that is not quantized, or None, got {dtype!r}"
         )
-    tensor: torch.Tensor = _native().shm_empty(_backend_of(group), numel, dtype)
+    tensor: torch.Tensor = _native().empty(_backend_of(group), numel, dtype)
     return tensor.view(shape)
 
 
 def is_shared(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
     """Whether the tensor lies in this rank's part of the group's shared memory and is contiguous."""
-    return bool(_native().shm_is_shared(_backend_of(group), tensor))
+    return bool(_native().is_shared(_backend_of(group), tensor))
 
 
 def _register() -> None:

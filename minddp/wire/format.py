@@ -2,7 +2,7 @@
 
 A gradient that travels in fewer bytes is rounded twice: when it is sent, and when its sum is sent. The rank that has
 summed a piece uses what it has sent of it, so all ranks end with the same bits. Sums are taken in float32, in the
-order of ranks (``csrc/transport/ordered_allreduce.h``). The shared-memory transport sums so by itself.
+order of ranks (``csrc/wire/ordered_allreduce.h``). The shared-memory transport sums so by itself.
 
 Vectors (biases, norms' weights) are few bytes, and often of another magnitude than the rest: they travel as they are.
 """
@@ -228,9 +228,9 @@ def _ordered(group: Any, argument: str, device: torch.device, quantized: bool) -
     if device.type not in made:
         if on_host:
             scatters, gathers = (_companion(group, backend, purpose) for purpose in ("scatters", "gathers"))
-            made[device.type] = _C.OrderedAllreduce.on_host(scatters, gathers, _CHUNK_BYTES)
+            made[device.type] = _C.wire.OrderedAllreduce.on_host(scatters, gathers, _CHUNK_BYTES)
         else:
-            made[device.type] = _C.OrderedAllreduce.on_device(group, _DEVICE_CHUNK_BYTES)
+            made[device.type] = _C.wire.OrderedAllreduce.on_device(group, _DEVICE_CHUNK_BYTES)
     return made[device.type]
 
 
@@ -250,7 +250,9 @@ def _companion(group: Any, name: str, purpose: str) -> Any:
     store = dist.PrefixStore(f"minddp/{purpose}", dist.distributed_c10d._world.pg_map[group][1])
     timeout = _C.cpu_timeout(group)
     if name == "shm":
-        return _C.shm_backend(store, group.rank(), group.size(), timeout)
+        from .. import _shm
+
+        return _shm.backend(store, group.rank(), group.size(), timeout)
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
 
 

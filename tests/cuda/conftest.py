@@ -1,4 +1,4 @@
-"""Runs csrc/cuda's kernels: on a GPU where there is one, and emulated on the CPU everywhere.
+"""Runs the CUDA kernels of csrc: on a GPU where there is one, and emulated on the CPU everywhere.
 
 Tests marked ``cuda`` are skipped where there is no GPU, or no CUDA in the extension.
 """

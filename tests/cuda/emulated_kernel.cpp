@@ -1,4 +1,4 @@
-// Runs csrc/cuda's kernels on a CPU: every block, and every thread or warp in it, in turn.
+// Runs the CUDA kernels of csrc on a CPU: every block, and every thread or warp in it, in turn.
 //
 // The copy's threads share nothing and never wait for each other, the other kernels' warps neither. So any order is a
 // legal one, and index arithmetic, alignment, conversions and the choice of types can be tested without a GPU.
@@ -15,9 +15,9 @@ struct Index {
 };
 static Index blockIdx, threadIdx;
 
-#include "cuda/block_quantization_kernel.cuh"
-#include "cuda/coverage.h"
-#include "cuda/scaled_copy_kernel.cuh"
+#include "wire/cuda/block_quantization_kernel.cuh"
+#include "copy/cuda/coverage.h"
+#include "copy/cuda/scaled_copy_kernel.cuh"
 
 namespace {
 
@@ -54,28 +54,19 @@ void launch(const SegmentTable& table, size_t begin, size_t end, double scale, u
   const DeviceTable part{static_cast<uint32_t>(end - begin), table.pieces.data() + begin};
   const int64_t last = end == table.pieces.size() ? table.chunks : table.pieces[end].first_chunk;
   const int64_t blocks = last - table.pieces[begin].first_chunk;
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-    for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) {
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x)
       scaled_copy_kernel<Src, Dst, kScaled>(part, scale, flags);
-    }
-  }
 }
 
 }  // namespace
 
 // `capacity`: pieces to a launch. Returns the number of launches, or -1 and sets the error.
-extern "C" int emulate(
-    const CopySegment* segments,
-    int64_t count,
-    int src_type,
-    int dst_type,
-    double scale,
-    uint32_t* flags,
-    int64_t capacity) {
+extern "C" int emulate(const CopySegment* segments, int64_t count, int src_type, int dst_type, double scale,
+    uint32_t* flags, int64_t capacity) {
   try {
     int launches = 0;
-    dispatch(
-        std::vector<CopySegment>(segments, segments + count), static_cast<at::ScalarType>(src_type),
+    dispatch(std::vector<CopySegment>(segments, segments + count), static_cast<at::ScalarType>(src_type),
         static_cast<at::ScalarType>(dst_type), scale, flags,
         [&](auto src, auto dst, auto scaled, const SegmentTable& table) {
           const size_t pieces = table.pieces.size();
@@ -102,7 +93,8 @@ extern "C" void emulate_quantize(
     const auto* numbers = static_cast<const typename decltype(of)::type*>(src);
     for_each_block(QuantizedBlock::count(numel), [&](auto& warp, int64_t block) {
       const int64_t begin = block * QuantizedBlock::kNumbers;
-      quantize_block(warp, numbers + begin, numel - begin, float(scale), lost ? lost + block : nullptr, blocks + block);
+      quantize_block(
+          warp, numbers + begin, numel - begin, float(scale), lost ? lost + block : nullptr, blocks + block);
     });
   });
 }
@@ -123,12 +115,10 @@ extern "C" void emulate_add_quantized(QuantizedBlock* pieces, int count, int64_t
   });
 }
 
-extern "C" const char* error() {
-  return last_error.c_str();
-}
+extern "C" const char* error() { return last_error.c_str(); }
 
-// Asks `calls` times whether a device is covered that is (`covered`), or is not. Returns how often the device was asked
-// and the log warned: 100 * asked + warned, and 10,000 more where an answer was not `covered`.
+// Asks `calls` times whether a device is covered that is (`covered`), or is not. Returns how often the device was
+// asked and the log warned: 100 * asked + warned, and 10,000 more where an answer was not `covered`.
 extern "C" int ask_coverage(int covered, int calls) {
   struct Counting : c10::WarningHandler {
     void process(const c10::Warning& warning) override { ++warned, last_error = warning.msg(); }

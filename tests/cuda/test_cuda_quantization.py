@@ -28,13 +28,13 @@ class OnCpu:
     device: str = "cpu"
 
     def quantize(self, src: Tensor, scale: float, lost: Tensor | None, blocks: Tensor) -> None:
-        _C.quantize(src, scale, lost, blocks)
+        _C.wire.quantize(src, scale, lost, blocks)
 
     def dequantize(self, blocks: Tensor, scale: float, dst: Tensor) -> None:
-        _C.dequantize(blocks, scale, dst)
+        _C.wire.dequantize(blocks, scale, dst)
 
     def add_quantized(self, pieces: Tensor, lost: Tensor | None) -> None:
-        _C.add_quantized(list(pieces), lost)
+        _C.wire.add_quantized(list(pieces), lost)
 
 
 @dataclass

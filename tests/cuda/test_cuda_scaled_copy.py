@@ -1,4 +1,4 @@
-"""csrc/cuda/scaled_copy.h against ATen's arithmetic, on the GPU and emulated.
+"""csrc/copy/cuda/scaled_copy.h against ATen's arithmetic, on the GPU and emulated.
 
 Every destination lies between guard elements, which must not change.
 """

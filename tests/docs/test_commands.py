@@ -86,7 +86,7 @@ def clone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("clone") / "minddp"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
-    names += [str(path.relative_to(ROOT)) for path in (ROOT / "minddp").glob("_C*.so")] + ["minddp/_build.json"]
+    names += [str(path.relative_to(ROOT)) for path in (ROOT / "minddp").glob("_*.so")] + ["minddp/_build.json"]
     for name in filter(None, names):
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

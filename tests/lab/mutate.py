@@ -42,8 +42,8 @@ EQUAL = ("None", "nullptr", "0", "{}")  # the fault would change nothing
 # The tests of a room, by the beginning of a file's path; the first that fits.
 TESTS = {
     "csrc/shm": "tests/shm tests/faults/test_shm_faults.py tests/faults/test_shm_fork.py",
-    "csrc/cpu": "tests/reducer tests/shm tests/functional",
-    "csrc/transport": "tests/reducer tests/ranks tests/shm",
+    "csrc/copy": "tests/reducer",
+    "csrc/wire": "tests/reducer tests/shm tests/functional",
     "csrc/": "tests/reducer tests/parity tests/module tests/programs",
     "minddp/torch_surface": "tests/module tests/parity tests/programs",
     "minddp/guards": "tests/guards tests/faults tests/programs",
@@ -119,7 +119,7 @@ class Copy:
         folder.mkdir(parents=True, exist_ok=True)
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
         paths = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-        paths += [path.relative_to(ROOT).as_posix() for path in (ROOT / "minddp").glob("_C*.so")]
+        paths += [path.relative_to(ROOT).as_posix() for path in (ROOT / "minddp").glob("_*.so")]
         for path in (*paths, "minddp/_build.json"):
             if (ROOT / path).exists():
                 self.write(path, (ROOT / path).read_bytes().replace(b'CXX_FLAGS = ["-O3"', b'CXX_FLAGS = ["-O0"'))
@@ -210,7 +210,7 @@ def main() -> int:
     options = parser.parse_args()
     files = [file for path in options.paths for file in (ROOT / path, *(ROOT / path).rglob("*"))]
     paths = sorted({file.relative_to(ROOT).as_posix() for file in files if file.suffix in (".py", ".h", ".cpp")})
-    faults = [fault for path in paths if not path.startswith("csrc/cuda/") for fault in faults_of(path)]
+    faults = [fault for path in paths if "/cuda/" not in path for fault in faults_of(path)]
     random.Random(options.seed).shuffle(faults)
     python = [fault for fault in faults if fault.path.endswith(".py")]
     cpp = [fault for fault in faults if not fault.path.endswith(".py")]

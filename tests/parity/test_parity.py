@@ -136,7 +136,7 @@ class _GlooOfOneThread(dist.ProcessGroupGloo):
 
 def _group_for_sparse():
     """For torch's class, whose sparse all-reduce corrupts the heap where the group's two threads end operations at
-    once (csrc/transport/sparse_allreduce.h)."""
+    once (csrc/torch_surface/sparse_allreduce.h)."""
     with mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", _GlooOfOneThread):
         return dist.new_group()
 

@@ -6,7 +6,6 @@ import importlib.machinery
 import importlib.util
 import json
 import sys
-import types
 from datetime import timedelta
 from pathlib import Path
 
@@ -86,7 +85,7 @@ def test_an_extension_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_build_without_shared_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where csrc/shm is left out: not on Linux, or with MINDDP_SHM=0."""
-    monkeypatch.setattr(minddp.shm, "load", lambda: types.SimpleNamespace())
+    monkeypatch.setattr(minddp.shm, "_load", lambda: None)
     assert not minddp.shm.is_available()
     for call in (lambda: minddp.shm.empty(2), lambda: minddp.shm.is_shared(torch.ones(1))):
         with pytest.raises(RuntimeError, match='built without the backend "shm"'):

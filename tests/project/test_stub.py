@@ -1,26 +1,33 @@
-"""minddp/_C.pyi names what the extension has, no more and no less."""
+"""The stubs name what the extensions have, no more and no less."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import minddp
 from minddp import _extension
 
-STUB = Path(minddp.__file__).with_name("_C.pyi")
+FOLDER = Path(minddp.__file__).parent
+# The stub of each module; the companions' lie beside the core's.
+STUBS = {"_C": FOLDER / "_C" / "__init__.pyi", "_shm": FOLDER / "_shm.pyi"} | {
+    f"_C.{path.stem}": path for path in (FOLDER / "_C").glob("[a-z]*.pyi")
+}
 # In the extension only when it is built with CUDA.
 CUDA_ONLY = {"cuda_scaled_copy"}
 # What pybind11 adds to every class, and to enums.
 PYBIND11 = {"_pybind11_conduit_v1_", "name", "value"}
 
 
-def stub_names() -> dict[str, set[str]]:
+def stub_names(stub: Path) -> dict[str, set[str]]:
     """The stub's top-level names; a class with its members."""
     names: dict[str, set[str]] = {}
-    for node in ast.parse(STUB.read_text()).body:
+    for node in ast.parse(stub.read_text()).body:
         if isinstance(node, ast.FunctionDef):
             names[node.name] = set()
         elif isinstance(node, ast.ClassDef):
@@ -38,17 +45,23 @@ def member_names(node: ast.stmt) -> list[str]:
 def extension_names(module: Any) -> dict[str, set[str]]:
     names: dict[str, set[str]] = {}
     for name, value in vars(module).items():
-        if not name.startswith("__"):
+        if not name.startswith("__") and not inspect.ismodule(value):
             own = vars(value) if inspect.isclass(value) else {}
             names[name] = {member for member in own if not member.startswith("__")} - PYBIND11
     return names
 
 
-def test_the_stub_names_what_the_extension_has() -> None:
-    module = _extension.load()
-    stub = stub_names()
-    for name in CUDA_ONLY - set(vars(module)):
-        del stub[name]
+@pytest.mark.parametrize("name", STUBS)
+def test_the_stub_names_what_the_extension_has(name: str) -> None:
+    _extension.load()
+    extension, _, companion = name.partition(".")
+    module = importlib.import_module(f"minddp.{extension}")
+    if companion:
+        module = getattr(module, companion)
+    stub = stub_names(STUBS[name])
+    for cuda_only in CUDA_ONLY & set(stub) - set(vars(module)):
+        del stub[cuda_only]
     for members in stub.values():
         members.discard("__init__")
-    assert extension_names(module) == stub
+    names = extension_names(module)
+    assert names == stub

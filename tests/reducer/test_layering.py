@@ -1,6 +1,6 @@
-"""Holds csrc to its shape: dependencies point down only.
+"""Holds csrc to its shape: the core includes nothing of a companion's, and its units depend in one direction.
 
-``csrc/README.md`` shows the order to a reader; this table holds it. A new unit is added to both.
+``csrc/README.md`` shows the order to a reader; these tables hold it. A new unit is added to both.
 """
 
 from __future__ import annotations
@@ -12,45 +12,47 @@ import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
-PATH = CSRC / "reducer"
-
-# Lowest first: a unit may include those before it. `bindings` is not part of the reading path.
-LAYERS = [
+# The core's units, lowest first: a unit may include those before it.
+UNITS = [
     "wait",
+    "errors",
     "bucket",
+    "lone_bucket",
+    "graph_task",
     "forwards",
     "grad_hooks",
     "iteration",
-    "grad_states",
     "used_map",
-    "state",
+    "events",
+    "comm_hook",
+    "launch_order",
+    "program_collectives",
     "reducer",
     "between_iterations",
-    "bindings_comm_hook",
-    "bindings",
 ]
-BINDINGS = {"bindings_comm_hook", "bindings"}
-PURE = {"wait"}
-CASES = {"wait", "bucket", "grad_hooks", "state"}  # what a case may include of the path
-# What each folder beside the path may include of the others.
+CORE = {"reducer", "copy"}
+# What each folder may include beside itself. A companion may also include the core.
 FOLDERS = {
-    "cases": {"support"},
-    "support": set(),
-    "cpu": {"support", "cuda"},
-    "cuda": {"support"},
-    "transport": {"support"},
-    "shm": {"cpu", "support"},
+    "copy": set(),
+    "reducer": {"copy"},
+    "guards": CORE,
+    "timeline": CORE,
+    "torch_surface": CORE,
+    "wire": CORE,
+    "shm": CORE | {"wire"},
 }
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
-def units() -> dict[str, list[Path]]:
-    """The reading path's files, in csrc/reducer, and the bindings', in csrc, by unit."""
-    files: dict[str, list[Path]] = {}
-    for path in (p for folder in (PATH, CSRC) for ending in ("*.h", "*.cpp") for p in sorted(folder.glob(ending))):
-        files.setdefault(path.stem, []).append(path)
-    return files
+def folder_of(path: Path) -> str:
+    """ "wire" for csrc/wire/cuda/x.h, "" for csrc/bindings.h."""
+    parts = path.relative_to(CSRC).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def sources() -> list[Path]:
+    return [path for path in sorted(CSRC.rglob("*")) if path.suffix in (".h", ".cuh", ".cpp", ".cu")]
 
 
 def includes(path: Path) -> list[Path]:
@@ -61,44 +63,24 @@ def includes(path: Path) -> list[Path]:
     return [p for p in found if p is not None]
 
 
-def included_units(path: Path) -> set[str]:
-    return {target.stem for target in includes(path) if target.parent in (CSRC, PATH)}
+def test_every_unit_has_a_place() -> None:
+    assert {path.stem for path in (CSRC / "reducer").iterdir()} == set(UNITS)
+    assert {path.name for path in CSRC.iterdir() if path.is_dir()} == set(FOLDERS)
 
 
-def test_every_unit_has_a_layer() -> None:
-    assert sorted(units()) == sorted(LAYERS)
-
-
-@pytest.mark.parametrize("unit", LAYERS)
-def test_dependencies_point_down(unit: str) -> None:
-    allowed = set(LAYERS[: LAYERS.index(unit) + 1])
-    for path in units()[unit]:
-        assert included_units(path) <= allowed, path.name
-
-
-def test_nothing_but_the_bindings_includes_the_reducer() -> None:
-    users = {unit for unit, paths in units().items() for path in paths if "reducer" in included_units(path)}
-    assert users <= {"reducer", "between_iterations"} | BINDINGS
-
-
-def test_subfolders_stand_on_pure_units() -> None:
-    """cpu/, cuda/, shm/ and transport/ know nothing of buckets or the reducer; cases/ know nothing of the reducer."""
-    for path in CSRC.glob("*/*"):
-        if path.parent != PATH and path.suffix in (".h", ".cuh", ".cpp", ".cu"):
-            allowed = CASES if path.parent.name == "cases" else PURE
-            assert included_units(path) <= allowed, path.relative_to(CSRC)
-
-
-def test_the_core_knows_no_case() -> None:
-    """Only :file:`between_iterations.cpp`, where cases are made, includes one; and the bindings."""
-    users = {path.stem for paths in units().values() for path in paths for target in includes(path)
-             if target.parent.name == "cases"}  # fmt: skip
-    assert users - BINDINGS == {"between_iterations"}
+@pytest.mark.parametrize("unit", UNITS)
+def test_units_of_the_core_depend_in_one_direction(unit: str) -> None:
+    allowed = set(UNITS[: UNITS.index(unit) + 1])
+    for path in (CSRC / "reducer").glob(f"{unit}.*"):
+        found = {target.stem for target in includes(path) if folder_of(target) == "reducer"}
+        assert found <= allowed, path.name
 
 
 def test_folders_include_what_they_may() -> None:
-    assert {path.name for path in CSRC.iterdir() if path.is_dir()} == {"reducer", *FOLDERS}
-    for path in CSRC.glob("*/*"):
-        if path.parent != PATH and path.suffix in (".h", ".cuh", ".cpp", ".cu"):
-            others = {target.parent.name for target in includes(path)} - {path.parent.name, "reducer", CSRC.name}
-            assert others <= FOLDERS[path.parent.name], path.relative_to(CSRC)
+    for path in sources():
+        folder = folder_of(path)
+        others = {folder_of(target) for target in includes(path)} - {folder}
+        if path.stem.startswith("bindings"):
+            others.discard("")
+        allowed = FOLDERS[folder] if folder else CORE
+        assert others <= allowed, path.relative_to(CSRC)

@@ -961,3 +961,34 @@ def test_messages_give_their_memory_back(rank, world_size):
         dist.barrier(group)
         addresses.append(minddp.shm.empty(1 << 18, group=group).data_ptr())
     assert max(addresses) - min(addresses) < 16 << 20
+
+
+class _Towers(nn.Module):
+    """Two layers beside each other. ``first``: the one that runs first, so that its gradients come last."""
+
+    def __init__(self, first: int):
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.order = (first, 1 - first)
+
+    def forward(self, x):
+        outputs = {i: self.towers[i](x) for i in self.order}
+        return outputs[0].square().sum() + outputs[1].square().sum()
+
+
+@on_ranks(2)
+def test_buckets_leave_in_one_order_on_all_ranks(rank, world_size):
+    """Also if gradients arrive in another order on each rank."""
+    torch.manual_seed(0)
+    ddp = DDP(_Towers(first=rank), bucket_cap_mb=1e-5)
+    order = minddp._C.LaunchOrder()
+    ddp.reducer.add(order)
+    orders = []
+    for _ in range(3):
+        ddp(torch.ones(2, 8)).backward()
+        orders.append((ddp.reducer.arrival_order(), order.last()))
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, orders)
+    arrivals, launches = zip(*[zip(*of_rank) for of_rank in everyone])
+    assert arrivals[0] != arrivals[1], "or nothing is tested here"
+    assert launches[0] == launches[1] and len(launches[0][-1]) > 1

@@ -101,7 +101,8 @@ def test_the_source_distribution_is_for_any_torch(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
         described = archive.extractfile(f"minddp-{minddp.__version__}/PKG-INFO").read().decode()
-    assert {"LICENSE", "setup.py", "csrc/bindings.cpp", "csrc/cuda/scaled_copy.cu", "minddp/_C.pyi"} <= names
+    stubs = {"minddp/_C/__init__.pyi", "minddp/_C/guards.pyi", "minddp/_shm.pyi"}
+    assert {"LICENSE", "setup.py", "csrc/bindings.cpp", "csrc/copy/cuda/scaled_copy.cu", *stubs} <= names
     assert not [name for name in names if name.endswith((".so", "_build.json"))]
     assert "\nRequires-Dist: torch>=2.11\n" in described
 

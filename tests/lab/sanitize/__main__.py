@@ -129,7 +129,7 @@ def _build_driver(sanitizer: str, sources: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     flags = [f"-fsanitize={SANITIZERS[sanitizer]}", *FLAGS, f"-I{sources}", *include]
     files = [sources / "shm" / f"{part}.cpp" for part in SOURCES] + [
-        sources / "cpu" / "reduce.cpp",
+        sources / "wire" / "reduce.cpp",
         HERE / "shm_driver.cpp",
         HERE / "one_mapping.cpp",
     ]

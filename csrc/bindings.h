@@ -1,0 +1,45 @@
+// How a companion binds its cases, without the core's knowing it: each has a static Companion in a file of its own,
+// csrc/<companion>/bindings_<companion>.cpp.
+#pragma once
+
+#include "reducer/events.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace minddp {
+
+using Release = py::call_guard<py::gil_scoped_release>;
+
+// Before anything is imported, each is noted; import of `_C` calls `bind` with a new module `_C.<name>`.
+struct Companion {
+  using Bind = void (*)(py::module_&);
+  Companion(const char* name, Bind bind) { all().emplace_back(name, bind); }
+  static std::vector<std::pair<const char*, Bind>>& all() {
+    static std::vector<std::pair<const char*, Bind>> companions;
+    return companions;
+  }
+};
+
+// A class of cases, which Reducer.add() takes.
+template <class Kind>
+py::class_<Kind, Case, std::shared_ptr<Kind>> bind_case(py::module_& module, const char* name) {
+  return py::class_<Kind, Case, std::shared_ptr<Kind>>(module, name);
+}
+
+inline std::vector<size_t> parameter_indices(const Bucket& bucket) {
+  std::vector<size_t> indices;
+  for (const Bucket::Slot& slot : *bucket.slots()) indices.push_back(slot.index);
+  return indices;
+}
+
+}  // namespace minddp
