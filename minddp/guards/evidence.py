@@ -242,7 +242,7 @@ def _end(fact: Fact) -> str:
 def _where(fact: Fact, wrapper: str) -> str:
     report = fact.report
     if not report:
-        return "nowhere yet; torch's class says nothing, if it has that"
+        return "nowhere yet (torch's class, in a process that was started past `minddp run`, reports nothing)"
     places = report["places"]
     place = places.get(wrapper) or next(iter(places.values()), None)
     does = "is past its last DistributedDataParallel" if place is None else f"is {Place(*place).words}"

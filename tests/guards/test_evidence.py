@@ -94,7 +94,7 @@ CELLS = [
     (fact(sight=GONE), fact(rank=6, sight=Sight("stopped")), Kind.GONE, "is gone"),
     (fact(failure=told(left=True, wrapper="another")), BUSY, Kind.GONE, "does not come any more"),
     (fact(sight=Sight("stopped"), report=report()), THERE, Kind.STOPPED, "is stopped (SIGSTOP"),
-    (fact(silent=True), THERE, Kind.SILENT, "does not answer"),
+    (fact(silent=True), THERE, Kind.SILENT, "seen: nowhere yet (torch's class, in a process"),
     (fact(silent=True, report=report(wait=WAIT.awaited)), THERE, Kind.SILENT, "waits for bucket 1 of iteration 7"),
     (fact(report=report(wait=bucket_0("w", 6))), THERE, Kind.WAITS, "waits for bucket 0 of iteration 6"),
     (fact(report=report(wait=ASKS.awaited)), THERE, Kind.WAITS, "waits for the others' word"),
