@@ -3,7 +3,8 @@
 # make test-all     all tests: further cells and draws, three ranks where two hold the promise, starts as users do them
 # make lint         ruff, mypy, codespell, clang-format; make format applies what can be applied
 # make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class; TORCH=torch==2.15.0
-# make docs         the site, in build/docs/html, and its tests: every page in a browser, every command of the docs
+# make site         the site, in build/docs/html, without what the tutorials print
+# make docs         the site with it, and its tests: every page in a browser, every command of the docs
 # make lab          lists the rigs that are run by hand: fuzzer, faults, sanitizers, soak...; ARGS="soak --steps 3000"
 # make size         counts lines by folder and in all
 #
@@ -22,7 +23,7 @@ CUDA_ARCHS ?= 9.0
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: build demo test test-all lab size lint format conformance libraries tutorials docs exercises
+.PHONY: build demo test test-all lab size lint format conformance libraries tutorials site docs exercises
 .PHONY: check-torch check-cuda gpu-check
 
 ifdef PYTHON
@@ -47,8 +48,12 @@ SYSTEM_PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; 
 EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*project["optional-dependencies"][sys.argv[1]], sep="\n")
 
-# So that `.venv/bin/python script.py` finds the package built in place, without make.
-CLONE = import os, pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "clone.pth").write_text(os.getcwd())
+# So that `.venv/bin/python script.py` finds the package built in place, without make; and the command `minddp`.
+CLONE = import os, pathlib, sys, sysconfig; \
+	pathlib.Path(sysconfig.get_path("purelib"), "clone.pth").write_text(os.getcwd()); \
+	command = pathlib.Path(sysconfig.get_path("scripts"), "minddp"); \
+	command.write_text(f"\#!{sys.executable}\nimport sys\n\nfrom minddp.cli.command import main\n\nsys.exit(main())\n"); \
+	command.chmod(0o755)
 
 .venv/bin/python:
 	@test -n "$(SYSTEM_PYTHON)" || { echo "minddp needs Python 3.11 or newer: none found on PATH"; exit 1; }
@@ -93,6 +98,9 @@ DEMO := tutorials/01_digits.py
 demo: $(BUILT) $(call needs,tutorials)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	  $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
+	@echo "Next:  TORCH_DDP=1 make demo              the same with torch's class, to the same digest"
+	@echo "       $(PY) -m minddp doctor       what works on this machine"
+	@echo "       open docs/how.html in a browser, and read tutorials/mini_ddp.py: how DDP works, and DDP in 100 lines"
 
 # Much of a test is waiting: four workers for two processors.
 WORKERS ?= 4
@@ -144,6 +152,9 @@ endif
 
 tutorials: $(BUILT) $(call needs,tutorials)
 	$(PY) tutorials/run_all.py $(ARGS)
+
+site: $(BUILT) $(call needs,docs) $(call needs,test)
+	$(PY) -m docs.website --no-tutorials
 
 docs: $(BUILT) $(call needs,docs) $(call needs,tutorials) $(call needs,test)
 	$(PY) -m docs.website

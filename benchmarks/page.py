@@ -23,7 +23,8 @@ _HEAD = """# Performance
 
 `python benchmarks/page.py` writes this page from `benchmarks/results`. Each table is the last stored result of the
 command above it. The line below that command gives the machine. Variants took turns within one run. A cell is median
-[quartiles]. The machine was shared, so compare figures within one run only. [Benchmarks](../benchmarks/README.md)
+[quartiles]. The machine was shared, so compare figures within one run only. `overhead.py` and `bucket_size.py`
+compare medians; `shm.py` and `wire.py` give the median of each round's ratio. [Benchmarks](../benchmarks/README.md)
 describes the scripts.
 """
 

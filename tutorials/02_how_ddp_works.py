@@ -320,8 +320,11 @@ def ladder() -> None:
         if max(meanwhile) < after:
             break
     show_rungs(ranks)
-    print(f"   All gradients need {size / RATE * 1e3:.0f} milliseconds on it. Rung 2 sends after backward: exposed.")
-    print("   Rungs 4 and 5 send meanwhile: what is exposed is the last bucket, which no backward is left to hide.")
+    fourth, fifth = ((after - seconds) * 1e3 for seconds in meanwhile)
+    transfer = size / RATE * 1e3
+    print(f"   All gradients need {transfer:.0f} ms on it. Rung 2 sends after backward: all of it is exposed.")
+    print(f"   Rung 4 sends meanwhile, and hides {fourth:.0f} ms of it behind backward; rung 5 hides {fifth:.0f} ms.")
+    print("   If that is little: backward is shorter than the transfer, or the machine is too busy to show it.")
     print("   Every rung has the same gradients as the one below, bit for bit, and both ranks have them.\n")
 
 

@@ -1,6 +1,6 @@
 """What is the gradient of a collective? Six small programs, on two and on three ranks, and the truth.
 
-On every rank x = 1 and xx = (rank + 2) * x. The truth comes from moving each rank's x a little and watching
+On every rank x = 1 and z = (rank + 2) * x. The truth comes from moving each rank's x a little and watching
 the sum of all ranks' losses: what a single process would differentiate if it ran all the ranks' programs.
 
     python tutorials/07_gradient_of_a_collective.py
@@ -31,15 +31,15 @@ def say(text):
 # %%
 
 
-def plain_all_reduce(xx, op="sum"):
+def plain_all_reduce(z, op="sum"):
     """torch.distributed.all_reduce on a copy, as autograd sees it: an identity."""
-    result = xx * 1
+    result = z * 1
     dist.all_reduce(result.data, getattr(dist.ReduceOp, op.upper()))
     return result
 
 
-def torch_all_reduce(xx, op="sum"):
-    return torch_nn.all_reduce(xx, getattr(dist.ReduceOp, op.upper()))
+def torch_all_reduce(z, op="sum"):
+    return torch_nn.all_reduce(z, getattr(dist.ReduceOp, op.upper()))
 
 
 WAYS = {
@@ -56,13 +56,13 @@ WAYS = {
 # %%
 
 
-# Each program: xx, the rank and a way to reduce -> this rank's loss.
+# Each program: z, the rank and a way to reduce -> this rank's loss.
 PROGRAMS = {
-    "all_reduce(xx)**2": lambda xx, rank, reduce: reduce(xx) ** 2,
-    "(rank + 2) * all_reduce(xx)": lambda xx, rank, reduce: (rank + 2) * reduce(xx),
-    "(rank + 2) * all_reduce(xx, product)": lambda xx, rank, reduce: (rank + 2) * reduce(xx, "product"),
-    "(rank + 2) * all_reduce(xx, max)": lambda xx, rank, reduce: (rank + 2) * reduce(xx, "max"),
-    "rank * all_reduce(xx)": lambda xx, rank, reduce: rank * reduce(xx),
+    "all_reduce(z)**2": lambda z, rank, reduce: reduce(z) ** 2,
+    "(rank + 2) * all_reduce(z)": lambda z, rank, reduce: (rank + 2) * reduce(z),
+    "(rank + 2) * all_reduce(z, product)": lambda z, rank, reduce: (rank + 2) * reduce(z, "product"),
+    "(rank + 2) * all_reduce(z, max)": lambda z, rank, reduce: (rank + 2) * reduce(z, "max"),
+    "rank * all_reduce(z)": lambda z, rank, reduce: rank * reduce(z),
 }
 
 
@@ -110,12 +110,12 @@ def the_numbers_of_the_question(ranks):
     def gradients(program, way):
         return [rank[program][2][way] for rank in ranks]
 
-    assert [rank["all_reduce(xx)**2"][0] for rank in ranks] == [25, 25]
-    assert gradients("all_reduce(xx)**2", "minddp.functional") == [40, 60]
-    assert gradients("(rank + 2) * all_reduce(xx)", "minddp.functional") == [10, 15]
-    assert gradients("(rank + 2) * all_reduce(xx)", "in place") == [4, 9]
-    assert gradients("(rank + 2) * all_reduce(xx, product)", "minddp.functional") == [30, 30]
-    assert gradients("rank * all_reduce(xx)", "minddp.functional") == [2, 3]
+    assert [rank["all_reduce(z)**2"][0] for rank in ranks] == [25, 25]
+    assert gradients("all_reduce(z)**2", "minddp.functional") == [40, 60]
+    assert gradients("(rank + 2) * all_reduce(z)", "minddp.functional") == [10, 15]
+    assert gradients("(rank + 2) * all_reduce(z)", "in place") == [4, 9]
+    assert gradients("(rank + 2) * all_reduce(z, product)", "minddp.functional") == [30, 30]
+    assert gradients("rank * all_reduce(z)", "minddp.functional") == [2, 3]
 
 # %% [markdown]
 # ## One loss, or two?
@@ -127,7 +127,7 @@ def the_numbers_of_the_question(ranks):
 
 
 def one_loss_or_two(rank, size):
-    """x.grad of all_reduce(xx)**2 under both readings."""
+    """x.grad of all_reduce(z)**2 under both readings."""
     gradients = []
     for reading in ("per_rank", "replicated"):
         x = torch.ones((), requires_grad=True)
@@ -193,14 +193,14 @@ def a_gradient_of_zero():
 
 
 if __name__ == "__main__":
-    say("""An all_reduce gives every rank s the sum y_s of all xx_r. Move xx_r, and every rank's y_s
-        moves: so the gradient of xx_r is the sum over s of what comes back to y_s. The backward of an
+    say("""An all_reduce gives every rank s the sum y_s of all z_r. Move z_r, and every rank's y_s
+        moves: so the gradient of z_r is the sum over s of what comes back to y_s. The backward of an
         all_reduce is an all_reduce. An in-place all_reduce that autograd does not see leaves the other
         ranks' part out; an API that takes every op for a sum gets products and maxima wrong (✗):""")
     the_numbers_of_the_question(show_table(2))
     show_table(3)
     say("""For a product the factor is the product of the *other* ranks' values, computed as such, never
-        as y / xx: so it is right when one of them is 0. The maximum's gradient goes to the rank that
+        as y / z: so it is right when one of them is 0. The maximum's gradient goes to the rank that
         holds it, and is shared evenly when several do.""")
     two_readings()
     a_wrong_claim_raises()

@@ -163,6 +163,7 @@ def another_order(rank: int, wrap: Any, extra: dict, model: Any):
 
 def break_order() -> None:
     found = show("2. Two models, trained in another order on each rank", another_order)
+    print("   Neither class can see this from one rank: call wrappers in one order on all ranks.\n")
     assert all(all(map(ended_well, told)) and equal is False for told, equal in found.values())
 
 

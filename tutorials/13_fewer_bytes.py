@@ -171,7 +171,8 @@ def when_it_pays() -> None:
     for name, wire in WIRES.items():
         step, wait = run_ranks(exposed, RANKS, wire)[0]
         print(f"   {name:8} {step:6.1f} ms, {wait:5.1f} ms of it exposed")
-    print("   Fewer bytes can shorten the exposed part only.")
+    print("   Fewer bytes can shorten the exposed part only. Over loopback that part is waiting for the other rank's")
+    print("   processor, not for bytes: nothing follows from these figures for a slow link.")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from . import drawings, errors, how, source, tutorials
-from .layout import HOME, ROOT, Layout, make_layout, sections
+from .layout import HOME, ROOT, Layout, core_in_reading_order, make_layout, sections
 from .markdown import Writer
 
 BUILD = ROOT / "build" / "docs"
@@ -60,7 +60,6 @@ The module
    :members:
    :inherited-members: Module
    :exclude-members: forward
-   :show-inheritance:
 
 Functions that take the wrapper
 -------------------------------
@@ -147,7 +146,9 @@ def order_page(title: str, text: str, paths: list[str], layout: Layout) -> str:
         f"{place}. [`{path}`]({name}.md). {source.first_sentence(path)}"
         for place, (path, name) in enumerate(zip(paths, names), 1)
     ]
-    toctree = "```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n"
+    core = set(core_in_reading_order())
+    listed = [name for path, name in zip(paths, names) if path in core or not path.startswith("csrc/")]
+    toctree = "```{toctree}\n:hidden:\n\n" + "\n".join(listed) + "\n```\n"
     return f"# {title}\n\n{text}\n\n" + "\n".join(rows) + "\n\n" + toctree
 
 

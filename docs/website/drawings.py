@@ -70,14 +70,15 @@ def phases_and_moves() -> tuple[list[str], list[Move]]:
     """The enum of iteration.h, and the moves that reducer.h's first comment lists."""
     folder = ROOT / "csrc" / "reducer"
     enum = re.search(r"enum class Phase \{([^}]*)\}", (folder / "iteration.h").read_text())
-    lines = re.findall(r"^//   (.+?) -- (.*?) --> (.*)$", (folder / "reducer.h").read_text(), re.MULTILINE)
+    header = re.sub(r"\n// {8,}(?=\S)", " ", (folder / "reducer.h").read_text())  # a move may take two lines
+    lines = re.findall(r"^//   (.+?) -- (.*?) --> (.*)$", header, re.MULTILINE)
     if enum is None or not lines:
         raise ValueError("csrc/reducer: no enum class Phase in iteration.h, or no list of its moves in reducer.h")
     names = [name.strip() for name in enum[1].split(",")]
     moves = []
     for begin, why, end in lines:
         begins, ends = ([name for name in re.findall(r"\bk\w+", side) if name in names] for side in (begin, end))
-        moves.append(Move(tuple(begins), ends[0] if ends else "", f"{begin} → {end}: {why}"))
+        moves.append(Move(tuple(begins), ends[0] if ends else "", f"{begin}: {why} → {end}"))
     return names, moves
 
 

@@ -27,7 +27,6 @@ SECTIONS: dict[str, dict[str, str]] = {
         "troubleshooting": "docs/troubleshooting.md",
         "timeline": "docs/timeline.md",
         "report": "docs/report.md",
-        "errors": "",
     },
     "Learn": {
         "learn": "docs/learn.md",
@@ -35,8 +34,6 @@ SECTIONS: dict[str, dict[str, str]] = {
         "mini": "tutorials/mini_ddp.py",
         "tutorials": "",
         "exercises": "exercises/README.md",
-        "functions": "exercises/exercises.py",
-        "solutions": "exercises/solutions/solutions.py",
         "cpp": "docs/cpp.md",
         "glossary": "docs/glossary.md",
     },
@@ -50,20 +47,26 @@ SECTIONS: dict[str, dict[str, str]] = {
         "api": "",
         "performance": "docs/performance.md",
         "benchmarks": "benchmarks/README.md",
-        "pains": "docs/pains.md",
         "faults": "docs/faults.md",
-        "conformance": "docs/conformance.md",
-        "trust": "docs/trust.md",
         "changelog": "CHANGELOG.md",
         "contributing": "CONTRIBUTING.md",
     },
+}
+# Pages that other pages link to, or that one searches; they are not in the menu.
+OFF_MENU = {
+    "errors": "",
+    "functions": "exercises/exercises.py",
+    "solutions": "exercises/solutions/solutions.py",
+    "pains": "docs/pains.md",
+    "conformance": "docs/conformance.md",
+    "trust": "docs/trust.md",
 }
 HOME = "README.md"
 
 
 def sections() -> dict[str, dict[str, str]]:
-    """SECTIONS, and under Reference whatever else lies in docs/."""
-    listed = {path for pages in SECTIONS.values() for path in pages.values()}
+    """The menu: SECTIONS, and under Reference whatever else lies in docs/."""
+    listed = {path for pages in [*SECTIONS.values(), OFF_MENU] for path in pages.values()}
     found = {section: dict(pages) for section, pages in SECTIONS.items()}
     for path in sorted((ROOT / "docs").glob("*.md")):
         if f"docs/{path.name}" not in listed:
@@ -92,6 +95,7 @@ class Layout:
     cpp: list[str] = field(default_factory=list)
     python: list[str] = field(default_factory=list)
     tutorials: list[str] = field(default_factory=list)
+    orphans: set[str] = field(default_factory=set)  # pages that are in no menu
 
     def page(self, path: str) -> str | None:
         return self.pages.get(path)
@@ -129,13 +133,15 @@ def python_in_reading_order() -> list[str]:
 
 def make_layout() -> Layout:
     layout = Layout()
-    for section in sections().values():
+    for section in [*sections().values(), OFF_MENU]:
         for page, path in section.items():
             if path:
                 layout.pages[path] = page
     layout.pages[HOME] = "readme"  # index.html is docs/how.html (how.py)
     layout.cpp, layout.python = cpp_in_reading_order(), python_in_reading_order()
     layout.pages |= {path: f"source/{path}" for path in layout.cpp + layout.python}
+    core = core_in_reading_order()
+    layout.orphans = {*OFF_MENU, *(layout.pages[path] for path in layout.cpp if path not in core)}
     layout.tutorials = [relative(path) for path in sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.py"))]
     layout.pages |= {path: "tutorials/" + Path(path).stem for path in layout.tutorials}
     return layout

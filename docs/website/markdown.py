@@ -28,6 +28,9 @@ class Writer:
         self.written: set[Path] = set()
 
     def write(self, page: str, text: str) -> None:
+        if page in self.layout.orphans:
+            front = text.removeprefix("---\n") if text.startswith("---\n") else f"---\n\n{text}"
+            text = f"---\norphan: true\n{front}"  # it is in no menu, and that is no mistake
         path = self.source / f"{page}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         self.written.add(path)

@@ -18,7 +18,7 @@ import pytest
 from tests.docs.test_site import pages, site  # noqa: F401  (a fixture)
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PHONE, DESKTOP = (390, 844), (1440, 900)
+PHONE, DESKTOP = (390, 844), (1280, 800)
 BROWSERS = 4  # each opens some of the pages
 
 
@@ -39,7 +39,7 @@ def address(site: Path) -> Iterator[str]:  # noqa: F811
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on PATH")
 @pytest.mark.parametrize("part", range(BROWSERS))
 def test_every_page_in_a_browser(site: Path, address: str, part: int) -> None:  # noqa: F811
-    """No error in the console, nothing wider than the window, and dark where the reader's system is."""
+    """No error in the console, nothing wider than the window, no code cut off, dark where the reader's system is."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="pip install minddp[docs]")
     wrong: list[str] = []
     with sync_api.sync_playwright() as playwright:
@@ -53,7 +53,10 @@ def test_every_page_in_a_browser(site: Path, address: str, part: int) -> None:  
             for (width, height), scheme in ((PHONE, "light"), (DESKTOP, "dark")):
                 tab.set_viewport_size({"width": width, "height": height})
                 tab.emulate_media(color_scheme=scheme)
-                wide, window, background, broken, glaring = tab.evaluate(MEASURE)
+                wide, window, background, broken, glaring, wider, cut = tab.evaluate(MEASURE)
+                wrong += [f"{tab.url}: at {width} pixels this code is cut off: {line}" for line in cut]
+                if width > PHONE[0]:  # on a phone code scrolls in its frame
+                    wrong += [f"{tab.url}: at {width} pixels wider than its frame: {line}" for line in wider]
                 wrong += [f"{tab.url}: {word!r} of a heading is broken at {width} pixels" for word in broken]
                 if scheme == "dark":
                     wrong += [f"{tab.url}: {picture} is as bright as by day" for picture in glaring]
@@ -65,7 +68,8 @@ def test_every_page_in_a_browser(site: Path, address: str, part: int) -> None:  
     assert not wrong, "\n".join(wrong)
 
 
-# The page's width and the window's, its background, words of headings that stand on two lines, pictures as drawn.
+# The page's width and the window's, its background, words of headings that stand on two lines, pictures as drawn,
+# code that is wider than its frame, and such code that does not scroll there.
 MEASURE = """(() => {
     const broken = [];
     for (const heading of document.querySelectorAll("article h1, article h2, article h3")) {
@@ -82,8 +86,11 @@ MEASURE = """(() => {
     }
     const glaring = [...document.querySelectorAll("article img")].filter(
         picture => getComputedStyle(picture).filter == "none").map(picture => picture.getAttribute("src"));
+    const wide = [...document.querySelectorAll("pre")].filter(code => code.scrollWidth > code.clientWidth + 1);
+    const hidden = wide.filter(code => !["auto", "scroll"].includes(getComputedStyle(code).overflowX));
+    const begins = blocks => blocks.map(code => code.textContent.trim().slice(0, 60));
     return [document.documentElement.scrollWidth, document.documentElement.clientWidth,
-            getComputedStyle(document.body).backgroundColor, broken, glaring];
+            getComputedStyle(document.body).backgroundColor, broken, glaring, begins(wide), begins(hidden)];
 })()"""
 
 
