@@ -5,7 +5,7 @@ what                            in looks
 ==============================  ============================================================
 a waiting rank looks            1
 it logs whom it waits for       after 10, 60, 120, 240, ...: each time that the wait has doubled
-a rank looks for questions      1, more where there are more than 50 ranks (``reports.py``)
+a rank looks for questions      1, more where there are more than 33 ranks (``reports.py``)
 gone                            5, until what it had sent must have arrived, and three turns of the watchdog, until
                                 where the others are was asked anew
 a failed collective is named    within 5
