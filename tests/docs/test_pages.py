@@ -16,9 +16,8 @@ PATH = ROOT / "csrc" / "reducer"
 
 
 def reading_path() -> str:
-    """And what it uses."""
-    folders = (PATH, ROOT / "csrc" / "cases", ROOT / "csrc" / "support")
-    return "".join(path.read_text() for folder in folders for path in folder.iterdir())
+    """And what its companions do to its phases."""
+    return "".join(path.read_text() for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".h", ".cpp"))
 
 
 # In the words of another message of this list, or of the program.
