@@ -331,7 +331,7 @@ void bind_reducer(py::module_& module) {
       .def("position", &position);
 }
 
-// Of the group's backend for CPU tensors: torch's Python interface tells only Gloo's.
+// Of the group's backend for CPU tensors: torch's Python interface has only Gloo's.
 std::chrono::milliseconds cpu_timeout(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   return group->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
 }

@@ -48,8 +48,8 @@ class Producers {
   void hold_back() const {
     for (const c10::Stream& stream : streams_) order(current(), stream);
   }
-  // `tensor` is about to be freed while the current stream may still read it. On which stream it was allocated nobody
-  // tells; the allocator does nothing where it is this one.
+  // `tensor` is about to be freed while the current stream may still read it. Nobody knows on which stream it was
+  // allocated; if it is this one, the allocator does nothing.
   void keep(at::Tensor& tensor) const {
     if (!device_.is_cpu() && tensor.defined() && !tensor.is_sparse()) tensor.record_stream(current());
   }

@@ -2,8 +2,8 @@
 // cast or moved since. Python tells of them after a forward (minddp/guards/module_changes.py).
 //
 // Their gradients would stay local. A synchronized backward that brings one is refused: before anything is sent, if
-// its graph tells; else when the gradient comes. A backward that brings none goes on, as does a forward that has
-// none.
+// its graph shows it; otherwise when the gradient comes. A backward that brings none goes on, as does a forward that
+// has none.
 #pragma once
 
 #include "reducer/reducer.h"

@@ -1,21 +1,11 @@
 #include "earlier_sums.h"
 
+#include "errors.h"
 #include "reducer/graph_task.h"
 
 #include <ATen/ATen.h>
 
 namespace minddp {
-
-namespace {
-
-// With reduction="sum" or "weighted": a gradient is the result of the reduction before.
-std::string summed_again(int rank, const std::string& name) {
-  return c10::str("The gradient of '", name, "' holds the result of an earlier synchronized backward, which ",
-      "reduction=\"sum\" or \"weighted\" would sum over the ranks again. Call zero_grad() before each synchronized ",
-      "backward; to accumulate, run all but the last backward, and their forwards, in no_sync(). [rank ", rank, "]");
-}
-
-}  // namespace
 
 // In a backward of distributed autograd `.grad` does not change.
 void EarlierSums::before_accumulation(size_t index) {
@@ -25,7 +15,7 @@ void EarlierSums::before_accumulation(size_t index) {
 void EarlierSums::on(Moment moment) {
   if (moment == Moment::kNewBuckets) results_.resize(state().parameters.size());
   if (moment != Moment::kIterationBegin) return;
-  for (size_t i = 0; i < state().parameters.size(); ++i) refuse(i);  // gradients that do not grow are sent, too
+  for (size_t i = 0; i < state().parameters.size(); ++i) refuse(i);  // a gradient without a contribution is sent, too
 }
 
 void EarlierSums::averages_written(const Bucket& bucket, const std::vector<int32_t>& used) {
@@ -59,7 +49,7 @@ void EarlierSums::refuse(size_t index) {
   const at::Tensor answers = at::stack(nonzero).cpu();
   for (size_t k = 0; k < asked.size(); ++k)
     if (!answers[int64_t(k)].item<bool>()) results_[asked[k]] = SameTensor();
-  if (may_hold(index)) state().fail(summed_again(state().rank, state().names[index]));
+  if (may_hold(index)) state().fail(errors::summed_again(state().rank, state().names[index]));
 }
 
 }  // namespace minddp

@@ -33,10 +33,10 @@ class Bucket {
     at::Tensor parameter;
     int64_t offset;  // in elements
     std::vector<int64_t> strides;
-    at::Tensor view;              // parameter-shaped view on the buffer, of which autograd does not know
-    bool packed = false;          // in this iteration
-    at::Tensor* place = nullptr;  // where the gradient is; null: in `.grad`
-    at::Tensor& grad() const { return place ? *place : parameter.mutable_grad(); }
+    at::Tensor view;                  // parameter-shaped view on the buffer, of which autograd does not know
+    bool packed = false;              // in this iteration
+    at::Tensor* elsewhere = nullptr;  // where the gradient is; null: in `.grad`
+    at::Tensor& grad() const { return elsewhere ? *elsewhere : parameter.mutable_grad(); }
   };
   struct Options {
     at::ScalarType buffer_dtype;  // what travels; gradients are cast to it and back
@@ -50,7 +50,7 @@ class Bucket {
   // How gradients go into the buffer. All but the scale is for the cases.
   struct Packing {
     double scale;
-    bool may_grow;                     // further contributions to these gradients may come in this iteration
+    bool more_may_come;                // further contributions to these gradients may come in this iteration
     const std::vector<int32_t>& used;  // by parameter, on this rank
     const at::Tensor& contribution;    // the one that has just come, if any
   };
@@ -89,7 +89,7 @@ class Bucket {
   virtual void release();  // drops the buffer; the next pack makes a new one
   // From now on gradients are at these places, by parameter; null: in `.grad`.
   virtual void move_gradients(std::vector<at::Tensor>* places) {
-    for (Slot& slot : *slots_) slot.place = places ? &(*places)[slot.index] : nullptr;
+    for (Slot& slot : *slots_) slot.elsewhere = places ? &(*places)[slot.index] : nullptr;
   }
   virtual at::Tensor zeros() const;  // what a rank without data sends
   // A function, since who holds a buffer may outlive the bucket.

@@ -2,7 +2,7 @@
 //
 // A forward of the wrapper is synchronized unless it runs under no_sync. A backward is synchronized if it goes
 // through a synchronized forward. Torch assumes that the next backward after a forward goes through it. Here the
-// graph's nodes tell: autograd numbers a thread's nodes in order, so a forward's nodes form an interval, and the
+// graph's nodes show it: autograd numbers a thread's nodes in order, so a forward's nodes form an interval, and the
 // engine collects a backward's nodes before the first hook. Torch's rule still applies in two cases. One: no tensor
 // was found in the output of a synchronized forward. Two: a synchronized forward still waits for its backward, and
 // the graph has no node of any synchronized forward. A program may also ask for torch's rule: prepare_for_backward().

@@ -35,12 +35,12 @@ struct Observer : Hook {
 };
 
 struct BeforeNode : Observer<torch::autograd::FunctionPreHook> {
-  explicit BeforeNode(const std::function<void()>& tell) : tell(tell) {}
+  explicit BeforeNode(const std::function<void()>& call) : call(call) {}
   variable_list operator()(const variable_list& grads) override {
-    tell();
+    call();
     return grads;
   }
-  const std::function<void()> tell;
+  const std::function<void()> call;
 };
 
 // Calls `on_backward` when backward reaches a node that made one of `outputs`, before that node runs. The

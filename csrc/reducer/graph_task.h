@@ -38,7 +38,7 @@ class GraphTaskNodes {
   bool reaches_all_leaves() const { return notes_.empty(); }
   // Whether it goes to given inputs, and keeps its graph for another backward.
   bool looks_ahead() const { return !reaches_all_leaves() && torch::autograd::get_current_graph_task_keep_graph(); }
-  // Whether it will run an AccumulateGrad node, as far as its own graph tells.
+  // Whether it will run an AccumulateGrad node, as far as its own graph shows.
   bool accumulates(Node* node) const {
     const auto note = notes_.find(node);
     if (nodes_.empty()) return note != notes_.end() && note->second.captures_;
@@ -59,11 +59,11 @@ inline int current_graph_task() { return torch::autograd::get_current_graph_task
 template <class Owner>
 void at_end_of_backward(
     std::weak_ptr<Owner> weak, int graph_task, void (Owner::*ended)(int), void (Owner::*gone)(int)) {
-  auto tell = [weak, graph_task](void (Owner::*what)(int)) {
+  auto call = [weak, graph_task](void (Owner::*what)(int)) {
     if (auto owner = weak.lock()) ((*owner).*what)(graph_task);
   };
-  std::shared_ptr<void> task(nullptr, [tell, gone](void*) { tell(gone); });
-  torch::autograd::Engine::get_default_engine().queue_callback([tell, ended, task] { tell(ended); });
+  std::shared_ptr<void> task(nullptr, [call, gone](void*) { call(gone); });
+  torch::autograd::Engine::get_default_engine().queue_callback([call, ended, task] { call(ended); });
 }
 
 }  // namespace minddp

@@ -3,7 +3,7 @@
 //
 // A gradient usually arrives once per backward. It arrives in several contributions if an iteration has several
 // backwards (in several threads, or because the first left gradients missing), or if several reentrant checkpoints
-// use its parameter. The first iteration counts them. If its graph does not tell that each gradient comes once, it
+// use its parameter. The first iteration counts them. If its graph does not show that each gradient comes once, it
 // sends nothing before the end of backward. From then on a gradient is whole at that count. One more arrival raises
 // the count, if the bucket has not left. The count never falls: where fewer arrive, the bucket leaves at the end of
 // backward.

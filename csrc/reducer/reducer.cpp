@@ -28,7 +28,7 @@ void Reducer::begin_forward() {
 // synchronized, each backward then counts as its own, until an iteration or the next synchronized forward ends. If it
 // ran under no_sync, a backward then counts as local, unless it goes through a synchronized forward or is adopted.
 // An output without a node (a frozen module's) counts as found. One exception: a forward under no_sync that returns
-// the module's own parameters. No node would tell that a backward has come through that forward.
+// the module's own parameters. No node would show that a backward has come through that forward.
 void Reducer::end_forward(const std::vector<at::Tensor>& outputs, bool synchronized) {
   const bool own = std::ranges::any_of(outputs, [](const at::Tensor& output) { return output.requires_grad(); }) &&
       std::ranges::none_of(outputs, [](const at::Tensor& output) { return output.grad_fn() != nullptr; });

@@ -60,7 +60,7 @@
 //                                               gradients 1 and 0 become [2, 3] and [3]
 //
 // In the first iteration buckets are large. They leave together, when the last gradient has come: as with torch's
-// class, which has one bucket then. If the graph does not tell how often each gradient arrives (reentrant
+// class, which has one bucket then. If the graph does not show how often each gradient arrives (reentrant
 // checkpoints, several backwards, a static graph), they leave at the end of backward. The order of arrival is noted
 // (Learned::order). The first buckets follow the reverse order of registration. Before a later forward Python makes
 // new ones (set_buckets), in rank 0's order of arrival on all ranks: once, or several times with
@@ -81,9 +81,9 @@
 // in several threads. So whatever they call takes mutex_, and holds it while it waits for the collectives at the end
 // of backward. finalize_backward_manual() takes it, too. Lock order: mutex_, then the GIL. Python callbacks run with
 // mutex_ held and may call the reducer again, so mutex_ is recursive. Nobody may wait for mutex_ while holding the
-// GIL. Most other functions take no lock: only the training thread calls them, or a hook that holds mutex_. The
-// transport's threads write only time stamps, which are atomic. A Python thread reads this rank's position, to report
-// it (bindings.cpp: position). It takes no lock, so its numbers may be old.
+// GIL. Most other functions take no lock: only the training thread calls them, or a hook that holds mutex_. A Python
+// thread reads this rank's position, to report it (bindings.cpp: position). It takes no lock, so its numbers may be
+// old.
 //
 // reducer.cpp has what runs in an iteration; between_iterations.cpp has the rest.
 #pragma once

@@ -1,5 +1,7 @@
 #include "context_gradients.h"
 
+#include "errors.h"
+
 #ifdef MINDDP_WITH_RPC
 #include <torch/csrc/distributed/autograd/context/container.h>
 #endif
@@ -7,17 +9,6 @@
 namespace minddp {
 
 static bool has_current();  // whether the backward that runs on this thread is one of distributed autograd's
-
-namespace {
-
-// A backward of distributed autograd's, in which a gradient cannot be reduced.
-std::string context_gradient(int rank, const std::string& name, const char* why) {
-  return c10::str("The gradient of parameter '", name,
-      "' cannot be reduced in torch.distributed.autograd.backward(): ", why,
-      ", or use torch.nn.parallel.DistributedDataParallel for it. [rank ", rank, "]");
-}
-
-}  // namespace
 
 void ContextGradients::on_gradient(ArrivedGradient& gradient) {
   const bool current = has_current();
@@ -28,7 +19,7 @@ void ContextGradients::on_gradient(ArrivedGradient& gradient) {
   if (!state().backward.is_synchronized() || (!current && !context_)) return;
   const bool begun = state().iteration.phase != Phase::kIdle;
   const char* why = refusal_.empty() ? fetch(gradient, begun) : refusal_.c_str();
-  if (why) state().fail(context_gradient(state().rank, state().names[gradient.index], why));
+  if (why) state().fail(errors::context_gradient(state().rank, state().names[gradient.index], why));
   if (!begun) enter();
 }
 

@@ -1,23 +1,11 @@
 #include "shared_parameters.h"
 
-#include "reducer/errors.h"
+#include "errors.h"
 #include "reducer/graph_task.h"
 
 #include <algorithm>
 
 namespace minddp {
-namespace {
-
-// Two wrappers reduce one gradient, which is a view on one's bucket, in the same backward.
-std::string shared_view(int rank, const std::string& name) {
-  return c10::str("Parameter '", name,
-      "' belongs to two wrappers that both reduce its gradient in this backward, one of them with ",
-      "gradient_as_bucket_view=True: its gradient would be a view on one's bucket, and be changed while the other ",
-      "sends it. Construct both with gradient_as_bucket_view=False, or wrap once the module that holds both. [rank ",
-      rank, "]");
-}
-
-}  // namespace
 
 void SharedParameters::add(const std::shared_ptr<const ReducerState>& other, bool views) {
   std::erase_if(owners_, [&](const Owner& o) { return o.state.expired() || o.state.lock() == other; });
@@ -44,7 +32,7 @@ void SharedParameters::on_gradient(ArrivedGradient& gradient) {
     return other && other->backward.is_synchronized() &&
         other->arrived_in[owner.indices[gradient.index]] == current_graph_task();
   });
-  if (shared) state().fail(shared_view(state().rank, state().names[gradient.index]));
+  if (shared) state().fail(errors::shared_view(state().rank, state().names[gradient.index]));
 }
 
 }  // namespace minddp

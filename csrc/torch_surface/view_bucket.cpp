@@ -27,8 +27,8 @@ void ViewBucket::move_gradients(std::vector<at::Tensor>* places) {
 void ViewBucket::fill(size_t begin, size_t end, const Packing& how) {
   if (can_borrow(how)) return borrow(how);
   for (size_t i = begin; i < end; ++i)
-    if (!(*slots_)[i].packed) left_[i] = how.may_grow ? how.scale : 1.0;
-  copy_in(begin, end, how.may_grow ? 1.0 : how.scale);
+    if (!(*slots_)[i].packed) left_[i] = how.more_may_come ? how.scale : 1.0;
+  copy_in(begin, end, how.more_may_come ? 1.0 : how.scale);
   for (size_t i = begin; i < end; ++i) adopt((*slots_)[i]);
 }
 
@@ -47,8 +47,8 @@ void ViewBucket::borrow(const Packing& how) {
   Slot& slot = slots_->front();
   const at::Tensor& grad = slot.grad();
   buffer_ = at::empty({0}, grad.options()).set_(grad.storage(), grad.storage_offset(), {numel()}, {1});
-  left_[0] = how.may_grow ? how.scale : 1.0;
-  if (!how.may_grow) scale_in_place(buffer_, how.scale);
+  left_[0] = how.more_may_come ? how.scale : 1.0;
+  if (!how.more_may_come) scale_in_place(buffer_, how.scale);
   borrowed_ = slot.packed = true;
 }
 
@@ -74,7 +74,8 @@ void ViewBucket::adopt_gradients() {
   }
 }
 
-// Where the scale has been applied to the memory that grew, the two contributions cannot be told apart.
+// Where the scale has been applied to the memory that autograd has added to, the two contributions cannot be told
+// apart.
 bool ViewBucket::repack(size_t i, double scale) {
   const Slot& slot = (*slots_)[i];
   const at::Tensor& grad = slot.grad();
@@ -85,7 +86,7 @@ bool ViewBucket::repack(size_t i, double scale) {
   return true;
 }
 
-// What was packed before it was known whether it would grow is scaled now.
+// What was packed before it was known whether more would come is scaled now.
 void ViewBucket::before_launch() {
   Bucket::before_launch();
   for (size_t i = 0; i < left_.size(); ++i) {

@@ -51,7 +51,7 @@ void QuantizedBucket::forget_losses() {
 void QuantizedBucket::fill(size_t begin, size_t end, const Packing& how) {
   scale_ = how.scale;
   used_ = &how.used;
-  if (how.may_grow) return;
+  if (how.more_may_come) return;
   for (size_t i = begin; i < end; ++i) encode(i, how.scale, how.used[(*slots_)[i].index]);
 }
 

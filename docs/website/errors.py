@@ -79,9 +79,12 @@ def worded(parts: list[str]) -> str:
 
 
 def worded_in_errors_h() -> Iterator[Message]:
-    """The reducer's messages, each a function with its cause above it."""
-    path = next((ROOT / "csrc").rglob("errors.h")).relative_to(ROOT).as_posix()
-    text = (ROOT / path).read_text()
+    """The messages of the reducer and of its cases, each a function with its cause above it."""
+    for file in sorted((ROOT / "csrc").rglob("errors.h")):
+        yield from worded_in(file.relative_to(ROOT).as_posix(), file.read_text())
+
+
+def worded_in(path: str, text: str) -> Iterator[Message]:
     for function in re.finditer(r"((?:^//.*\n)*)^inline (?:std::string|const char\*) (\w+)\(", text, re.MULTILINE):
         comment, name = function.groups()
         end = text.index("\n}", function.end())

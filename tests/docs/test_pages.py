@@ -42,7 +42,7 @@ def test_every_message_is_found():
                   "ended with an exception, which the program caught", "do not agree on"):  # fmt: skip
         assert words in texts
     of_reducer = {message.where: message for message in messages if message.path.endswith("errors.h")}
-    text = next((ROOT / "csrc").rglob("errors.h")).read_text()
+    text = "".join(path.read_text() for path in (ROOT / "csrc").rglob("errors.h"))
     assert set(of_reducer) == set(re.findall(r"^inline (?:std::string|const char\*) (\w+)\(", text, re.MULTILINE))
     assert "finished reduction" in of_reducer["unfinished_reduction"].text
     assert "next forward or optimizer step" in of_reducer["unfinished_reduction"].cause
