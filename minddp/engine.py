@@ -411,7 +411,8 @@ class Engine(StepCheck):
         order = [index for bucket in buckets for index in bucket]
         positions = iter(range(len(order)))
         plan = BucketPlan([[next(positions) for _ in bucket] for bucket in buckets])
-        return plan.for_parameters(*self.parameters.facts(), order)
+        names, shapes, dtypes = self.parameters.facts()
+        return plan.for_parameters(names, shapes, dtypes, order)
 
     def replaced(self, **changes: Any) -> Config:
         """The config with some fields changed."""
