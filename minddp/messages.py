@@ -45,7 +45,7 @@ def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
 def _gather_equal(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Of the same length on all ranks."""
     # Copied, since a group's thread may be the last one to hold it: no Python object is to be behind it.
-    tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_device(group), copy=True)
+    tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device_of(group), copy=True)
     everyone = [torch.empty_like(tensor) for _ in range(group.size())]
     waiting.all_gather(group, everyone, tensor, "what all ranks tell each other")
     return [data.cpu().numpy().tobytes() for data in everyone]
@@ -69,7 +69,7 @@ def work_on(group: dist.ProcessGroup, device: torch.device) -> None:
         _devices_of_own[group] = device
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where the group's backend works, the host if it can."""
     torchs = type(group) is dist.ProcessGroup
     noted = _devices.get(group.group_name) if torchs else _devices_of_own.get(group)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import waiting
+from .. import messages, waiting
 from ..messages import ranks_text
 
 _OURS = -int.from_bytes(b"ddp", "little")  # no number of parameters, but an int32, as which torch's class reads it
@@ -23,9 +23,11 @@ def refuse_torchs_class(group: dist.ProcessGroup, devices: Sequence[torch.device
         group: the wrapper's.
         devices: of the parameters that are reduced.
     """
-    if group.size() == 1 or not devices or devices[0].type == "meta":
+    if group.size() == 1 or not devices:
         return
-    mine = torch.tensor([_OURS], device=devices[0])
+    # A rank whose module is on meta takes part: the others may have values, and it is refused later, on all ranks.
+    device = messages.device_of(group) if devices[0].type == "meta" else devices[0]
+    mine = torch.tensor([_OURS], device=device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     waiting.all_gather(group, everyone, mine, "the other ranks' constructors")
     others = [rank for rank, theirs in enumerate(torch.cat(everyone).tolist()) if theirs != _OURS]
