@@ -13,6 +13,7 @@ process on optimizers.
 from __future__ import annotations
 
 from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING, Any
 
 from ._extension import config as __config__
@@ -21,34 +22,63 @@ from ._extension import load as _load
 _load()
 
 # The extension must be checked first.
-from . import functional, planner, shm  # noqa: E402
+from . import ddp as _ddp  # noqa: E402
+from . import events as _events  # noqa: E402
 from ._functions import FUNCTIONS as _FUNCTIONS  # noqa: E402
-from .cli.install import install, uninstall  # noqa: E402
 from .ddp import DistributedDataParallel  # noqa: E402
-from .functional.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm  # noqa: E402
-from .guards.stall_inspector import LostPeer  # noqa: E402
-from .owned import Owned  # noqa: E402
-from .planner import BucketPlan  # noqa: E402
-from .timeline import trace  # noqa: E402
-from .wire import Wire  # noqa: E402
+
+# The companions whose observers every wrapper gets, in this order. One that is not there is left out: the core works
+# without. "shm" registers its backends.
+for _name in ("torch_surface", "reductions", "wire", "timeline", "guards", "planner", "straggler"):
+    if _find_spec(f"{__name__}.{_name}"):
+        _events.register(_import_module(f"{__name__}.{_name}.observer").OBSERVER)
+if _find_spec(f"{__name__}.shm"):
+    _import_module(f"{__name__}.shm")
+_ddp.complete_signature()
+
+# Public name -> the companion's module that defines it, imported when the name is asked for.
+_LAZY = {
+    "BucketPlan": "planner",
+    "LostPeer": "guards.stall_inspector",
+    "Owned": "owned",
+    "SyncBatchNorm": "functional.sync_batchnorm",
+    "Wire": "wire",
+    "convert_sync_batchnorm": "functional.sync_batchnorm",
+    "install": "cli.install",
+    "trace": "timeline.recording",
+    "uninstall": "cli.install",
+    **_FUNCTIONS,
+}
+_FOLDERS = ("functional", "planner", "shm", "testing")
 
 if TYPE_CHECKING:
-    from .functions import abort_iteration, bucket_plan, refresh, release_buckets
+    from . import functional, planner, shm
+    from .cli.install import install, uninstall
+    from .functional.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+    from .functions import abort_iteration, refresh, release_buckets
     from .guards.check import check_replicas, repair_replicas
     from .guards.finite_check import skipped_steps
+    from .guards.stall_inspector import LostPeer
+    from .owned import Owned
+    from .planner import BucketPlan
+    from .planner.observer import bucket_plan
     from .reductions.weights import add_weight, clear_weight
     from .straggler.exchange import report
+    from .timeline.recording import trace
     from .timeline.step_times import last_step
+    from .wire import Wire
     from .wire.format import load_wire_state, wire_state
 else:
 
     def __getattr__(name: str) -> Any:
-        """The functions that take a wrapper, imported when they are asked for."""
-        if name not in _FUNCTIONS:
+        """The companions' public names, imported when they are asked for."""
+        if name in _FOLDERS:
+            return _import_module(f".{name}", __name__)
+        if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        function = getattr(_import_module(f".{_FUNCTIONS[name]}", __name__), name)
-        globals()[name] = function
-        return function
+        value = getattr(_import_module(f".{_LAZY[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

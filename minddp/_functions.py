@@ -14,7 +14,7 @@ import torch
 FUNCTIONS = {
     "abort_iteration": "functions",
     "add_weight": "reductions.weights",
-    "bucket_plan": "functions",
+    "bucket_plan": "planner.observer",
     "check_replicas": "guards.check",
     "clear_weight": "reductions.weights",
     "last_step": "timeline.step_times",
@@ -36,26 +36,26 @@ def wrapper_of(ddp: Any, function: str) -> Any:
     """
     module = ddp
     while isinstance(module, torch.nn.Module):
-        if "_minddp_engine" in vars(module):
+        if "_minddp_averager" in vars(module):
             return module
         module = module._modules.get("_orig_mod")  # of torch.compile
     raise TypeError(f"minddp.{function}: ddp must be a minddp.DistributedDataParallel, got {_described(ddp)}")
 
 
-def engine_of(ddp: Any, function: str) -> Any:
-    """The engine of the wrapper that ``minddp.<function>(ddp)`` was given.
+def averager_of(ddp: Any, function: str) -> Any:
+    """The averager of the wrapper that ``minddp.<function>(ddp)`` was given.
 
     Raises:
         TypeError: see :func:`wrapper_of`.
         RuntimeError: the wrapper has none.
     """
-    engine = wrapper_of(ddp, function)._minddp_engine
-    if engine is None:
+    averager = wrapper_of(ddp, function)._minddp_averager
+    if averager is None:
         raise RuntimeError(
             f"minddp.{function}: this wrapper has no buckets, since every parameter is in "
             "delay_all_reduce_named_params=: leave one out of it."
         )
-    return engine
+    return averager
 
 
 def _described(given: Any) -> str:
@@ -69,6 +69,6 @@ def _described(given: Any) -> str:
     if not isinstance(given, torch.nn.Module):
         return f"{kind.__name__}."
     for name, module in given.named_modules():
-        if "_minddp_engine" in vars(module):
+        if "_minddp_averager" in vars(module):
             return f"{kind.__name__}. The wrapper is its submodule {name!r}: pass that."
     return f"{kind.__name__}, a module that is not wrapped. Pass the wrapper around it."

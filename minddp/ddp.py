@@ -7,9 +7,11 @@ for one, but runs none of its code: every method is defined here (a test makes t
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,40 +19,35 @@ import torch.distributed as dist
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, JoinHook
-from torch.distributed.utils import _cast_forward_inputs
-from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation, _MixedPrecision
+from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
+from . import environment, events, lifetime
 from ._C import GraphMode
 from ._functions import FUNCTIONS
+from .averager import Averager, averagers
 from .broadcast import broadcast_coalesced
 from .config import make_config
-from .engine import Engine
 from .groups import choose_group
-from .guards import lifetime, step
-from .guards.check import check_now_and_then
-from .guards.stall_inspector import waits_of
-from .hooks import HookRegistration
+from .hooks import BUILTIN_HOOK_DTYPES, check_signature
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .joined_outputs import join_outputs
 from .members import all_parameters
 from .messages import work_on
 from .outputs import find_tensors
-from .parameters import Parameters, localize_shards
+from .parameters import Parameters
 from .start import sync_module_states, verify_same_start
-from .straggler.diagnosis import Straggler
 from .torch_base import TorchBase
-from .torch_surface import delayed_params
-from .torch_surface.names import TorchNames
 from .waiting import wait_for
-from .wire import Wire
-from .wire.format import WireFormat
 
 __all__ = ["DistributedDataParallel"]
 
 _NO_RANGE = nullcontext()
+_BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 # Given up when the interpreter ends; `device` and the like stay.
-_GIVEN_UP = ("process_group", "_minddp_engine", "_minddp_delayed")
-_TIED_TO_GROUP = (*_GIVEN_UP, "_minddp_wrapped")  # made anew where the module is unpickled or copied
+_GIVEN_UP = ("process_group", "_minddp_averager", "_minddp_observers")
+_TIED_TO_GROUP = (*_GIVEN_UP, "_minddp_wrapped")  # made anew if the module is unpickled or copied
 
 
 def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
@@ -58,11 +55,7 @@ def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
     return module(*inputs, **kwargs)
 
 
-class DistributedDataParallel(  # type: ignore[override,misc]
-    HookRegistration,
-    TorchNames,
-    TorchBase,
-):
+class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
     """Data-parallel training: averages gradients over ranks during ``backward()``.
 
     Takes torch's arguments in torch's order; replaces ``torch.nn.parallel.DistributedDataParallel``
@@ -100,30 +93,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         forward_sync_buffers: broadcast rank 0's buffers before each forward (default ``True``).
         lazy_bucket_allocation: a bucket has memory from its first gradient to the end of backward only; where a
             gradient is reduced in its own memory (see ``gradient_as_bucket_view``), none at all.
-        reduction: ``"mean"`` over ranks, ``"sum"``, or ``"weighted"``: the sum of gradients over the sum
-            of what every rank passed to :func:`minddp.add_weight`, exactly the large batch's gradient for
-            losses summed over samples, however uneven the shares.
-        reduce_dtype: dtype in which low-precision gradients travel and are added (``torch.float32``).
-        predivide_factor: divide by this before the sum, by the rest after it (range of float16).
-        wire: what gradients travel as: ``"bf16"``, ``"fp16"``, ``"int8"`` (a quarter of float32's bytes, with error
-            feedback), or a :class:`minddp.Wire`, which has the details. They are summed in float32, in the order of
-            ranks; vectors travel as they are.
-        ordered: each gradient is summed in the order of ranks: the same bits whatever the buckets are, and over Gloo
-            as over shared memory.
-        bucket_plan: a :class:`minddp.planner.BucketPlan` to pin, or the path of a saved one.
-        check_finite: ``"raise"`` (or ``True``): before ``optimizer.step()`` (and at the next forward), raise on every
-            rank when a rank's own gradient, before the average, held NaN or infinity; names parameters and ranks.
-            ``"warn"``: the same as a warning. ``"skip"``: that step changes nothing, on all ranks alike, and clears
-            the gradients; goes with a ``GradScaler``. Reads each bucket once more, and the host waits for the answer.
-        check_replicas_every: compare the ranks' parameters (:func:`minddp.check_replicas`) before each n-th forward.
-        desync_timeout: seconds after which a wait for another rank ends with an error, whatever that rank does: it
-            may be stopped or cut off, wait in another collective, compute, evaluate or write a checkpoint. ``None``:
-            such a rank is waited for as long as the group's timeout says, and the log tells where it is. A rank that
-            has reported an exception, or is gone, is not waited for, whatever this is. A wait that belongs to no
-            wrapper takes the largest value of its group's wrappers, or of all wrappers if the group has none.
-            ``MINDDP_DESYNC_TIMEOUT`` sets it where it is not given.
-        on_straggler: called on every rank with a :class:`minddp.straggler.Straggler` after each 20 synchronized steps
-            in which the same rank held the others up; rank 0 logs it. The ranks meet for it. CPU only.
+        options: the arguments that companions add; see below.
 
     Raises:
         RuntimeError: no parameter requires a gradient, uninitialized parameters, models that differ between ranks (on
@@ -150,26 +120,15 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         static_graph: bool = False,
         delay_all_reduce_named_params: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         param_to_hook_all_reduce: torch.nn.Parameter | None = None,
-        mixed_precision: _MixedPrecision | None = None,
+        mixed_precision: Any = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
-        *,
-        reduction: str = "mean",
-        reduce_dtype: torch.dtype | None = None,
-        predivide_factor: float | None = None,
-        wire: str | Wire | None = None,
-        ordered: bool = False,
-        bucket_plan: Any = None,
-        check_finite: bool | str = False,
-        check_replicas_every: int | None = None,
-        desync_timeout: float | None = None,
-        on_straggler: Callable[[Straggler], Any] | None = None,
+        **options: Any,
     ):
-        arguments = locals().copy()
         TorchBase.__init__(self)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -180,57 +139,75 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             self.device_mesh = device_mesh
         self.dim = dim
         self.module = module
-        localize_shards(module, self.process_group)
+        self._minddp_config = make_config(
+            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+            lazy_bucket_allocation=lazy_bucket_allocation,
+        )
+        torchs = {"delay_all_reduce_named_params": delay_all_reduce_named_params, "mixed_precision": mixed_precision}
+        torchs |= {"param_to_hook_all_reduce": param_to_hook_all_reduce}
+        self._minddp_observe(events.parse({**torchs, **options}))
         self._minddp_wrapped = Parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         work_on(self.process_group, self._minddp_wrapped.device)
         self.device_ids, self.output_device = self._minddp_wrapped.check_devices(device_ids, output_device)
-        self._minddp_config = make_config(arguments)
-        self._minddp_config.check_views([p.dtype for p in self._minddp_wrapped.reduced])
-        self._minddp_config.check_delayed(bool(self._minddp_wrapped.delayed))
-        self._minddp_set_attributes(self._minddp_config)
+        self.require_forward_param_sync = self.require_backward_grad_sync = True
+        self.forward_sync_buffers = self._minddp_config.forward_sync_buffers
+        self.broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
+        self._divide_by_initial_world_size = self._ddp_sink_clone = True
         token = None
         if init_sync:
-            with waits_of(None, self._minddp_config.desync_timeout):
+            with self._minddp_observers.together():
                 token = self._minddp_synchronize_model()
-        self._minddp_take_parameters(token, self.broadcast_bucket_size)
+        self._minddp_average(token, copied=False)
+
+    def _minddp_observe(self, settings: dict[str, Any]) -> None:
+        self._minddp_observers = events.Observers(self, settings)
+        for call in self._minddp_observers.constructing:
+            call(self)
 
     def _minddp_synchronize_model(self) -> str:
-        wrapped, group = self._minddp_wrapped, self.process_group
+        """The same model on every rank; returns a token that all ranks have, and nothing else has."""
+        wrapped, group, observers = self._minddp_wrapped, self.process_group, self._minddp_observers
         self._assign_modules_buffers()
         names = [name for name, _ in all_parameters(self.module)]
         with_buffers = self._minddp_config.sync_buffers_at_start
         buffers = list(self.named_module_buffers.items()) if with_buffers else []
         parameters = list(zip(wrapped.names, wrapped.reduced))
-        asked = WireFormat(self._minddp_config.wire, self._minddp_config.ordered, group)
-        exact = {"wire's exact parameters": asked.exact_names(wrapped.names, wrapped.reduced)}
-        token = verify_same_start(self._minddp_config.for_comparison() | exact, parameters, names, buffers, group)
+        arguments = {**self._minddp_config.for_comparison(), "companions": observers.names()}
+        for call in observers.compared:
+            arguments |= call(wrapped)
+        token, sent = verify_same_start(
+            arguments, parameters, names, buffers, group, [call() for call in observers.exchange]
+        )
+        for call, everyone in zip(observers.exchanged, sent):
+            call(everyone)
         wrapped.check_materialized()
         sync_module_states(self.module, group, self.broadcast_bucket_size, 0, wrapped.ignored, with_buffers)
         return token
 
-    def _minddp_take_parameters(self, token: str | None = None, broadcast_bytes: int | None = None) -> None:
+    def _minddp_average(self, token: str | None, copied: bool) -> None:
         """The end of construction, and of unpickling: only now anything outside of this object knows of it."""
-        wrapped = self._minddp_wrapped
-        self._minddp_delayed = delayed_params.make(
-            self.process_group, wrapped.delayed, wrapped.trigger, broadcast_bytes
-        )
-        if self._minddp_delayed is not None and token is not None:
-            self._minddp_delayed.name(token)
+        wrapped, observers = self._minddp_wrapped, self._minddp_observers
         self._assign_modules_buffers()
-        self._minddp_engine: Any = None  # stays None if every parameter's reduction is delayed
+        self._minddp_averager: Any = None  # stays None if every parameter is reduced apart
         if not wrapped.all_delayed:
-            devices = (self.device_ids, self.output_device)
-            self._minddp_engine = Engine(self.module, self._minddp_config, wrapped, self.process_group, devices)
-            if token is not None:
-                self._minddp_engine.name(token)
-        for other in step.watched():
-            if other is not self._minddp_engine:
+            self._minddp_averager = Averager(self.module, self._minddp_config, wrapped, self.process_group, observers)
+        for other in averagers():
+            if other is not self._minddp_averager:
                 other.yield_ownership(wrapped.reduced)
-        if self._minddp_engine is not None:
-            step.watch(self._minddp_engine)
         lifetime.end_in_order(self)
-        names = wrapped.debug_mapping(wrapped.reduced)
-        self._ddp_init_helper(wrapped.reduced, wrapped.expect_sparse(), names, self._minddp_config.static_graph)
+        for call in observers.constructed:
+            call(self, copied)
+        if token is not None:
+            for call in observers.named:
+                call(token)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -255,52 +232,47 @@ class DistributedDataParallel(  # type: ignore[override,misc]
 
     @torch._disable_dynamo(recursive=True)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        engine = self._minddp_engine
-        if engine is None:
+        averager = self._minddp_averager
+        if averager is None:
             return inputs, kwargs
-        if not self._lazy_init_ran:
-            self._lazy_init()
-        grad = torch.is_grad_enabled()
+        grad, joining = torch.is_grad_enabled(), self._join_config.enable
         if grad:
-            engine.arrive()
-            if self._minddp_synchronizes():
-                engine.begin_iteration(self._join_config.enable)
-                if self._minddp_config.check_replicas_every is not None and not self._join_config.enable:
-                    check_now_and_then(self)
+            self._minddp_synchronizes()
+            averager.before_forward(joining)
         self._minddp_note_not_joined()
-        if grad and not engine.reducer.is_settled:
-            engine.rebuild_buckets()
+        if grad and not averager.reducer.is_settled:
+            averager.rebuild_buckets()
         if self._check_sync_bufs_pre_fwd():
-            with engine.collective():
+            with self._minddp_observers.together():
                 self._sync_buffers()
-        if self._join_config.enable:
+        if joining:
             agree_on_sync(self, is_joined_rank=False)
-        inputs, kwargs = self._minddp_move_inputs(inputs, kwargs)
+        if self.device_ids:
+            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        for call in self._minddp_observers.inputs:
+            inputs, kwargs = call(inputs, kwargs)
         if grad:
-            engine.reducer.begin_forward()
+            averager.reducer.begin_forward()
         return inputs, kwargs
 
     @torch._disable_dynamo(recursive=True)
     def _post_forward(self, output: Any) -> Any:
-        engine = self._minddp_engine
-        self._clear_grad_buffer()
-        if engine is None:
-            return output
-        if self._check_sync_bufs_post_fwd():
-            with engine.collective():
-                self._sync_buffers()
-        grad = torch.is_grad_enabled()
-        synchronized = grad and engine.reducer.sync_enabled
-        self.__dict__["require_forward_param_sync"] = synchronized
-        if grad and self._minddp_config.graph_mode == GraphMode.FIND_UNUSED:
-            output = join_outputs(output, clones=self._ddp_sink_clone)
-        outputs = find_tensors(output)
-        if synchronized:
-            engine.note_changes()
-        if grad:
-            engine.reducer.end_forward(outputs, synchronized)
-        if engine.mixed is not None:
-            engine.mixed.restore_after_backward(outputs)
+        averager, outputs, synchronized = self._minddp_averager, [], False
+        if averager is not None:
+            if self._check_sync_bufs_post_fwd():
+                with self._minddp_observers.together():
+                    self._sync_buffers()
+            grad = torch.is_grad_enabled()
+            synchronized = grad and averager.reducer.sync_enabled
+            self.__dict__["require_forward_param_sync"] = synchronized
+            if grad and self._minddp_config.graph_mode == GraphMode.FIND_UNUSED:
+                output = join_outputs(output, clones=self._ddp_sink_clone)
+            outputs = find_tensors(output)
+            if grad:
+                averager.reducer.end_forward(outputs, synchronized)
+        for call in self._minddp_observers.after_forward:
+            call(outputs, synchronized)
         return output
 
     # torch.compile looks for the active module to split graphs where buckets end. Dynamo leaves this frame alone
@@ -310,12 +282,30 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         with self._inside_ddp_forward():
             return _run_module(self.module, inputs, kwargs)
 
+    @contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """torch.compile looks for the active module, and the other ranks may learn of an exception in it."""
+        outer = _TorchDDP._active_ddp_module
+        _TorchDDP._active_ddp_module = self
+        try:
+            yield
+        except BaseException as error:
+            if self._minddp_averager is not None:
+                self._minddp_averager.failed(error, "forward")
+            raise
+        finally:
+            _TorchDDP._active_ddp_module = outer
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Inputs on device ``device_id``: tensors in nested containers, dataclasses, PackedSequence."""
+        device = torch.device(self._minddp_wrapped.device_type, device_id)
+        return _to_kwargs(inputs, kwargs, device, environment.use_side_stream())
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module. Raises LostPeer where a device may have stepped with partial sums: a rank was lost, and
-        the process group given up while the host did not wait for it."""
-        engine = self.__dict__.get("_minddp_engine")  # a subclass may skip the constructor
-        if engine is not None:
-            engine.check_lost()
+        """As of any module. An observer may refuse: a device may have stepped with partial sums, for example."""
+        observers = self.__dict__.get("_minddp_observers")  # a subclass may skip the constructor
+        for call in () if observers is None else observers.saving:
+            call()
         return super().state_dict(*args, **kwargs)
 
     def _minddp_note_not_joined(self) -> None:
@@ -324,19 +314,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             return
         wait_for(work, self.process_group, "the count of ranks that still have data")
         active = work.get_future().value()[0]
-        assert self._minddp_engine is not None  # or join() has raised
+        assert self._minddp_averager is not None  # or join() has raised
         initial = self._divide_by_initial_world_size
-        self._minddp_engine.reducer.set_divisor(self.process_group.size() if initial else int(active.item()))
-
-    def _minddp_move_inputs(self, inputs: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.device_ids:
-            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
-            inputs, kwargs = moved[0], moved_kwargs[0]
-        mixed = None if self._minddp_engine is None else self._minddp_engine.mixed
-        if mixed is not None:
-            inputs, kwargs = _cast_forward_inputs(mixed.param_dtype, *inputs, **kwargs)
-            mixed.lower()
-        return inputs, kwargs
+        self._minddp_averager.reducer.set_divisor(self.process_group.size() if initial else int(active.item()))
 
     # ----------------------------------------------------------------------------------------
     # Synchronization: when, and how a backward ends
@@ -363,9 +343,9 @@ class DistributedDataParallel(  # type: ignore[override,misc]
     def _minddp_synchronizes(self) -> bool:
         """What holds now, which the reducer is told. A subclass may have an attribute of its own for it."""
         synchronizes = bool(self.require_backward_grad_sync)
-        engine = self.__dict__.get("_minddp_engine")
-        if engine is not None:
-            engine.reducer.sync_enabled = synchronizes
+        averager = self.__dict__.get("_minddp_averager")
+        if averager is not None:
+            averager.reducer.sync_enabled = synchronizes
         return synchronizes
 
     @contextmanager
@@ -399,12 +379,12 @@ class DistributedDataParallel(  # type: ignore[override,misc]
 
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
-        engine = self._minddp_engine
-        if engine is None:
+        averager = self._minddp_averager
+        if averager is None:
             self._minddp_check_not_delayed(bool(required))
             return
-        engine.reducer._set_manual_finalization_required(bool(required))
-        self._minddp_config = engine.config = engine.replaced(manual_finalization=bool(required))
+        averager.reducer._set_manual_finalization_required(bool(required))
+        averager.config = self._minddp_config = replace(averager.config, manual_finalization=bool(required))
 
     @property
     def should_finalize_after_backward(self) -> bool:
@@ -415,8 +395,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         """
         if not self.require_manual_backward_finalization:
             return False
-        engine = self._minddp_engine
-        return engine.mixed is not None or bool(engine.reducer._should_finalize_after_backward())
+        return bool(self._minddp_averager.reducer._should_finalize_after_backward())
 
     def finalize_backward(self) -> None:
         """Waits for the collectives of a synchronized backward and writes the averages to ``.grad``. Exactly once.
@@ -426,10 +405,10 @@ class DistributedDataParallel(  # type: ignore[override,misc]
                 to be finalized (under ``no_sync``, or a second time), or every parameter's reduction is delayed.
         """
         self._minddp_check_not_delayed(True)
-        self._minddp_engine.reducer._finalize_backward_manual()
+        self._minddp_averager.reducer._finalize_backward_manual()
 
     def _minddp_check_not_delayed(self, required: bool) -> None:
-        if required and self._minddp_engine is None:
+        if required and self._minddp_averager is None:
             raise RuntimeError(
                 "Manual backward finalization is not supported when all DDP parameters use "
                 "delay_all_reduce_named_params: that reduction ends with backward."
@@ -494,7 +473,7 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         for future in futures or ():
-            self._minddp_engine.reducer.wait_after_backward(future)
+            self._minddp_averager.reducer.wait_after_backward(future)
 
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
@@ -532,6 +511,53 @@ class DistributedDataParallel(  # type: ignore[override,misc]
         work = dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=group, async_op=True)
         wait_for(work, group, "the choice of the rank whose buffers all take")
         return int(candidate.item())
+
+    # ----------------------------------------------------------------------------------------
+    # Communication hooks
+    # ----------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """``hook(state, bucket) -> torch.futures.Future[torch.Tensor]`` reduces buckets from the next backward on.
+
+        Hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` fit. A hook divides by the
+        world size itself; its future holds one tensor with as many elements as ``bucket.buffer()``.
+
+        Raises:
+            TypeError, ValueError: the hook is not callable, or its signature is another one.
+            RuntimeError: a hook is registered already, or the last backward was not finished.
+        """
+        self._check_comm_hook(hook)
+        self._minddp_check_hook_time()
+        self._minddp_averager.set_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """torch's built-in C++ hooks: here, the dtype in which gradients travel."""
+        name = getattr(comm_hook_type, "name", str(comm_hook_type))
+        if name not in BUILTIN_HOOK_DTYPES:
+            raise ValueError(f"comm_hook_type must be one of dist.BuiltinCommHookType, got {comm_hook_type!r}")
+        self._minddp_check_hook_time()
+        self._minddp_averager.set_hook(None, comm_hook_type)
+
+    def _minddp_check_hook_time(self, steps: bool = False) -> None:
+        averager = self._minddp_averager
+        if averager is None:
+            raise RuntimeError("every parameter's reduction is delayed: there are no buckets to hook")
+        if averager.hook is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        averager.check_finished()
+        for call in self._minddp_observers.hooking:
+            call(steps)
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        try:
+            check_signature(hook)
+        except (TypeError, ValueError) as error:
+            self._log_and_throw(type(error), str(error))
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
+        if self.__dict__.get("_minddp_averager") is not None:
+            self._minddp_averager.failed(f"{err_type}: {err_msg}", "call")
+        raise err_type(err_msg)
 
     # ----------------------------------------------------------------------------------------
     # Uneven inputs
@@ -586,18 +612,38 @@ class DistributedDataParallel(  # type: ignore[override,misc]
             )
         state = {name: value for name, value in self.__dict__.items() if name not in _TIED_TO_GROUP}
         state["broadcast_buffers"] = self.forward_sync_buffers
-        state["_minddp_hook"] = None if self._minddp_engine is None else self._minddp_engine.hook
+        state["_minddp_hook"] = None if self._minddp_averager is None else self._minddp_averager.hook
         state["_minddp_names"] = self._minddp_wrapped.for_copies()
+        state["_minddp_settings"] = self._minddp_observers.settings
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         state.pop("broadcast_buffers", None)
-        mine = "_minddp" if "_minddp_names" in state else ""  # else pickled by an older minddp
-        hook, names = state.pop(f"{mine}_hook", None), state.pop(f"{mine}_names")
+        hook, names, settings = (state.pop(f"_minddp_{name}") for name in ("hook", "names", "settings"))
         self.process_group = choose_group(None, None)
         super().__setstate__(state)
+        self._minddp_observe(settings)
         self._minddp_wrapped = Parameters.like(self.module, names)
-        self._minddp_take_parameters()
-        if hook is not None and self._minddp_engine is not None:
-            self._minddp_engine.set_hook(*hook)
+        self._minddp_average(None, copied=True)
+        if hook is not None and self._minddp_averager is not None:
+            self._minddp_averager.set_hook(*hook)
+
+
+def complete_signature() -> None:
+    """Shows the arguments that companions add, in the constructor's signature and in the class's docstring."""
+    own = [p for p in inspect.signature(DistributedDataParallel.__init__).parameters.values() if p.name != "options"]
+    own = [p for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in events.all_options().items()
+        if name not in {p.name for p in own}
+    ]
+    DistributedDataParallel.__init__.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    texts = [companion.arguments.strip("\n").rstrip() for companion in events.registered()]
+    text = "".join(f"{text}\n" for text in texts if text)
+    before, options, after = (DistributedDataParallel.__doc__ or "").partition(_OPTIONS)
+    DistributedDataParallel.__doc__ = before + (text or options) + after
+
+
+_OPTIONS = "        options: the arguments that companions add; see below.\n"

@@ -3,6 +3,8 @@
 =============================  ==========================================================================
 variable                       meaning
 =============================  ==========================================================================
+``MINDDP_PLAIN``               ``1``: of the companions only ``torch_surface`` is attached to wrappers
+``MINDDP_WITHOUT``             names of companions, with commas between them, that are attached to no wrapper
 ``MINDDP_TRACE``               a path: the whole process is traced, as by :func:`minddp.trace`
 ``MINDDP_DESYNC_TIMEOUT``      seconds: ``desync_timeout`` of every wrapper that is given none (no such limit)
 ``MINDDP_CHECK_COLLECTIVES``   ``0``: ``minddp.functional`` exchanges no headers before its collectives
@@ -23,9 +25,16 @@ import os
 import sys
 
 __all__ = [
-    "always_reduce", "check_collectives", "desync_timeout", "prompts",
+    "always_reduce", "check_collectives", "desync_timeout", "leaves_out", "prompts",
     "torch_ddp_variables", "trace_path", "use_side_stream",
 ]  # fmt: skip
+
+
+def leaves_out(companion: str) -> bool:
+    """Whether the user wants wrappers without ``companion``: is it the reducer or a guard?"""
+    if os.environ.get("MINDDP_PLAIN") == "1" and companion != "torch_surface":
+        return True
+    return companion in os.environ.get("MINDDP_WITHOUT", "").replace(" ", "").split(",")
 
 
 def trace_path() -> str | None:

@@ -1,15 +1,12 @@
-"""What a program may ask of a wrapper between two iterations: to give one up, to free memory, to take over changes,
-and which buckets there are."""
+"""What a program may ask of a wrapper between two iterations: to give one up, to free memory, to follow changes."""
 
 from __future__ import annotations
 
 import torch
 
-from ._functions import engine_of, wrapper_of
-from .parameters import localize_shards
-from .planner import BucketPlan
+from ._functions import averager_of, wrapper_of
 
-__all__ = ["abort_iteration", "bucket_plan", "refresh", "release_buckets"]
+__all__ = ["abort_iteration", "refresh", "release_buckets"]
 
 
 def abort_iteration(ddp: torch.nn.Module) -> None:
@@ -19,9 +16,9 @@ def abort_iteration(ddp: torch.nn.Module) -> None:
     gradients (they are local, or half averaged). Where only some ranks failed, the others' collectives are still
     under way and would meet the wrong ones: restart from a checkpoint instead.
     """
-    engine = wrapper_of(ddp, "abort_iteration")._minddp_engine
-    if engine is not None:
-        engine.abort_iteration()
+    averager = wrapper_of(ddp, "abort_iteration")._minddp_averager
+    if averager is not None:
+        averager.abort_iteration()
 
 
 def release_buckets(ddp: torch.nn.Module) -> None:
@@ -30,17 +27,7 @@ def release_buckets(ddp: torch.nn.Module) -> None:
     Raises:
         RuntimeError: an iteration is under way, or every parameter's reduction is delayed.
     """
-    engine_of(ddp, "release_buckets").reducer.release_buckets()
-
-
-def bucket_plan(ddp: torch.nn.Module) -> BucketPlan:
-    """The buckets in force as a :class:`minddp.planner.BucketPlan`: save it, pin it with ``bucket_plan=``.
-
-    Raises:
-        RuntimeError: every parameter's reduction is delayed.
-    """
-    plan: BucketPlan = engine_of(ddp, "bucket_plan").bucket_plan
-    return plan
+    averager_of(ddp, "release_buckets").reducer.release_buckets()
 
 
 def refresh(ddp: torch.nn.Module) -> None:
@@ -58,18 +45,12 @@ def refresh(ddp: torch.nn.Module) -> None:
         NotImplementedError: with ``mixed_precision``, delayed parameters or an optimizer in backward.
     """
     wrapper = wrapper_of(ddp, "refresh")
-    engine, wrapped = wrapper._minddp_engine, wrapper._minddp_wrapped
-    delayed, steps = wrapper._minddp_delayed is not None, wrapper._minddp_steps_in_backward
-    if engine is None or engine.mixed is not None or delayed or steps:
-        raise NotImplementedError(
-            "minddp.refresh does not go with mixed_precision=, delay_all_reduce_named_params= or an optimizer in "
-            "backward, which hold on to parameters: construct the wrapper anew."
-        )
-    engine.check_finished()
-    localize_shards(wrapper.module, wrapper.process_group)
+    averager, wrapped, observers = wrapper._minddp_averager, wrapper._minddp_wrapped, wrapper._minddp_observers
+    if averager is not None:
+        averager.check_finished()
+    for call in observers.refreshing:
+        call(wrapper)
     wrapped.collect()
-    wrapper._minddp_config.check_views([p.dtype for p in wrapped.reduced])
     wrapper.device_ids, wrapper.output_device = wrapped.check_devices(wrapper.device_ids, wrapper.output_device)
     wrapper._minddp_synchronize_model()
-    wrapper._minddp_config = engine.replaced(bucket_plan=None)
-    engine.rebuild(wrapper._minddp_config)
+    averager.rebuild()

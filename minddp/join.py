@@ -41,30 +41,30 @@ class DDPJoinHook(JoinHook):
     """What a joined rank does for one DistributedDataParallel; see :meth:`DistributedDataParallel.join`."""
 
     def __init__(self, ddp: Any, divide_by_initial_world_size: bool):
-        if ddp._minddp_engine is None:
+        if ddp._minddp_averager is None:
             raise NotImplementedError(
                 "join() does not go with delay_all_reduce_named_params= for every parameter: leave one out of it."
             )
-        ddp._minddp_engine.logger.note_join()
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
         self.ddp = ddp
         super().__init__()
 
     def main_hook(self) -> None:
-        ddp, engine = self.ddp, self.ddp._minddp_engine
+        ddp, averager, observers = self.ddp, self.ddp._minddp_averager, self.ddp._minddp_observers
         # Its last own iteration may wait for finalize_backward(), or for gradients.
-        engine.check_finished()
-        ddp._minddp_rebuild_buckets()
-        engine.note_joined()
+        averager.check_finished()
+        averager.rebuild_buckets()
+        for call in observers.joined:
+            call(True)
         if ddp._check_sync_bufs_pre_fwd():
-            with engine.collective():
+            with observers.together():
                 ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))
         synchronizes = agree_on_sync(ddp, is_joined_rank=True)
         ddp.require_forward_param_sync = synchronizes
         if synchronizes:
-            engine.reducer.shadow_backward()
-        if ddp._minddp_delayed is not None:  # whose collective does not mind no_sync
-            ddp._minddp_delayed.shadow(synchronizes, ddp._divide_by_initial_world_size)
+            averager.shadow_backward()
+        for call in observers.shadowed:
+            call(synchronizes, ddp._divide_by_initial_world_size)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         _leave(self.ddp)
@@ -75,9 +75,10 @@ class DDPJoinHook(JoinHook):
 
 def _leave(ddp: Any) -> None:
     """All ranks are here: what follows is like before."""
-    ddp._minddp_engine.note_back()
+    for call in ddp._minddp_observers.joined:
+        call(False)
     ddp._join_config = type(ddp._join_config).construct_disabled_join_config()
-    ddp._minddp_engine.reducer.set_divisor(ddp.process_group.size())
+    ddp._minddp_averager.reducer.set_divisor(ddp.process_group.size())
 
 
 def agree_on_sync(ddp: Any, is_joined_rank: bool) -> bool:

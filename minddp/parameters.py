@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._utils import _get_device_index
 
 from .logs import log
 from .members import all_parameters, every_name, of_each_module, registered
 
 
-def localize_shards(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Makes parameters that are DTensors this rank's shards, between forwards: ``tensor_parallel.py``. Those that the
-    module asks to ignore are somebody else's, FSDP's say."""
-    if "torch.distributed.tensor" in sys.modules:  # half a second to import, and else there is none
-        from .torch_surface.tensor_parallel import localize
-
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
-        reduced = {id(p) for _, p in _but_for(module, ignored)}
-        localize(module, group, reduced)
-
-
-def _but_for(module: torch.nn.Module, ignored: set[str]) -> list[tuple[str, torch.nn.Parameter]]:
+def but_for(module: torch.nn.Module, ignored: set[str]) -> list[tuple[str, torch.nn.Parameter]]:
     """The module's parameters of now that are not ignored: in each module that has them, as with torch's."""
     found = all_parameters(module)
     if not ignored:
@@ -110,7 +97,7 @@ class Parameters:
         self.delayed, self.trigger = delayed, trigger
         self._left: dict[int, torch.nn.Parameter] = {}  # alive, so that no other object gets one's id
         if self.ignored:
-            named = {id(p) for _, p in _but_for(self._module, self.ignored)}
+            named = {id(p) for _, p in but_for(self._module, self.ignored)}
             self._left = {id(p): p for _, p in all_parameters(self._module) if id(p) not in named}
         self.collect()
 
@@ -129,7 +116,7 @@ class Parameters:
 
     def named(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The module's of now, but for those that are left alone, whatever their names are now."""
-        named = _but_for(self._module, self.ignored)
+        named = but_for(self._module, self.ignored)
         return [(name, p) for name, p in named if id(p) not in self._left] if self._left else named
 
     def collect(self) -> None:

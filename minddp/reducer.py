@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,81 +30,94 @@ from .buckets import (
     unordered_buckets,
 )
 from .config import FIRST_BUCKET_BYTES, Config
-from .guards.lifetime import outlive, outlive_callbacks
-from .reductions.weights import Weights
+from .lifetime import outlive, outlive_callbacks
 from .waiting import SHADOWED, wait_for_future
-from .wire.format import WireFormat, nbytes
+
+ScaleRule = Callable[[int, int, bool], tuple[float, float]]
+
+
+@dataclass
+class Plan:
+    """What a reducer is made from. Observers may change it (:meth:`minddp.events.Observer.planning`).
+
+    Attributes:
+        parameters: leaf tensors that require gradients.
+        names: their names, for messages.
+        sparse: which of them get sparse gradients.
+        group: the process group.
+        config: the wrapper's arguments.
+        always_reduce: go through the process group if it has one rank, too.
+        reduce_dtype: the dtype in which floating-point gradients travel; None: their own.
+        dtypes: what travels, by parameter; None: as ``reduce_dtype`` says.
+        wire_nbytes: bytes that a gradient takes on the wire, by parameter; None: as ``dtypes`` say.
+        options: further options of the C++ reducer.
+    """
+
+    parameters: list[torch.Tensor]
+    names: list[str]
+    sparse: list[bool]
+    group: dist.ProcessGroup
+    config: Config
+    always_reduce: bool = False
+    reduce_dtype: torch.dtype | None = None
+    dtypes: list[torch.dtype] | None = None
+    wire_nbytes: list[int] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def plain_dtypes(self) -> list[torch.dtype]:
+        """What travels, by parameter, if every gradient is sent whole."""
+        return [
+            p.dtype if self.reduce_dtype is None or sparse or not p.is_floating_point() else self.reduce_dtype
+            for p, sparse in zip(self.parameters, self.sparse)
+        ]
 
 
 class Reducer(native.Reducer):
-    """Averages the gradients of ``parameters`` over ``group`` during backward.
+    """Averages gradients over ranks during backward, as ``plan`` says.
 
     Args:
-        parameters: leaf tensors that require gradients.
-        names: their names, for messages.
-        expect_sparse: which of them get sparse gradients.
-        group: the process group.
-        config: the wrapper's arguments; a builtin hook or mixed precision may have set its ``reduce_dtype``.
-        wire: what gradients travel as, where ``config`` says it.
-        always_reduce: go through the process group where it has one rank, too.
-        delays: the wrapper has parameters that are reduced apart.
+        plan: what is reduced, and how.
+        after_last_launch: called on autograd's threads, once all buckets of a backward have left.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        names: Sequence[str],
-        expect_sparse: Sequence[bool],
-        group: dist.ProcessGroup,
-        config: Config,
-        wire: WireFormat | None = None,
-        always_reduce: bool = False,
-        delays: bool = False,
-    ):
-        self.config, self.group, self.names = config, group, list(names)
-        self._device, self._sparse, self._wire = parameters[0].device, list(expect_sparse), wire
-        dtypes = [wire_dtype(p, config.reduce_dtype, sparse) for p, sparse in zip(parameters, expect_sparse)]
-        self._nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(parameters, dtypes)]  # as caps count them
-        from_wire: dict[str, Any] = {}
-        if wire is not None and wire.is_in_force:  # as many buckets as without
-            dtypes = wire.dtypes(names, parameters, expect_sparse, dtypes)
-            from_wire = wire.options(parameters, dtypes)
-        self.wire_nbytes = [nbytes(p, dtype) for p, dtype in zip(parameters, dtypes)]
+    def __init__(self, plan: Plan, after_last_launch: Sequence[Callable[[], None]] = ()):
+        self.config, self.group, self.names = plan.config, plan.group, list(plan.names)
+        self.device, self._sparse = plan.parameters[0].device, list(plan.sparse)
+        plain = plan.plain_dtypes()
+        dtypes = plain if plan.dtypes is None else plan.dtypes
+        # Caps count bytes as if every gradient were sent whole: fewer bytes make no fewer buckets.
+        self._nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(plan.parameters, plain)]
+        self.wire_nbytes = self._nbytes if plan.wire_nbytes is None else plan.wire_nbytes
         self.kinds: list[Hashable] = [
             (p.dtype, p.device, name if sparse else "", dtype)
-            for p, name, sparse, dtype in zip(parameters, names, expect_sparse, dtypes)
+            for p, name, sparse, dtype in zip(plan.parameters, plan.names, plan.sparse, dtypes)
         ]
         # With find_unused_parameters, buckets are torch's, and are never cut anew. A bucket whose parameters this
         # rank does not use is complete here before a collective of the program's own in backward (SyncBatchNorm's),
         # and after it on a rank that uses them: torch's buckets leave where they do with torch's class. And new
         # buckets are a collective in forward. Torch's class has none there, so a rank may run a forward alone.
-        self._as_torch = config.graph_mode == _C.GraphMode.FIND_UNUSED
+        self._as_torch = self.config.graph_mode == _C.GraphMode.FIND_UNUSED
         self.is_settled = self._as_torch
         self.order_of_arrival: list[int] = []  # by which buckets were cut anew
         self.agreed_token = ""  # with new buckets: the same on all ranks, and no other reducer's
-        self._has_hook, self._divisor = False, group.size()
-        self._manual_finalization = config.manual_finalization
+        self._has_hook, self._divisor = False, self.group.size()
+        self._manual_finalization = self.config.manual_finalization
+        self._sends = after_last_launch
+        self.finalizes_late = False  # finalize_backward() always has to wait for the end of backward
+        self.on_cut: Callable[[], None] = lambda: None  # called when gradients travel in other buckets
+        self._rule: ScaleRule = _mean
         options = dict(
-            graph_mode=config.graph_mode,
+            graph_mode=self.config.graph_mode,
             wire_dtypes=dtypes,
-            gradient_as_bucket_view=config.gradient_as_bucket_view,
-            lazy_bucket_allocation=config.lazy_bucket_allocation,
-            any_grad_dtype=config.mixed_precision is not None,
-            # The sum over one rank may hold what it likes; a weight divides each time.
-            refuses_earlier_sums=config.reduction == "weighted" or (config.reduction == "sum" and group.size() > 1),
-            always_reduce=always_reduce,
-            not_in_contexts=_not_in_contexts(config.reduction, delays),
-            **from_wire,
+            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
+            lazy_bucket_allocation=self.config.lazy_bucket_allocation,
+            always_reduce=plan.always_reduce,
+            **plan.options,
         )
-        super().__init__(list(parameters), self.names, list(expect_sparse), group, options, self._first_buckets())
-        self.set_skip_all_reduce_unused(config.skip_all_reduce_unused_params)
-        self.set_manual_finalization(config.manual_finalization)
-        outlive(self, group)
-        self.weights = Weights(group, self._device) if config.reduction == "weighted" else None
-        self.after_last_launch: list[Callable[[], None]] = []  # collectives at the end of each backward, in order
-        if self.weights is not None:
-            self.after_last_launch.append(self.weights.send)
-            self.set_callbacks(post_scale=weakly(self.weights.post_scale))
+        super().__init__(list(plan.parameters), self.names, self._sparse, self.group, options, self._first_buckets())
+        self.set_skip_all_reduce_unused(self.config.skip_all_reduce_unused_params)
+        self.set_manual_finalization(self.config.manual_finalization)
+        outlive(self, self.group)
         self.set_callbacks(after_last_launch=weakly(self._after_last_launch))
         self._set_scales()
 
@@ -125,7 +139,7 @@ class Reducer(native.Reducer):
     def _assign(self, arrived: Sequence[int], absent: Sequence[int]) -> Buckets:
         # What never arrived would hold up what did, so the two do not share buckets.
         config = self.config
-        alone = config.alone_from(self._device.type) or math.inf
+        alone = config.alone_from(self.device.type) or math.inf
         caps = config.caps_for(sum(self._nbytes))
         kinds: list[Hashable] = [
             (kind, i) if nbytes >= alone else kind for i, (kind, nbytes) in enumerate(zip(self.kinds, self._nbytes))
@@ -160,7 +174,7 @@ class Reducer(native.Reducer):
         as_torch = self._has_hook or self.program_communicates()
         agreed = Agreed(arrived, absent, as_torch=as_torch, token=secrets.randbits(62))
         with collective():
-            agreed = agree_on_order(agreed, self.group, self._device)
+            agreed = agree_on_order(agreed, self.group, self.device)
         self.agreed_token = f"{agreed.token:x}"
         assign = self._assign_as_torch if agreed.as_torch else self._assign
         self._cut(assign(agreed.arrived, agreed.absent))
@@ -177,7 +191,7 @@ class Reducer(native.Reducer):
         return [self._marked(step) for step in super().recent_steps(at_most)]
 
     def _marked(self, step: dict[str, Any]) -> dict[str, Any]:
-        for bucket in step["buckets"] if self._device.type != "cpu" else ():
+        for bucket in step["buckets"] if self.device.type != "cpu" else ():
             bucket["on_device"] = True
         return step
 
@@ -194,8 +208,7 @@ class Reducer(native.Reducer):
 
     def _cut(self, buckets: Buckets) -> None:
         super().set_buckets(buckets)
-        if self._wire is not None:
-            self._wire.follow_layouts()
+        self.on_cut()
 
     # Torch's names for what is here under others.
     _run_comm_hook = _C.Reducer.run_hook
@@ -212,7 +225,7 @@ class Reducer(native.Reducer):
         self.abort_iteration()
 
     def _after_last_launch(self) -> None:
-        for send in self.after_last_launch:
+        for send in self._sends:
             send()
 
     # --- the end of a backward, where it is the caller's ---
@@ -233,7 +246,7 @@ class Reducer(native.Reducer):
 
     def _should_finalize_after_backward(self) -> bool:
         """Whether buckets are launched at the end of the next backward only: the first one tells the order."""
-        return not self.has_recorded()
+        return self.finalizes_late or not self.has_recorded()
 
     def _finalize_backward_manual(self) -> None:
         """Waits for the collectives of a backward and writes the averages; in a hook of it, or after it.
@@ -287,57 +300,30 @@ class Reducer(native.Reducer):
             self._divisor = divisor
             self._set_scales()
 
-    def _set_scales(self) -> None:
-        """What gradients are multiplied with, on each side of the collective.
+    def set_scale_rule(self, rule: ScaleRule) -> None:
+        """``rule(divisor, ranks, hooked)`` gives the factors of gradients while packing and while unpacking.
 
-        ==========  =======================  ===========================  =============================
-        reduction   while packing            while unpacking              the same with a hook
-        ==========  =======================  ===========================  =============================
-        mean        1/divisor, or 1/factor   1, or factor/divisor         1 and 1: it averages by itself
-        sum         1, or 1/factor           1, or factor                 1 and ranks
-        weighted    as sum                   as sum, / sum of weights     1 and ranks / sum of weights
-        ==========  =======================  ===========================  =============================
-
-        ``factor``: ``predivide_factor``, where given. ``divisor``: ranks, or those that are still training (join).
+        ``divisor``: ranks, or those that still have data (join). ``hooked``: a communication hook averages by itself.
         """
-        reduction, factor, ranks = self.config.reduction, self.config.predivide_factor, self.group.size()
-        if self._has_hook:
-            before, after = 1.0, 1.0 if reduction == "mean" else float(ranks)
-        elif reduction == "mean":
-            before, after = (1.0 / factor, factor / self._divisor) if factor else (1.0 / self._divisor, 1.0)
-        else:
-            before, after = (1.0 / factor, factor) if factor else (1.0, 1.0)
-        self.set_scales(before, after)
-        if self.weights is not None:
-            self.weights.scale = after
+        self._rule = rule
+        self._set_scales()
+
+    def _set_scales(self) -> None:
+        self.set_scales(*self._rule(self._divisor, self.group.size(), self._has_hook))
 
     # --- a rank that ran out of data ---
 
     def shadow_backward(self) -> None:
         """All of a synchronized backward's collectives, with zeros. Collective."""
-        if self.weights is not None:
-            self.weights.add(0.0)
         futures = [self.run_hook(bucket) for bucket in self._get_zeros_like_grad_buckets()]
         used_map = self.shadow_used_map()
         self._after_last_launch()
         for future in futures if used_map is None else [*futures, used_map]:
             wait_for_future(future, self.group, SHADOWED)
-        if self.weights is not None:
-            self.weights.post_scale()
 
 
-def wire_dtype(parameter: torch.Tensor, reduce_dtype: torch.dtype | None, is_sparse: bool) -> torch.dtype:
-    """The dtype in which a parameter's gradient travels, without ``wire=``."""
-    if reduce_dtype is None or is_sparse or not parameter.is_floating_point():
-        return parameter.dtype
-    return reduce_dtype
-
-
-def _not_in_contexts(reduction: str, delays: bool) -> str:
-    """Why gradients of distributed autograd's contexts cannot be reduced; empty: they can."""
-    if reduction != "mean":
-        return 'its reduction is no mean: pass reduction="mean"'
-    return "others would stay local: leave out delay_all_reduce_named_params" if delays else ""
+def _mean(divisor: int, ranks: int, hooked: bool) -> tuple[float, float]:
+    return (1.0 if hooked else 1.0 / divisor), 1.0
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,9 +17,6 @@ import torch
 import torch.distributed as dist
 
 from .broadcast import broadcast_coalesced
-from .guards import watchdog
-from .guards.other_class import refuse_torchs_class
-from .guards.processes import Process, here
 from .members import all_parameters
 from .messages import gather_objects
 
@@ -48,8 +45,9 @@ def verify_same_start(
     parameter_names: Iterable[str],
     buffers: Sequence[tuple[str, torch.Tensor]],
     group: dist.ProcessGroup,
-) -> str:
-    """Raises on every rank when their arguments or models differ. Collective: two all-gathers if nothing does.
+    sent: Sequence[Any] = (),
+) -> tuple[str, list[list[Any]]]:
+    """Raises on every rank when their arguments or models differ. Collective: one all-gather if nothing does.
 
     Names may differ by rank without harm. But where all ranks have the same ones, those in the same place must be of
     one name: else a rank's tensor would be averaged with another one's.
@@ -58,29 +56,27 @@ def verify_same_start(
         arguments: what decides the ranks' collectives.
         parameters, buffers: whose number, shapes, dtypes, strides and order must be the same.
         parameter_names: of all of the module's, of which ``parameters`` may be a part.
+        sent: what observers send along, one entry for each that sends something.
 
     Returns:
-        A token that all ranks have, and nothing else has.
+        A token that all ranks have, and nothing else has; and for each entry of ``sent`` those of all ranks.
 
     Raises:
         ValueError: names the arguments that differ, with each rank's value.
         RuntimeError: names the first tensor that differs, with each rank's shape, dtype and strides.
     """
-    watchdog.current(group)  # from now on this rank can be asked where it is
-    refuse_torchs_class(group, [tensor.device for _, tensor in parameters])
     given = {name: repr(value) for name, value in arguments.items()}
     models = {"parameter": signature(parameters), "buffer": signature(buffers)}
     known = {"parameter": sorted(parameter_names), "buffer": sorted(name for name, _ in buffers)}
     digests = {kind: _digests(models[kind], known[kind]) for kind in models}
-    answers = gather_objects((_digest(given), digests, secrets.token_hex(8), here()), group)
-    watchdog.introduce(group, [Process(*process) for *_, process in answers])
+    answers = gather_objects((_digest(given), digests, secrets.token_hex(8), list(sent)), group)
     if len({theirs for theirs, *_ in answers}) > 1:
         raise ValueError(_differing_arguments(gather_objects(given, group)))
     for kind, mine in models.items():
         shapes, order, names = (len(set(theirs)) == 1 for theirs in zip(*(answer[1][kind] for answer in answers)))
         if not shapes or (names and not order):
             raise RuntimeError(_difference(kind, gather_objects(mine, group), by_name=shapes))
-    return str(answers[0][2])
+    return str(answers[0][2]), [[theirs[3][i] for theirs in answers] for i in range(len(sent))]
 
 
 def _digests(mine: Signature, known: Sequence[str]) -> tuple[str, str, str]:

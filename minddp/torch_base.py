@@ -4,8 +4,8 @@ Ours derives from torch's for ``isinstance`` alone. Code in the wild that looks 
 ``super(DistributedDataParallel, self).__init__()`` (mmengine's MMSeparateDistributedDataParallel), means what
 comes after torch's class: ``torch.nn.Module`` and ``Joinable``. It finds that here.
 
-What always holds: of every function and property of torch's class this one has another of the same name, that
-of the classes after torch's where they have one, else one that raises.
+What always holds: of every function and property of torch's class this one has another of the same name: the one
+of the classes after torch's if they have one; otherwise one that raises, or that a companion has put there.
 """
 
 from __future__ import annotations
@@ -68,3 +68,10 @@ for _name, _value in list(vars(_TorchDDP).items()):
     _runs = callable(_value) or isinstance(_value, (property, classmethod, staticmethod))
     if _runs and _name not in vars(TorchBase):
         setattr(TorchBase, _name, _in_the_place_of(_name, _value))
+
+
+def fill(names: type) -> None:
+    """Gives the wrapper what is defined in ``names``, under torch's names, in the place of what raises."""
+    for name, value in vars(names).items():
+        if name not in ("__module__", "__doc__", "__dict__", "__weakref__", "__qualname__"):
+            setattr(TorchBase, name, value)

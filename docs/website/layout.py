@@ -77,7 +77,7 @@ def sections() -> dict[str, dict[str, str]]:
 # What to read of minddp/, in this order; the other files follow, room by room.
 PYTHON_FIRST = [
     "minddp/ddp.py",
-    "minddp/engine.py",
+    "minddp/averager.py",
     "minddp/config.py",
     "minddp/parameters.py",
     "minddp/reducer.py",

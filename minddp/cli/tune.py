@@ -48,7 +48,7 @@ def tune(ddp: Any, loss: Loss, settings: TunerSettings | None = None) -> BucketP
     Raises:
         TuneError: ``ddp`` does not tune itself, there is one rank only, or no plan could be made.
     """
-    tuner: AutoTuner | None = ddp._minddp_engine.tuner
+    tuner: AutoTuner | None = ddp._minddp_observers.get("planner").tuner
     if tuner is None:
         raise TuneError('nothing tunes this module: construct it with bucket_cap_mb="auto"')
     if tuner.settled:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .._functions import wrapper_of
 from ..members import all_parameters
+from ..parameters import Parameters
 from ..start import sync_module_states
 from . import replicas
 
-__all__ = ["check_now_and_then", "check_replicas", "repair_replicas"]
+__all__ = ["check_replicas", "compare", "repair_replicas"]
 
 
 def check_replicas(ddp: torch.nn.Module, buffers: bool = False) -> None:
@@ -29,10 +30,14 @@ def check_replicas(ddp: torch.nn.Module, buffers: bool = False) -> None:
         RuntimeError: names the tensors that differ, and which ranks hold the same.
     """
     wrapper = wrapper_of(ddp, "check_replicas")
-    module, left_alone = wrapper.module, wrapper._minddp_wrapped.left_alone
+    compare(wrapper.module, wrapper._minddp_wrapped, wrapper.process_group, buffers)
+
+
+def compare(module: torch.nn.Module, parameters: Parameters, group: dist.ProcessGroup, buffers: bool = False) -> None:
+    """:func:`check_replicas`, of a wrapper's module."""
     tensors = itertools.chain(all_parameters(module), module.named_buffers() if buffers else ())
-    named = [(name, tensor) for name, tensor in tensors if name not in left_alone]
-    replicas.check_replicas(named, wrapper.process_group, wrapper._minddp_wrapped.device)
+    named = [(name, tensor) for name, tensor in tensors if name not in parameters.left_alone]
+    replicas.check_replicas(named, group, parameters.device)
 
 
 def repair_replicas(ddp: torch.nn.Module, rank: int) -> None:
@@ -49,11 +54,3 @@ def repair_replicas(ddp: torch.nn.Module, rank: int) -> None:
         raise ValueError(f"minddp.repair_replicas: rank must be one of the group's, 0 to {size - 1}, got {rank!r}")
     ignored = wrapper._minddp_wrapped.left_alone
     sync_module_states(wrapper.module, group, wrapper.broadcast_bucket_size, rank, ignored, buffers=True)
-
-
-def check_now_and_then(wrapper: Any) -> None:
-    """Before each synchronized forward: compares every ``check_replicas_every``-th time."""
-    wrapper._minddp_iterations_unchecked += 1
-    if wrapper._minddp_iterations_unchecked >= wrapper._minddp_config.check_replicas_every:
-        wrapper._minddp_iterations_unchecked = 0
-        check_replicas(wrapper)

@@ -137,5 +137,5 @@ def _message(mode: str, everyone: Sequence[Sequence[str]], hint: str) -> str:
 
 def skipped_steps(ddp: torch.nn.Module) -> int:
     """With ``check_finite="skip"``: iterations whose gradients no optimizer used; the same on all ranks."""
-    engine = wrapper_of(ddp, "skipped_steps")._minddp_engine
-    return 0 if engine is None or engine.finite is None else int(engine.finite.skipped)
+    guards = wrapper_of(ddp, "skipped_steps")._minddp_observers.get("guards")
+    return 0 if guards is None or guards.finite is None else int(guards.finite.skipped)

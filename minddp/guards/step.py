@@ -27,7 +27,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _C
+from ..averager import Averager
 from ..logs import log
+from ..parameters import Parameters
 from ..reducer import Reducer
 from .finite_check import FiniteCheck
 from .local_gradients import LocalGradients, has_values
@@ -81,9 +83,10 @@ def watch(guarded: Guarded) -> None:
 
 
 def watched() -> list[Guarded]:
-    """All that :func:`watch` was given and that are still there."""
+    """All that :func:`watch` was given and that still reduce something."""
     with _lock:
-        return list(_watched.values())
+        everyone = list(_watched.values())
+    return [guarded for guarded in everyone if guarded.parameter_ids()]
 
 
 def refuse(parameter: torch.Tensor, why: str) -> None:
@@ -97,56 +100,81 @@ def refuse(parameter: torch.Tensor, why: str) -> None:
 
 
 class StepCheck(Guarded):
-    """The part of :class:`Engine` that is asked."""
+    """Asked whether a step may use the gradients of one wrapper.
 
-    group: dist.ProcessGroup
-    parameters: Any  # a Parameters
-    reducer: Reducer
-    finite: FiniteCheck | None
-    inspector: StallInspector | None
-    hook: tuple[Any, Any] | None
-    has_foreign_group: Any
-    has_builtin_hook: Any
-    report_failure: Callable[[Callable[[], Any]], Any]
-    _is_unfinished: Callable[[], bool]
+    Args:
+        averager: the wrapper's. Kept weakly.
+    """
+
     _local_gradients: LocalGradients
+    _inspector: StallInspector | None
+    _finite: FiniteCheck | None
 
-    def __init__(self) -> None:
+    def __init__(self, averager: Averager):
+        self._averager = weakref.ref(averager)
         self._process = os.getpid()
         self._has_warned_of_bypassed = self._has_warned_of_local = False
 
+    def follow(
+        self, local_gradients: LocalGradients, inspector: StallInspector | None, finite: FiniteCheck | None
+    ) -> None:
+        """What is asked from now on, since the reducer was made anew."""
+        self._local_gradients, self._inspector, self._finite = local_gradients, inspector, finite
+
+    @property
+    def averager(self) -> Averager:
+        averager = self._averager()
+        assert averager is not None, "asked after the wrapper's end"
+        return averager
+
+    @property
+    def reducer(self) -> Reducer:
+        return self.averager.reducer
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.averager.group
+
+    @property
+    def parameters(self) -> Parameters:
+        return self.averager.parameters
+
+    def parameter_ids(self) -> set[int]:
+        averager = self._averager()
+        return set() if averager is None else averager.parameter_ids()
+
     def may_refuse_step(self) -> bool:
-        reducer, lost = self.reducer, self.inspector is not None and self.inspector.lost is not None
+        reducer, lost = self.reducer, self._inspector is not None and self._inspector.lost is not None
         local = reducer.bypassed() or reducer.left_local() or self._local_gradients.interrupted is not None
-        return lost or self._is_unfinished() or self.finite is not None or bool(local)
+        return lost or self.averager.is_unfinished() or self._finite is not None or bool(local)
 
     def check_step(self, stepped: set[int], others: Sequence[Guarded]) -> bool:
         self.check_lost()
         if not self._has_others():
-            return self.group.size() == 1 and self.finite is not None and self.finite.check()
-        self.report_failure(lambda: self._check_whole(stepped, others))
-        skips = self.finite is not None and self.finite.check()
+            return self.group.size() == 1 and self._finite is not None and self._finite.check()
+        self.averager.report_failure(lambda: self._check_whole(stepped, others))
+        skips = self._finite is not None and self._finite.check()
         self._look_at_local(stepped, others)
         self._check_bypassed(stepped, others)
         return skips
 
     def check_lost(self) -> None:
         """Raises LostPeer if the group was given up while its device may have gone on."""
-        if self.inspector is not None:
-            self.inspector.check_lost()
+        if self._inspector is not None:
+            self._inspector.check_lost()
 
     def _has_others(self) -> bool:
         """Whether there are ranks whose parameters could become others than this one's: not in a group of one, nor
         once it is destroyed, nor in a process that was forked from the one that had it."""
         if self.group.size() == 1 or self._process != os.getpid():
             return False
-        return self.has_foreign_group or self.group in dist.distributed_c10d._world.pg_map
+        return self.averager.has_foreign_group or self.group in dist.distributed_c10d._world.pg_map
 
     def _check_whole(self, stepped: set[int], others: Sequence[Guarded]) -> None:
         """Raises if a backward is not over whose gradients would be used, or an exception has ended it; and if one
         has ended the last step, on this rank alone."""
         reducer = self.reducer
-        if reducer.in_backward() and self.hook is not None:
+        if reducer.in_backward() and self.averager.hook is not None:
             return  # the hook steps with what it has reduced; so does a callback of its future, on any thread
         if reducer.in_backward() and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
@@ -197,8 +225,8 @@ class StepCheck(Guarded):
         named = [(name, gradient) for name, gradient in found if gradient is not None]
         last, iteration = max(backward for _, backward in bypassed.values()), self.reducer.iteration()
         uses = not bypassed.keys().isdisjoint(stepped)
-        if self.hook is None or self.has_builtin_hook:
-            return self.report_failure(lambda: self._local_gradients.check(named, last, iteration, uses))  # type: ignore[no-any-return]
+        if self.averager.hook is None or self.averager.has_builtin_hook:
+            return self.averager.report_failure(lambda: self._local_gradients.check(named, last, iteration, uses))  # type: ignore[no-any-return]
         try:  # such a hook may leave gradients local on purpose (local SGD): a difference proves nothing
             self._local_gradients.check(named, last, iteration, uses)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Owned: the owner of a parameter alone steps it and keeps its optimizer state. Uses guards.
+"""Owned: the owner of a parameter alone steps it and keeps its optimizer state.
 
 In data-parallel training every rank steps every parameter. With :class:`Owned` a rank steps its own parameters only
 and sends their new values to the others, so the optimizer's state and its work are divided by the number of

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..engine import Engine
-from ..guards import step
+from ..averager import Averager, averagers
 from ..messages import gather_objects, indented
 
 Result = TypeVar("Result")
@@ -25,17 +24,17 @@ class Binding:
         loads: what each rank's parameters cost so far.
     """
 
-    def __init__(self, engine: Engine | None):
-        self._engine = engine
-        self.group: dist.ProcessGroup | None = None if engine is None else engine.group
-        self.rank = 0 if engine is None else engine.group.rank()
-        self.ranks = 1 if engine is None else engine.group.size()
+    def __init__(self, averager: Averager | None):
+        self._averager = averager
+        self.group: dist.ProcessGroup | None = None if averager is None else averager.group
+        self.rank = 0 if averager is None else averager.group.rank()
+        self.ranks = 1 if averager is None else averager.group.size()
         self.loads = [0.0] * self.ranks
 
     @property
     def reduced(self) -> Sequence[torch.Tensor]:
         """The parameters that the wrapper reduces, the same on all ranks: another object once they have changed."""
-        return () if self._engine is None else self._engine.parameters.reduced
+        return () if self._averager is None else self._averager.parameters.reduced
 
     def follow(self, module: torch.nn.Module) -> None:
         """Goes over to a younger wrapper of ``module``, which has taken it over.
@@ -43,28 +42,28 @@ class Binding:
         Raises:
             RuntimeError: its process group is another one.
         """
-        engines = [engine for engine in step.watched() if isinstance(engine, Engine)]
-        if self._engine is None or self._engine is engines[-1]:
+        everyone = averagers()
+        if self._averager is None or self._averager is everyone[-1]:
             return
-        younger = bind(module)._engine
+        younger = bind(module)._averager
         if younger is not None and younger.group is not self.group:
             raise RuntimeError(
                 f"minddp.Owned: rank {self.rank}: the module has a wrapper with another process group now. Make a "
                 "new Owned, and load the old one's state."
             )
-        self._engine = younger
+        self._averager = younger
 
     def collective(self) -> AbstractContextManager[None]:
         """Inside, the other ranks know that this rank waits in a collective of this wrapper."""
-        return nullcontext() if self._engine is None else self._engine.collective()
+        return nullcontext() if self._averager is None else self._averager.observers.together()
 
     def report(self, act: Callable[[], Result]) -> Result:
         """``act()``; the other ranks, which will wait for this one, are given the text of what it raises."""
         try:
             return act()
         except Exception as error:
-            if self._engine is not None and self._engine.inspector is not None:
-                self._engine.inspector.report_failure(error)
+            if self._averager is not None:
+                self._averager.failed(error, "backward")
             raise
 
     def everyone(self, value: Any) -> list[Any]:
@@ -73,9 +72,9 @@ class Binding:
 
     def check_averaged(self, trained: Sequence[torch.Tensor]) -> None:
         """Raises ValueError if the wrapper does not average all of ``trained``, or they are on several devices."""
-        if self._engine is None or self.ranks == 1:
+        if self._averager is None or self.ranks == 1:
             return
-        averaged = self._engine.parameter_ids()
+        averaged = self._averager.parameter_ids()
         if unknown := [str(tuple(p.shape)) for p in trained if id(p) not in averaged]:
             raise ValueError(
                 f"minddp.Owned: rank {self.rank}: the wrapper does not average the gradients of {len(unknown)} of "
@@ -91,20 +90,20 @@ class Binding:
 
     def check_synchronized(self) -> None:
         """Raises RuntimeError if a ``.grad`` has contributions of this rank alone."""
-        engine = self._engine
-        if engine is None or self.ranks == 1:
+        averager = self._averager
+        if averager is None or self.ranks == 1:
             return
-        if engine.is_joining:
+        if averager.is_joining:
             raise RuntimeError(
                 f"minddp.Owned.step() on rank {self.rank}: inside of join() a rank that has run out of data takes no "
                 "steps, and the others would wait for its parameters. Give all ranks as many batches, or use the "
                 "optimizer itself."
             )
-        reducer, names = engine.reducer, engine.parameters.names
+        reducer, names = averager.reducer, averager.parameters.names
         passed = {index for index, _ in reducer.bypassed()}  # the wrapper compares these over ranks
         local = [
             names[i]
-            for i, parameter in enumerate(engine.parameters.reduced)
+            for i, parameter in enumerate(averager.parameters.reduced)
             if parameter.grad is not None and i not in passed and not reducer.averaged_since(i, reducer.arrived_in(i))
         ]
         if local:
@@ -123,8 +122,8 @@ def bind(module: torch.nn.Module) -> Binding:
         RuntimeError: there are several processes, and no wrapper reduces its parameters.
     """
     wanted = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-    engines = [engine for engine in step.watched() if isinstance(engine, Engine)]
-    found = [engine for engine in engines if not wanted.isdisjoint(engine.parameter_ids())]
+    everyone = averagers()
+    found = [averager for averager in everyone if not wanted.isdisjoint(averager.parameter_ids())]
     if found:
         return Binding(found[-1])  # the youngest, which has taken them over from the others
     if dist.is_initialized() and dist.get_world_size() > 1:

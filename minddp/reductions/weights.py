@@ -102,9 +102,9 @@ def clear_weight(ddp: torch.nn.Module) -> None:
 
 
 def _weights_of(ddp: torch.nn.Module, function: str) -> Weights:
-    wrapper = wrapper_of(ddp, function)
-    reduction, engine = wrapper._minddp_config.reduction, wrapper._minddp_engine
-    if reduction != "weighted" or engine is None:
+    reductions = wrapper_of(ddp, function)._minddp_observers.get("reductions")
+    if reductions is None or reductions.weights is None:
+        reduction = "mean" if reductions is None else reductions.settings.reduction
         raise RuntimeError(f'minddp.{function} needs reduction="weighted", and this wrapper has {reduction!r}')
-    weights: Weights = engine.reducer.weights
+    weights: Weights = reductions.weights
     return weights

@@ -1,4 +1,4 @@
-"""Who is slow: ``minddp.report``, ``on_straggler=`` and ``minddp report``. Uses timeline.
+"""Who is slow: ``minddp.report``, ``on_straggler=`` and ``minddp report``. Uses guards, timeline.
 
 Here: a step cut into parts (``parts``), who is to blame (``diagnosis``), the report and its words (``result``): all
 of it pure, without ranks and clocks. Then what ranks exchange (``exchange``, ``links``, ``watch``), and the command

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._functions import engine_of
+from .._functions import averager_of
 from ..messages import ranks_text
 from .links import can_be_measured, measure_links
 from .result import Report, make_report
@@ -72,18 +72,18 @@ def report(ddp: Any, steps: int = 20, *, links: bool = False) -> Report:
         raise ValueError(f"report: steps must be 1 to {MAX_STEPS}, which are kept, got {steps}")
     if not isinstance(links, bool):
         raise TypeError(f"report: links must be a bool, got {links!r}")
-    engine = engine_of(ddp, "report")
-    rank, size = engine.group.rank(), engine.group.size()
-    stamps = [_lean(step) for step in engine.reducer.recent_steps(steps)]
-    notes = [_NO_LINKS] if links and not can_be_measured(engine.group, engine.parameters.device) else []
+    averager = averager_of(ddp, "report")
+    rank, size = averager.group.rank(), averager.group.size()
+    stamps = [_lean(step) for step in averager.reducer.recent_steps(steps)]
+    notes = [_NO_LINKS] if links and not can_be_measured(averager.group, averager.parameters.device) else []
     if size == 1:
         return make_report({rank: stamps}, steps, notes=notes)
     mine = {"steps": stamps, "links": links and not notes}
     try:
-        turn = _next_turn(engine)
+        turn = _next_turn(averager)
         if rank == 0:
-            return _lead(turn, engine, mine, steps, notes)
-        return _follow(turn, engine, mine)
+            return _lead(turn, averager, mine, steps, notes)
+        return _follow(turn, averager, mine)
     except Exception as error:  # whatever the store, a link or a peer's words are: what observes goes on
         notes.append(f"This is rank {rank}'s part alone: {error}")
         return make_report({rank: stamps}, steps, notes=notes)
@@ -95,9 +95,9 @@ def _lean(step: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in step.items() if name != "ready_ns"} | {"buckets": buckets}
 
 
-def _lead(turn: _Turn, engine: Any, mine: dict[str, Any], steps: int, notes: list[str]) -> Report:
+def _lead(turn: _Turn, averager: Any, mine: dict[str, Any], steps: int, notes: list[str]) -> Report:
     """On rank 0: the report of the ranks that have come, which the others read."""
-    ranks = list(range(engine.group.size()))
+    ranks = list(range(averager.group.size()))
     if turn.comes([str(rank) for rank in ranks[1:]], _FOR_THE_OTHERS):
         come = ranks
     else:
@@ -106,7 +106,7 @@ def _lead(turn: _Turn, engine: Any, mine: dict[str, Any], steps: int, notes: lis
     asked = [theirs["links"] for theirs in everyone.values()]
     links = all(asked) and come == ranks and turn.settles(_BEGUN)
     turn.put("links", links)
-    times = _links_of(engine) if links else {}
+    times = _links_of(averager) if links else {}
     if any(asked) and not links:
         notes.append(_NO_LINKS)
     if come != ranks:
@@ -116,9 +116,9 @@ def _lead(turn: _Turn, engine: Any, mine: dict[str, Any], steps: int, notes: lis
     return made
 
 
-def _follow(turn: _Turn, engine: Any, mine: dict[str, Any]) -> Report:
+def _follow(turn: _Turn, averager: Any, mine: dict[str, Any]) -> Report:
     """On another rank: hands in its part, and reads the report."""
-    rank = engine.group.rank()
+    rank = averager.group.rank()
     turn.put(str(rank), mine)
     try:
         if not turn.comes(["links"], 2 * _FOR_THE_OTHERS):
@@ -129,7 +129,7 @@ def _follow(turn: _Turn, engine: Any, mine: dict[str, Any]) -> Report:
             raise
         links = True  # rank 0 was first, and counts on this rank
     if links:
-        _links_of(engine)
+        _links_of(averager)
     if not turn.comes(["report"], _FOR_THE_REPORT):
         raise TimeoutError("rank 0 did not end the report.")
     made = Report.from_dict(turn.take("report"))
@@ -138,9 +138,9 @@ def _follow(turn: _Turn, engine: Any, mine: dict[str, Any]) -> Report:
     return made
 
 
-def _links_of(engine: Any) -> dict[tuple[int, int], float]:
-    with engine.collective():
-        return measure_links(engine.group)
+def _links_of(averager: Any) -> dict[tuple[int, int], float]:
+    with averager.observers.together():
+        return measure_links(averager.group)
 
 
 class _Turn:
@@ -191,15 +191,17 @@ class _Turn:
 _turns: weakref.WeakKeyDictionary[Any, list[_Turn]] = weakref.WeakKeyDictionary()  # the last two, by reducer
 
 
-def _next_turn(engine: Any) -> _Turn:
+def _next_turn(averager: Any) -> _Turn:
     """This rank's next one. What it has written two turns ago is deleted: nobody reads that any more."""
-    if engine.inspector is None:
-        raise LookupError("the process group has no store, by which ranks exchange their steps.")
+    guards = averager.observers.get("guards")
+    inspector = None if guards is None else guards.inspector
+    if inspector is None:
+        raise LookupError("no guards watch this wrapper, by whose store ranks exchange their steps.")
     # The program's threads may block the default store's own client for as long as they like.
-    base = engine.inspector.client() or dist.distributed_c10d._get_default_store()
-    iteration, turns = engine.reducer.iteration(), _turns.setdefault(engine.reducer, [])
+    base = inspector.client() or dist.distributed_c10d._get_default_store()
+    iteration, turns = averager.reducer.iteration(), _turns.setdefault(averager.reducer, [])
     number = turns[-1].number + 1 if turns and turns[-1].iteration == iteration else 0
-    prefix = f"minddp/report/{engine.inspector.key}/{iteration}.{number}"
+    prefix = f"minddp/report/{inspector.key}/{iteration}.{number}"
     turns.append(_Turn(dist.PrefixStore(prefix, base), iteration, number))
     if len(turns) > 2:
         turns.pop(0).forget()

@@ -32,8 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import environment
-from ..guards import lifetime  # noqa: F401  registers its exit handler first, so that it runs after the trace's
+from .. import environment, lifetime  # noqa: F401  registers its exit handler first, so that it runs after the trace's
 from .chrome import write
 from .gathering import Ranks, this_process
 from .step_times import ended, step_begin

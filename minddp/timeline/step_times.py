@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._functions import engine_of
+from .._functions import averager_of
 
 __all__ = [
     "BucketTimes", "Stamps", "StepTimes", "covered", "ended", "flight", "launched_buckets", "on_device", "step_begin",
@@ -116,7 +116,7 @@ def last_step(ddp: torch.nn.Module) -> StepTimes:
     Raises:
         RuntimeError: no synchronized backward has ended yet, or every parameter's reduction is delayed.
     """
-    return step_times(engine_of(ddp, "last_step").reducer.last_step())
+    return step_times(averager_of(ddp, "last_step").reducer.last_step())
 
 
 def on_device(step: Stamps) -> bool:

@@ -207,21 +207,6 @@ class DelayedAllReduce(step.Guarded):
         return False
 
 
-def make(
-    group: dist.ProcessGroup,
-    named: Sequence[tuple[str, torch.nn.Parameter]],
-    trigger: tuple[str, torch.nn.Parameter] | None,
-    broadcast_bytes: int | None,
-) -> DelayedAllReduce | None:
-    """``None`` where nothing is delayed; see :class:`DelayedAllReduce`."""
-    if not named:
-        return None
-    assert trigger is not None
-    delayed = DelayedAllReduce(group, named, trigger, broadcast_bytes)
-    step.watch(delayed)
-    return delayed
-
-
 def _has_store(group: dist.ProcessGroup) -> bool:
     return group.size() > 1 and type(group) is dist.ProcessGroup  # those written in Python have none
 

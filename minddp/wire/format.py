@@ -263,8 +263,8 @@ def wire_state(ddp: torch.nn.Module) -> WireState:
     ``state_dict()`` has none of it, as with torch's class. Save it on every rank, between iterations, to go on
     with the same bits. A copied or unpickled wrapper begins without.
     """
-    engine = wrapper_of(ddp, "wire_state")._minddp_engine
-    return {} if engine is None else engine.wire.state(engine.names_of_parameters())
+    observer, averager = _of(ddp, "wire_state")
+    return {} if averager is None else observer.format.state(averager.names_of_parameters())
 
 
 def load_wire_state(ddp: torch.nn.Module, state: WireState) -> None:
@@ -273,6 +273,13 @@ def load_wire_state(ddp: torch.nn.Module, state: WireState) -> None:
     Raises:
         KeyError, ValueError: it is another model's, or in another memory format; names the parameter.
     """
-    engine = wrapper_of(ddp, "load_wire_state")._minddp_engine
-    if engine is not None:
-        engine.wire.load_state(state, engine.names_of_parameters())
+    observer, averager = _of(ddp, "load_wire_state")
+    if averager is not None:
+        observer.format.load_state(state, averager.names_of_parameters())
+
+
+def _of(ddp: torch.nn.Module, function: str) -> tuple[Any, Any]:
+    """The wrapper's observer and averager; None for both if either is missing."""
+    wrapper = wrapper_of(ddp, function)
+    observer, averager = wrapper._minddp_observers.get("wire"), wrapper._minddp_averager
+    return (None, None) if observer is None or averager is None else (observer, averager)

@@ -22,6 +22,7 @@ def reading_path() -> str:
 
 # In the words of another message of this list, or of the program.
 WORDED_ELSEWHERE = [
+    "minddp/ddp.py: err_type(err_msg)",
     "minddp/functional/calls.py: CollectiveError(call.error)",
     "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), '')",
     "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), error)",

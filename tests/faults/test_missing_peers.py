@@ -109,9 +109,9 @@ def _lost_before_a_forward(rank, world_size, how):
     for _ in range(2):  # the second forward has a collective, the new buckets
         ddp(x, False).sum().backward()
     store = dist.distributed_c10d._get_default_store()
-    ddp._minddp_engine.inspector.has_streams = True
+    ddp._minddp_observers.get("guards").inspector.has_streams = True
     ddp.register_comm_hook(None, _waits_for_nobody)
-    ddp._minddp_engine.inspector.hook = ""
+    ddp._minddp_observers.get("guards").inspector.hook = ""
     if rank == 1 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:

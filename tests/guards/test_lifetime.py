@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import minddp
-from minddp.guards import lifetime, location
+from minddp import lifetime
+from minddp.guards import location
 from minddp.testing import RankPool, run_ranks
 
 

@@ -164,7 +164,9 @@ def _one_cast_of_many(rank, world_size):
     net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(5)))
     ddp = minddp.DistributedDataParallel(net)
     net[3].half()
-    looks = [ddp._minddp_engine.changes.look() for _ in range(5)]  # at one parameter after each forward
+    looks = [
+        ddp._minddp_observers.get("guards").changes.look() for _ in range(5)
+    ]  # at one parameter after each forward
     found = [change.text for look in looks for change in look or ()]
     return set(found) == {"'3.weight' was torch.float32 on cpu, is torch.float16 on cpu"}
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import minddp
-from minddp import environment
-from minddp.guards import lifetime, processes, times
+from minddp import environment, lifetime
+from minddp.guards import processes, times
 from minddp.testing import run_ranks
 
 _SET_NAME = 15  # prctl(2)

@@ -2,7 +2,7 @@
 
 A rank with torch's class may hang in ``dist.destroy_process_group()``: it joins gloo's threads while it holds the
 GIL, which one of them waits for. With six busy loops beside it, about every other run of
-``scripts/checkpoint_script.py`` did. It may also abort as Python shuts down (``minddp/guards/lifetime.py`` says why).
+``scripts/checkpoint_script.py`` did. It may also abort as Python shuts down (``minddp/lifetime.py`` says why).
 minddp's ranks must let go of their groups and end by themselves: they run without this.
 """
 

@@ -118,7 +118,7 @@ def test_the_tuner_and_mixed_precision_follow_the_reducer(rank, world_size):
     mixed = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     auto = DDP(mlp(), bucket_cap_mb="auto")
     auto._set_static_graph()
-    assert auto._minddp_engine.tuner._reducer is auto.reducer
+    assert auto._minddp_observers.get("planner").tuner._reducer is auto.reducer
     group = dist.new_group()
     for ddp in (auto, DDP(mlp(), mixed_precision=mixed)):
         ddp._update_process_group(group)
@@ -487,9 +487,11 @@ def _refreshed(rank, world_size):
     with pytest.raises(ValueError, match="contradict"):
         minddp.refresh(ddp)
     ddp = DDP(mlp(), find_unused_parameters=True)
-    key = ddp._minddp_engine.inspector.key
+    key = ddp._minddp_observers.get("guards").inspector.key
     minddp.refresh(ddp)
-    assert ddp._minddp_engine.inspector.key == key  # or what one rank tells, the others look for under another name
+    assert (
+        ddp._minddp_observers.get("guards").inspector.key == key
+    )  # or what one rank tells, the others look for under another name
     _same(_step(ddp, rank), _truth(ddp.module, world_size))
     return key
 

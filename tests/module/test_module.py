@@ -313,13 +313,13 @@ def _join(rank, world_size):
             with ddp.join(divide_by_initial_world_size=by_initial):
                 for step in range(steps):
                     ddp.zero_grad()
-                    if ddp._minddp_config.reduction == "weighted":
+                    if ddp._minddp_observers.settings["reductions"].reduction == "weighted":
                         minddp.add_weight(ddp, 5)
                     ddp(_data(rank, step)).pow(2).sum().backward()
                     active = [r for r in range(world_size) if 2 + 2 * r > step]
                     divisor = (
                         len(active) * 5
-                        if ddp._minddp_config.reduction == "weighted"
+                        if ddp._minddp_observers.settings["reductions"].reduction == "weighted"
                         else (world_size if by_initial else len(active))
                     )
                     expected = [_local_grads(ddp.module, [_data(r, step)]) for r in active]

@@ -51,7 +51,7 @@ def train(ddp, rank, steps, set_to_none=True):
 def tune_and_pin(rank, world_size, folder):
     fixed = train(minddp.DistributedDataParallel(Mixed()), rank, STEPS)
     ddp = minddp.DistributedDataParallel(Mixed(), bucket_cap_mb="auto")
-    ddp._minddp_engine.tuner.settings = SETTINGS
+    ddp._minddp_observers.get("planner").tuner.settings = SETTINGS
     tuned = train(ddp, rank, STEPS)
     plan = minddp.bucket_plan(ddp)
     path = os.path.join(folder, f"plan{rank}.json")
@@ -65,10 +65,11 @@ def tune_and_pin(rank, world_size, folder):
     except ValueError as error:
         refusal = str(error)
     views = minddp.DistributedDataParallel(Mixed(), bucket_cap_mb="auto", gradient_as_bucket_view=True)
-    views._minddp_engine.tuner.settings = SETTINGS
+    views._minddp_observers.get("planner").tuner.settings = SETTINGS
     with_views = train(views, rank, STEPS, set_to_none=False)
     return {
-        "settled": ddp._minddp_engine.tuner.settled and views._minddp_engine.tuner.settled,
+        "settled": ddp._minddp_observers.get("planner").tuner.settled
+        and views._minddp_observers.get("planner").tuner.settled,
         "same": all(torch.equal(fixed, other) for other in (tuned, again, with_views)),
         "parameters": tuned,
         "buckets": [ddp.reducer.buckets(), pinned_from_start, pinned.reducer.buckets()],
@@ -96,13 +97,13 @@ def test_tuning_changes_no_bit_on_two_ranks_and_its_plan_can_be_pinned(tmp_path)
 
 def join_while_tuning(rank, world_size):
     ddp = minddp.DistributedDataParallel(Mixed(), bucket_cap_mb="auto")
-    ddp._minddp_engine.tuner.settings = SETTINGS
+    ddp._minddp_observers.get("planner").tuner.settings = SETTINGS
     train(ddp, rank, 5)
     buckets = ddp.reducer.buckets()
     with ddp.join():
         for _ in range(10 + 20 * rank):
             ddp(torch.ones(5, 64)).square().mean().backward()
-    return ddp._minddp_engine.tuner.settled, ddp.reducer.buckets() == buckets, buckets
+    return ddp._minddp_observers.get("planner").tuner.settled, ddp.reducer.buckets() == buckets, buckets
 
 
 def test_tuning_rests_while_ranks_may_run_out_of_data():

@@ -468,7 +468,7 @@ def _static_power_sgd(rank, world_size, wrap):
         ddp(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * i + rank))).square().mean().backward()
         optimizer.step()
     trained = [p.detach().clone() for p in ddp.parameters()]
-    if wrap is TorchDDP:  # Gloo's thread must not be the last to know the group: see minddp/guards/lifetime.py
+    if wrap is TorchDDP:  # Gloo's thread must not be the last to know the group: see minddp/lifetime.py
         del ddp, optimizer
         time.sleep(0.3)
     return trained

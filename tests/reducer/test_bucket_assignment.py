@@ -1,14 +1,13 @@
 """Bucket assignment: every parameter once, caps kept, small bucket last, kinds apart, order of completion."""
 
 import functools
-import inspect
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minddp import DistributedDataParallel, waiting
+from minddp import waiting
 from minddp.buckets import (
     Agreed,
     agree_on_order,
@@ -123,8 +122,13 @@ def test_default_buckets_are_a_tenth_of_the_model():
 
 
 def _config(**given):
-    arguments = inspect.signature(DistributedDataParallel).parameters
-    return make_config({name: argument.default for name, argument in arguments.items()} | given)
+    flags = (
+        "gradient_as_bucket_view",
+        "skip_all_reduce_unused_params",
+        "batched_grad_copy",
+        "lazy_bucket_allocation",
+    )
+    return make_config(**dict.fromkeys(flags, False) | given)
 
 
 class _Group:

@@ -506,8 +506,8 @@ def _remade(rank, world_size):
             assert ddp.reducer.phase() == _C.Phase.LAUNCHED
             ddp.finalize_backward()
         if remake not in (ddp._set_static_graph, builtin):
-            ddp.__dict__["_config"] = ddp._minddp_engine.config
-            ddp._minddp_engine.rebuild()  # so that no iteration is behind it
+            ddp.__dict__["_config"] = ddp._minddp_averager.config
+            ddp._minddp_averager.rebuild()  # so that no iteration is behind it
 
 
 def _weight_for_the_next(rank, world_size):

@@ -644,7 +644,7 @@ def test_a_mended_failure_is_taken_back(rank, world_size):
         ddp(_x(rank)).sum().backward()
     if rank == 1:
         with pytest.raises(RuntimeError, match="disk"):
-            ddp._minddp_engine.report_failure(_fails)
+            ddp._minddp_averager.report_failure(_fails)
     dist.barrier()
     ddp.zero_grad()
     loss = ddp(_x(rank)).sum()

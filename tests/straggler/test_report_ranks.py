@@ -347,6 +347,11 @@ def test_a_trace_without_steps_is_refused(tmp_path, capsys):
     assert command.main([str(Path("nowhere.json"))]) == 1
 
 
-def _old_trace(steps: Any = ({"iteration": 1},)) -> str:
-    part = {"rank": 0, "offset_ns": 0, "modules": [{"name": "Net", "steps": list(steps)}]}
+_MOMENTS = ("forward_begin_ns", "backward_begin_ns", "backward_end_ns", "finalize_end_ns")
+_OLD_STEP = {"iteration": 1, "ready_ns": [], "buckets": [], **dict.fromkeys(_MOMENTS, 1)}
+
+
+def _old_trace(steps: Any = (_OLD_STEP,)) -> str:
+    module = {"name": "Net", "parameter_names": [], "steps": list(steps)}
+    part = {"rank": 0, "offset_ns": 0, "error_ns": 0, "modules": [module]}
     return json.dumps({"minddp": {"world_size": 1, "missing_ranks": [], "ranks": [part]}})

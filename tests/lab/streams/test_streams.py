@@ -63,7 +63,7 @@ def _shadows(rank: int, world_size: int) -> list[str]:
         with programs.group():
             model = minddp.DistributedDataParallel(programs.Branches(extension.NAME), **options)
             torch.accelerator.synchronize()
-            model._minddp_engine.reducer.shadow_backward()
+            model._minddp_averager.shadow_backward()
             found += [f"{options}: {text}" for text in device.unjoined()]
     return found
 
@@ -406,7 +406,7 @@ def _times(rank: int, world_size: int) -> tuple[list[Any], dict[str, int], set[s
     x, side_x = programs.batches(extension.NAME)[0]
     with programs.group():
         model = minddp.DistributedDataParallel(programs.Branches(extension.NAME), bucket_cap_mb="auto")
-        tuner = model._minddp_engine.tuner
+        tuner = model._minddp_observers.get("planner").tuner
         assert tuner is not None
         tuner.settings = TunerSettings(warmup_iterations=2, measured_iterations=1, laps=1, caps_mb=(1,))
         for _ in range(20):
@@ -453,7 +453,9 @@ def _hears_of_a_failure(rank: int, world_size: int, path: str) -> str:
     error = ""
     deadline = time.monotonic() + 30
     while not error and time.monotonic() < deadline:
-        model._minddp_engine.inspector.rename("the ranks' name for it")  # on which they could not agree
+        model._minddp_observers.get("guards").inspector.rename(
+            "the ranks' name for it"
+        )  # on which they could not agree
         try:
             model(x, side_x).square().mean().backward()
         except (RuntimeError, ValueError) as raised:
@@ -487,7 +489,9 @@ def _waits_for_the_device(rank: int, world_size: int, path: str) -> tuple[list[i
         x, side_x = programs.batches(extension.NAME)[0]
         for _ in range(2):  # the second cuts the buckets anew
             model(x, side_x).square().mean().backward()
-        model._minddp_engine.inspector.rename("the ranks' name for it")  # on which they could not agree
+        model._minddp_observers.get("guards").inspector.rename(
+            "the ranks' name for it"
+        )  # on which they could not agree
         looks: list[int] = []
         errors: list[str] = []
         if rank == 1:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 # torch imports it at the first forward or optimizer. Imported here, usually before there is a group, it keeps none.
 import torch.distributed.nn.functional  # noqa: F401
 
-from .. import _C
+from . import _C
 
 # In seconds, without the GIL: for a thread to destroy a group's last collective, and what came with it.
 _MOMENT = 0.02
@@ -98,7 +98,7 @@ def _settle_groups() -> None:
     destroyed = [ddp for ddp in modules if ddp.process_group not in dist.distributed_c10d._world.pg_map]
     if len(destroyed) < len(modules):
         _rest()
-    if any(ddp._minddp_engine is not None and ddp._minddp_engine.hook for ddp in destroyed):
+    if any(ddp._minddp_averager is not None and ddp._minddp_averager.hook for ddp in destroyed):
         time.sleep(_MOMENT_FOR_CALLBACKS)
     for ddp in destroyed:
         ddp._minddp_let_go()

@@ -1,0 +1,276 @@
+"""The seam: the moments at which the core calls its companions.
+
+The core averages gradients and knows no companion. A companion registers a class of observers. Each wrapper gets one
+observer of each class, and calls its methods at the moments that are listed below. Only methods that a class
+overrides are called, so an event that nobody listens to costs nothing.
+
+``python -m minddp.events`` prints which companion listens to which event. The smallest companion has 15 lines::
+
+    class Printer(minddp.events.Observer):
+        name = "printer"
+
+        def before_forward(self, joining):
+            print("forward of iteration", self.averager.reducer.iteration())
+
+    minddp.events.register(Printer)
+
+What always holds
+    Observers are called in the order in which their classes were registered, on all ranks alike, since some of them
+    communicate. The order is compared between ranks when a wrapper is constructed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from . import environment
+
+if TYPE_CHECKING:
+    import torch
+
+    from . import _C
+    from .averager import Averager
+    from .reducer import Plan
+
+
+class Observer:
+    """One companion's half of one wrapper. Subclasses override what they need.
+
+    Attributes:
+        name: the companion's name, for ``MINDDP_WITHOUT`` and messages.
+        options: the constructor's arguments that the companion adds, with their defaults.
+        arguments: their description, which the wrapper's docstring gets.
+        settings: what :meth:`parse` made of the arguments.
+    """
+
+    name: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]] = {}
+    arguments: ClassVar[str] = ""
+    _averager: weakref.ref[Averager] | None = None
+
+    def __init__(self, ddp: Any, settings: Any):
+        self.settings = settings
+
+    @property
+    def averager(self) -> Any:
+        """The wrapper's, or ``None`` before it is made, and if all of the module's parameters are reduced apart."""
+        return None if self._averager is None else self._averager()
+
+    def listens(self, event: str) -> bool:
+        """Whether this wrapper's observer has anything to do at ``event``, for which its class has a method."""
+        return True
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Any:
+        """Checks the arguments of this companion. What it returns is pickled with the wrapper.
+
+        Raises:
+            ValueError, TypeError: an argument makes no sense; named.
+        """
+        return dict(values)
+
+    # Construction. All ranks construct together: these may raise on all ranks alike.
+
+    def constructing(self, ddp: Any) -> None:
+        """The module and the group are known, and no tensor has been looked at. May change the module; may raise."""
+
+    def compared(self, parameters: Any) -> Mapping[str, Any]:
+        """What must be the same on all ranks, by argument. The ranks raise if it is not. May communicate."""
+        return {}
+
+    def exchange(self) -> Any:
+        """What this rank sends to the others in the constructor's all-gather: what JSON can hold."""
+
+    def exchanged(self, everyone: list[Any]) -> None:
+        """What each rank has sent, in rank order."""
+
+    def planning(self, plan: Plan) -> None:
+        """A reducer is about to be made of ``plan``, which may be changed. May raise, and communicate."""
+
+    def reducer_made(self, reducer: _C.Reducer, before: _C.Reducer | None) -> None:
+        """A reducer has taken the place of ``before``. Callbacks and cases are placed here."""
+
+    def constructed(self, ddp: Any, copied: bool) -> None:
+        """The wrapper is complete. ``copied``: after it was unpickled or copied, on this rank alone perhaps."""
+
+    def named(self, token: str) -> None:
+        """What all ranks call this wrapper from now on."""
+
+    # A forward with gradients.
+
+    def entering(self) -> None:
+        """A forward begins. What comes before is this rank's own time. Must not raise or communicate."""
+
+    def checking(self) -> None:
+        """Something new is about to begin, and the last iteration should be over. May raise."""
+
+    def before_forward(self, joining: bool) -> None:
+        """The forward's backward will be synchronized. ``joining``: ranks may have run out of data, and take no part
+        in other collectives than the forward's own; otherwise this may communicate. May raise."""
+
+    def inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The module is about to run, also without gradients; what is returned takes the place of its inputs."""
+        return inputs, kwargs
+
+    def after_forward(self, outputs: list[torch.Tensor], synchronized: bool) -> None:
+        """The module has run, also without gradients. ``outputs``: the tensors in its output."""
+
+    # Backward, on autograd's threads.
+
+    def bucket_packed(self, bucket: Any) -> None:
+        """``bucket`` holds this rank's gradients and is about to be reduced. Must not communicate. May raise."""
+
+    def after_last_launch(self) -> None:
+        """All buckets of this iteration have left. May begin collectives, and must not wait for them."""
+
+    # What happens now and then.
+
+    def buckets_changed(self, reducer: _C.Reducer) -> None:
+        """Gradients travel in other buckets from now on."""
+
+    def rebuilt(self, reducer: _C.Reducer) -> None:
+        """Buckets follow the order of arrival from now on, once for each reducer."""
+
+    def hooking(self, steps: bool) -> None:
+        """A communication hook is about to be registered. ``steps``: it runs the optimizer. May raise."""
+
+    def hook_changed(self, name: str) -> None:
+        """A communication hook of this name has been registered."""
+
+    def step_skipped(self) -> None:
+        """No optimizer will use the last averages."""
+
+    def joined(self, now: bool) -> None:
+        """In ``join()``: this rank has run out of data, or (``now=False``) all have and the context ends."""
+
+    def shadowing(self) -> None:
+        """A rank without data is about to take part in the others' backward, with zeros."""
+
+    def shadowed(self, synchronized: bool, by_all: bool) -> None:
+        """It has taken part in an iteration. ``by_all``: sums are divided by all ranks."""
+
+    def refreshing(self, ddp: Any) -> None:
+        """The module's parameters are about to be looked at anew, and buckets cut anew. May change the module; may
+        raise."""
+
+    def group_changed(self, group: Any) -> None:
+        """The wrapper works with another process group from now on."""
+
+    def saving(self) -> None:
+        """``state_dict()`` is called. May raise."""
+
+    def failed(self, error: BaseException | str, where: str) -> None:
+        """This rank raises ``error``: in "forward", which the program may handle; in "backward": it will not finish
+        its part of an iteration; in a "call" that concerns no other rank. Must not raise."""
+
+    def aborting(self) -> None:
+        """An unfinished iteration is about to be given up. Must not raise."""
+
+    def collective(self) -> AbstractContextManager[None]:
+        """A context for a collective outside of backward, in which all ranks take part."""
+        return nullcontext()
+
+
+EVENTS = tuple(
+    name
+    for name, value in vars(Observer).items()
+    if inspect.isfunction(value) and not name.startswith("_") and name not in ("parse", "listens")
+)
+_registered: dict[str, type[Observer]] = {}
+
+
+def register(companion: type[Observer]) -> None:
+    """Each wrapper that is constructed from now on gets an observer of this class. ``import minddp`` registers the
+    companions' own.
+
+    Raises:
+        ValueError: another companion has one of its arguments already.
+    """
+    for other in _registered.values():
+        if both := set(other.options) & set(companion.options) and other.name != companion.name:
+            raise ValueError(f"companion {companion.name!r}: {other.name!r} has the arguments {both} already")
+    _registered[companion.name] = companion
+
+
+def registered() -> list[type[Observer]]:
+    """The classes that wrappers get, in order; without those that ``MINDDP_WITHOUT`` names."""
+    return [companion for companion in _registered.values() if not environment.leaves_out(companion.name)]
+
+
+class Observers:
+    """The observers of one wrapper. ``observers.before_forward`` lists the methods of those that listen.
+
+    Attributes:
+        settings: by companion, what the arguments came to.
+    """
+
+    def __init__(self, ddp: Any, settings: Mapping[str, Any]):
+        self.settings = dict(settings)
+        self._by_name = {c.name: c(ddp, settings[c.name]) for c in registered() if c.name in settings}
+        for event in EVENTS:
+            overrides = [o for o in self._by_name.values() if getattr(type(o), event) is not getattr(Observer, event)]
+            listening = [observer for observer in overrides if observer.listens(event)]
+            setattr(self, event, tuple(getattr(observer, event) for observer in listening))
+
+    if TYPE_CHECKING:  # the constructor sets all of EVENTS
+
+        def __getattr__(self, event: str) -> Any: ...
+
+    def get(self, name: str) -> Any:
+        """The observer of that companion, or None."""
+        return self._by_name.get(name)
+
+    def of_averager(self, averager: Averager) -> None:
+        """The wrapper's averager is being made."""
+        for observer in self._by_name.values():
+            observer._averager = weakref.ref(averager)
+
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def together(self) -> AbstractContextManager[None]:
+        """A context for a collective outside of backward."""
+        contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = self.collective
+        return contexts[0]() if contexts else nullcontext()
+
+
+def parse(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor's further arguments, by companion, as each of them reads its own.
+
+    Raises:
+        TypeError: no companion has such an argument; says which companions there are.
+        ValueError, TypeError: a companion refuses a value.
+    """
+    left = dict(options)
+    settings = {}
+    for companion in registered():
+        values = {name: left.pop(name, default) for name, default in companion.options.items()}
+        settings[companion.name] = companion.parse(values)
+    if unknown := [name for name, value in left.items() if value is not None]:
+        absent = sorted(set(_registered) - set(settings))
+        raise TypeError(
+            f"DistributedDataParallel has no argument {unknown[0]!r}: no companion of {sorted(settings)} takes it."
+            + (f" {absent} are left out by MINDDP_PLAIN or MINDDP_WITHOUT." if absent else "")
+        )
+    return settings
+
+
+def all_options() -> dict[str, Any]:
+    """The arguments that companions add, with their defaults."""
+    return {name: default for companion in registered() for name, default in companion.options.items()}
+
+
+def main() -> None:
+    """Prints which companion listens to which event."""
+    for event in EVENTS:
+        names = [c.name for c in registered() if getattr(c, event) is not getattr(Observer, event)]
+        print(f"{event:18} {', '.join(names) or '-'}")
+
+
+if __name__ == "__main__":
+    sys.modules["minddp.events"].main()  # the module that companions know, not this copy

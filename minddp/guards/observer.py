@@ -1,0 +1,277 @@
+"""When each guard has its turn in the life of one wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import environment, events
+from ..reducer import Plan, weakly
+from . import adopted_backwards, step, watchdog
+from .check import compare
+from .finite_check import FiniteCheck
+from .local_gradients import LocalGradients
+from .module_changes import ModuleChanges, refusal
+from .other_class import refuse_torchs_class
+from .processes import Process, here
+from .stall_inspector import StallInspector, waits_of
+
+FINITE_MODES = ("raise", "warn", "skip")
+
+
+class Settings(NamedTuple):
+    check_finite: str | None
+    check_replicas_every: int | None
+    desync_timeout: float | None
+
+
+class Guards(events.Observer):
+    """What watches over one wrapper. All but ``steps`` is made anew with each reducer.
+
+    Attributes:
+        inspector: watches its waits; None without a store that carries what ranks report.
+        finite: with ``check_finite``.
+        changes: notices that the module is not as it was wrapped.
+        steps: asked before optimizers' steps.
+    """
+
+    name = "guards"
+    options = {"check_finite": False, "check_replicas_every": None, "desync_timeout": None}
+    arguments = """
+        check_finite: ``"raise"`` (or ``True``): before ``optimizer.step()`` (and at the next forward), raise on every
+            rank when a rank's own gradient, before the average, held NaN or infinity; names parameters and ranks.
+            ``"warn"``: the same as a warning. ``"skip"``: that step changes nothing, on all ranks alike, and clears
+            the gradients; goes with a ``GradScaler``. Reads each bucket once more, and the host waits for the answer.
+        check_replicas_every: compare the ranks' parameters (:func:`minddp.check_replicas`) before each n-th forward.
+        desync_timeout: seconds after which a wait for another rank ends with an error, whatever that rank does: it
+            may be stopped or cut off, wait in another collective, compute, evaluate or write a checkpoint. ``None``:
+            such a rank is waited for as long as the group's timeout says, and the log tells where it is. A rank that
+            has reported an exception, or is gone, is not waited for, whatever this is. A wait that belongs to no
+            wrapper takes the largest value of its group's wrappers, or of all wrappers if the group has none.
+            ``MINDDP_DESYNC_TIMEOUT`` sets it where it is not given.
+    """
+    settings: Settings
+
+    def __init__(self, ddp: Any, settings: Settings):
+        super().__init__(ddp, settings)
+        self._group = ddp.process_group
+        self.inspector: StallInspector | None = None
+        self.finite: FiniteCheck | None = None
+        self.changes: ModuleChanges | None = None
+        self.steps: step.StepCheck | None = None
+        self._local_gradients: LocalGradients | None = None
+        self._token: str | None = None
+        self._has_warned_of_adopted = False
+        self._unchecked = 0  # iterations since replicas were compared
+
+    def listens(self, event: str) -> bool:
+        return self.settings.check_finite is not None or event not in ("bucket_packed", "after_last_launch")
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Settings:
+        return Settings(
+            _finite_mode(values["check_finite"]),
+            _every("check_replicas_every", values["check_replicas_every"]),
+            _seconds("desync_timeout", values["desync_timeout"]) or environment.desync_timeout(),
+        )
+
+    # --- construction ---
+
+    def constructing(self, ddp: Any) -> None:
+        watchdog.current(self._group)  # from now on this rank can be asked where it is
+
+    def compared(self, parameters: Any) -> Mapping[str, Any]:
+        refuse_torchs_class(self._group, [parameter.device for parameter in parameters.reduced])
+        finite, every, _ = self.settings
+        return {"check_finite": finite, "check_replicas_every": every}
+
+    def exchange(self) -> Any:
+        return here()
+
+    def exchanged(self, everyone: list[Any]) -> None:
+        watchdog.introduce(self._group, [Process(*process) for process in everyone])
+
+    def planning(self, plan: Plan) -> None:
+        self._group = plan.group
+
+    def reducer_made(self, reducer: Any, before: Any) -> None:
+        averager, parameters = self.averager, self.averager.parameters
+        self.changes = ModuleChanges(averager.module, parameters.named, parameters.reduced)
+        has_store = dist.is_initialized() and not averager.has_foreign_group
+        self.inspector = None
+        if has_store:
+            streams = parameters.device.type != "cpu"
+            self.inspector = StallInspector(
+                self._group, reducer, parameters.names, self.settings.desync_timeout, streams
+            )
+            averager.watch_waits(self.inspector.on_stall)
+            reducer.set_callbacks(on_interrupted=weakly(self._on_interrupted))
+        reducer.set_callbacks(on_adopted=weakly(self._on_adopted))
+        store = dist.distributed_c10d._get_default_store() if has_store else None
+        asked = () if self.inspector is None else (self.inspector.word_of, self.inspector.client)
+        key = "" if self.inspector is None else self.inspector.key
+        self._local_gradients = LocalGradients(self._group, store, key, *asked)
+        self.finite = self._finite(reducer)
+        if self.steps is None:
+            self.steps = step.StepCheck(averager)
+            step.watch(self.steps)
+        self.steps.follow(self._local_gradients, self.inspector, self.finite)
+        if self._token is not None:
+            self.named(self._token)
+
+    def _finite(self, reducer: Any) -> FiniteCheck | None:
+        mode = self.settings.check_finite
+        if mode is None:
+            return None
+        parameters, wire = self.averager.parameters, self.averager.observers.get("wire")
+        names = {id(p): name for name, p in zip(parameters.names, parameters.reduced)}
+        hint = "" if wire is None else wire.range_hint
+        made = FiniteCheck(self._group, names, parameters.device, mode, weakly(self._step_skipped), hint)
+        made.skipped = 0 if self.finite is None else self.finite.skipped
+        return made
+
+    def _step_skipped(self) -> None:
+        for call in self.averager.observers.step_skipped:
+            call()
+
+    def named(self, token: str) -> None:
+        self._token = token
+        if self.inspector is not None and self._local_gradients is not None:
+            self._local_gradients.name(self.inspector.rename(token))
+
+    # --- a forward ---
+
+    def checking(self) -> None:
+        if self.inspector is not None:
+            self.inspector.check_lost()  # what follows may wait for the device
+        if self.finite is not None:
+            self.finite.check()
+
+    def saving(self) -> None:
+        if self.inspector is not None:
+            self.inspector.check_lost()
+
+    def before_forward(self, joining: bool) -> None:
+        averager, steps, local_gradients = self.averager, self.steps, self._local_gradients
+        if self.inspector is not None:
+            self.inspector.note_forward()
+            self.inspector.take_back()
+        if steps and local_gradients and step.interrupted(steps.last_averages):
+            local_gradients.note_interrupted(averager.reducer.iteration())
+        if self.settings.check_replicas_every is not None and not joining:
+            self._unchecked += 1
+            if self._unchecked >= self.settings.check_replicas_every:
+                self._unchecked = 0
+                compare(averager.module, averager.parameters, averager.group)
+
+    def after_forward(self, outputs: list[torch.Tensor], synchronized: bool) -> None:
+        """What is not in the reducer must not get a gradient in the backward that follows."""
+        averager, changes = self.averager, self.changes
+        # Mixed precision casts parameters itself. One rank alone cannot drift.
+        if not synchronized or changes is None or self._casts():
+            return
+        if not (self._group.size() > 1 or averager.has_foreign_group):
+            return
+        found = changes.look()
+        if found is None:
+            return
+        # A parameter has a new autograd node, without our hook, if it was cast and cast back, or if something was
+        # registered: a parametrization's original.
+        averager.reducer.renew_hooks()
+        averager.reducer.note_changed([change.parameter for change in found], refusal(found))
+
+    def _casts(self) -> bool:
+        surface = self.averager.observers.get("torch_surface")
+        return surface is not None and surface.mixed is not None
+
+    # --- backward ---
+
+    def bucket_packed(self, bucket: Any) -> None:
+        if self.finite is not None:
+            self.finite.look(bucket)
+
+    def after_last_launch(self) -> None:
+        if self.finite is not None:
+            self.finite.send()
+
+    def _on_adopted(self, parameters: list[int]) -> None:
+        """A backward counts as a waiting forward's, and its graph has no node of the wrapper's."""
+        if not self._has_warned_of_adopted:
+            averager = self.averager
+            self._has_warned_of_adopted = adopted_backwards.warn(averager.module, averager.reducer, parameters)
+
+    def _on_interrupted(self, why: str) -> None:
+        """An exception has ended a backward whose averages the others expect. ``why``: its text, if the reducer's."""
+        if self.inspector is not None:
+            self.inspector.report_interrupted(why)
+
+    # --- now and then ---
+
+    def hooking(self, steps: bool) -> None:
+        if steps and self.finite is not None:
+            raise RuntimeError("check_finite= looks before optimizer.step(); an optimizer in backward has none")
+
+    def hook_changed(self, name: str) -> None:
+        if self.inspector is not None and not self.averager.has_builtin_hook:
+            self.inspector.hook = name
+
+    def joined(self, now: bool) -> None:
+        if self._local_gradients is not None:
+            self._local_gradients.note_joined(now)
+
+    def failed(self, error: BaseException | str, where: str) -> None:
+        if self.inspector is None:
+            return
+        if where == "backward":
+            self.inspector.report_failure(error)
+        elif where == "forward" and isinstance(error, BaseException):
+            self.inspector.note_words(error)
+
+    def aborting(self) -> None:
+        if self.inspector is not None:
+            if self.averager.is_under_way():
+                self.inspector.note_given_up()
+            self.inspector.take_back()
+        if self.finite is not None:
+            self.finite.forget()
+
+    def collective(self) -> AbstractContextManager[None]:
+        if self.inspector is not None:
+            return self.inspector.collective()
+        return waits_of(None, self.settings.desync_timeout)
+
+
+def _finite_mode(value: Any) -> str | None:
+    if value is None or isinstance(value, bool):
+        return "raise" if value else None
+    if value not in FINITE_MODES:
+        raise ValueError(f'check_finite must be a bool, "raise", "warn" or "skip", got {value!r}')
+    return str(value)
+
+
+def _every(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a number of iterations, or None, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, or None, got {value!r}")
+    return int(value)
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number of seconds, or None, got {value!r}")
+    if not 0 < float(value) < float("inf"):
+        raise ValueError(f"{name} must be a positive, finite number of seconds, or None, got {value!r}")
+    return float(value)
+
+
+OBSERVER = Guards

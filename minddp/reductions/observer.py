@@ -1,0 +1,136 @@
+"""What gradients are multiplied with, on each side of the collective, and the dtype in which they are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import events
+from ..reducer import Plan, weakly
+from .weights import Weights
+
+REDUCTIONS = ("mean", "sum", "weighted")
+_REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Settings(NamedTuple):
+    reduction: str
+    reduce_dtype: torch.dtype | None
+    predivide_factor: float | None
+
+
+class Reductions(events.Observer):
+    """Sums, weighted means and factors of one wrapper.
+
+    Attributes:
+        weights: with ``reduction="weighted"``, what the program has given so far.
+    """
+
+    name = "reductions"
+    options = {"reduction": "mean", "reduce_dtype": None, "predivide_factor": None}
+    arguments = """
+        reduction: ``"mean"`` over ranks, ``"sum"``, or ``"weighted"``: the sum of gradients over the sum
+            of what every rank passed to :func:`minddp.add_weight`, exactly the large batch's gradient for
+            losses summed over samples, however uneven the shares.
+        reduce_dtype: dtype in which low-precision gradients travel and are added (``torch.float32``).
+        predivide_factor: divide by this before the sum, by the rest after it (range of float16).
+    """
+    settings: Settings
+
+    def __init__(self, ddp: Any, settings: Settings):
+        super().__init__(ddp, settings)
+        self.weights: Weights | None = None
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Settings:
+        reduction, dtype = values["reduction"], values["reduce_dtype"]
+        if reduction not in REDUCTIONS:
+            raise ValueError(f'reduction must be "mean", "sum" or "weighted", got {reduction!r}')
+        if dtype is not None and dtype not in _REDUCE_DTYPES:
+            names = ", ".join(map(str, _REDUCE_DTYPES))
+            raise TypeError(f"reduce_dtype must be a dtype that ranks can add up ({names}), or None, got {dtype!r}")
+        return Settings(reduction, dtype, _factor(values["predivide_factor"]))
+
+    def compared(self, parameters: Any) -> Mapping[str, Any]:
+        reduction, dtype, factor = self.settings
+        return {"reduction": reduction, "reduce_dtype": dtype, "predivide_factor": factor}
+
+    def planning(self, plan: Plan) -> None:
+        reduction, dtype, _ = self.settings
+        if dtype is not None:
+            if plan.config.gradient_as_bucket_view and any(p.dtype != dtype for p in plan.parameters):
+                raise ValueError(
+                    "reduce_dtype and gradient_as_bucket_view=True contradict each other: a gradient cannot be a "
+                    "window on a bucket of another dtype. Leave one of them out."
+                )
+            plan.reduce_dtype = plan.reduce_dtype or dtype
+        # The sum over one rank may hold what it likes; a weight divides each time.
+        summed = reduction == "sum" and plan.group.size() > 1
+        plan.options["refuses_earlier_sums"] = reduction == "weighted" or summed
+        if reduction != "mean":
+            plan.options["not_in_contexts"] = 'its reduction is no mean: pass reduction="mean"'
+
+    def reducer_made(self, reducer: Any, before: Any) -> None:
+        if self.settings.reduction == "weighted":
+            self.weights = Weights(reducer.group, reducer.device)
+            reducer.set_callbacks(post_scale=weakly(self.weights.post_scale))
+        reducer.set_scale_rule(weakly(self._scales))
+
+    def _scales(self, divisor: int, ranks: int, hooked: bool) -> tuple[float, float]:
+        """What gradients are multiplied with while packing and while unpacking.
+
+        ==========  =======================  ===========================  =============================
+        reduction   while packing            while unpacking              the same with a hook
+        ==========  =======================  ===========================  =============================
+        mean        1/divisor, or 1/factor   1, or factor/divisor         1 and 1: it averages by itself
+        sum         1, or 1/factor           1, or factor                 1 and ranks
+        weighted    as sum                   as sum, / sum of weights     1 and ranks / sum of weights
+        ==========  =======================  ===========================  =============================
+        """
+        factor = self.settings.predivide_factor
+        if hooked:
+            scales = 1.0, 1.0 if self.settings.reduction == "mean" else float(ranks)
+        elif self.settings.reduction == "mean":
+            scales = (1.0 / factor, factor / divisor) if factor else (1.0 / divisor, 1.0)
+        else:
+            scales = (1.0 / factor, factor) if factor else (1.0, 1.0)
+        if self.weights is not None:
+            self.weights.scale = scales[1]
+        return scales
+
+    def hooking(self, steps: bool) -> None:
+        if self.settings.reduce_dtype is not None or self.settings.predivide_factor is not None:
+            raise RuntimeError(
+                "a communication hook decides dtype and division itself: leave out reduce_dtype and predivide_factor"
+            )
+
+    def after_last_launch(self) -> None:
+        if self.weights is not None:
+            self.weights.send()
+
+    def shadowing(self) -> None:
+        if self.weights is not None:
+            self.weights.add(0.0)
+
+    def shadowed(self, synchronized: bool, by_all: bool) -> None:
+        if self.weights is not None and synchronized:
+            self.weights.post_scale()
+
+    def aborting(self) -> None:
+        if self.weights is not None:
+            self.weights.forget()
+
+
+def _factor(value: Any) -> float | None:
+    """It and its inverse scale gradients of float32, too."""
+    if value is None:
+        return None
+    if not isinstance(value, Real) or not 2.0**-126 <= float(value) <= 2.0**126:
+        raise ValueError(f"predivide_factor must be a positive, finite number, from 2**-126 to 2**126, got {value!r}")
+    return float(value)
+
+
+OBSERVER = Reductions

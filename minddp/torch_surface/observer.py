@@ -1,0 +1,229 @@
+"""What torch's class does for one wrapper beside the averaging: its less used arguments, and its log."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.utils import _cast_forward_inputs
+
+from .. import environment, events
+from ..averager import averagers
+from ..guards import step
+from ..parameters import but_for
+from ..reducer import Plan, weakly
+from . import names  # noqa: F401  gives the wrapper torch's names
+from .delayed_params import DelayedAllReduce
+from .logging_data import LoggingData
+from .mixed_precision import MixedPrecision
+
+
+class TorchSurface(events.Observer):
+    """Torch's less used arguments, and what its private names show.
+
+    Attributes:
+        logger: what ``ddp.logger`` is.
+        mixed: with ``mixed_precision``, what swaps parameters between their two precisions.
+        delayed: with ``delay_all_reduce_named_params``, their one collective.
+    """
+
+    name = "torch_surface"
+    options = {"delay_all_reduce_named_params": None, "param_to_hook_all_reduce": None, "mixed_precision": None}
+    settings: Any  # mixed_precision
+
+    def __init__(self, ddp: Any, settings: Any):
+        super().__init__(ddp, settings)
+        self._ddp: weakref.ref[Any] = weakref.ref(ddp)
+        self.logger: LoggingData | None = None
+        self.mixed: MixedPrecision | None = None
+        self.delayed: DelayedAllReduce | None = None
+        self._token: str | None = None
+
+    def listens(self, event: str) -> bool:
+        return event != "inputs" or self.settings is not None
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Any:
+        mixed = values["mixed_precision"]
+        if mixed is not None and not all(
+            hasattr(mixed, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")
+        ):
+            raise TypeError(
+                "mixed_precision must be a torch.nn.parallel.distributed._MixedPrecision(param_dtype=, "
+                f"reduce_dtype=, buffer_dtype=), or None, got {mixed!r}"
+            )
+        return mixed
+
+    # --- construction ---
+
+    def constructing(self, ddp: Any) -> None:
+        self._localize_shards(ddp)
+        config = ddp._minddp_config
+        for name in ("reducer", "logger"):  # what a subclass has written before it called the constructor
+            ddp.__dict__.pop(name, None)
+        ddp.static_graph, ddp.find_unused_parameters = config.static_graph, config.find_unused_parameters
+        ddp.gradient_as_bucket_view = config.gradient_as_bucket_view
+        ddp.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
+        ddp.batched_grad_copy = config.batched_grad_copy
+        ddp.mixed_precision = self.settings
+        ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default = config.cap, config.default_caps
+        ddp.use_side_stream_for_tensor_copies = environment.use_side_stream()
+        ddp._lazy_init_ran = ddp._use_python_reducer = False
+
+    def _localize_shards(self, ddp: Any) -> None:
+        """Makes parameters that are DTensors this rank's shards, between forwards: ``tensor_parallel.py``. Those that
+        the module asks to ignore belong to others, such as FSDP."""
+        if "torch.distributed.tensor" in sys.modules:  # half a second to import, and otherwise there is none
+            from .tensor_parallel import localize
+
+            ignored = set(getattr(ddp.module, "_ddp_params_and_buffers_to_ignore", None) or ())
+            localize(ddp.module, ddp.process_group, {id(p) for _, p in but_for(ddp.module, ignored)})
+
+    def compared(self, parameters: Any) -> Mapping[str, Any]:
+        if parameters.delayed:
+            self._check_delayed()
+        return {"mixed_precision": self.settings}
+
+    def _check_delayed(self) -> None:
+        """Raises ValueError if the delayed parameters' gradients would go past what was asked for."""
+        ddp: Any = self._ddp()
+        for companion, argument, default in _NOT_DELAYED:
+            value = getattr(ddp._minddp_observers.settings.get(companion), argument, default)
+            if value != default:
+                value = getattr(value, "dtype", value)
+                raise ValueError(
+                    f"{argument}={value!r} does not go with delay_all_reduce_named_params, whose gradients are "
+                    f"averaged in a collective of their own: leave {argument} out, or delay no parameters."
+                )
+
+    def planning(self, plan: Plan) -> None:
+        mixed = self.settings
+        if mixed is not None and not self.averager.has_builtin_hook:
+            plan.reduce_dtype = plan.reduce_dtype or mixed.reduce_dtype or mixed.param_dtype
+        plan.options["any_grad_dtype"] = mixed is not None
+        if self.averager.parameters.delayed:
+            plan.options["not_in_contexts"] = "others would stay local: leave out delay_all_reduce_named_params"
+
+    def reducer_made(self, reducer: Any, before: Any) -> None:
+        averager, ddp = self.averager, self._ddp()
+        devices = None if ddp is None else (ddp.device_ids, ddp.output_device)
+        self.logger = LoggingData(
+            averager.module, averager.config, averager.parameters, reducer, devices or (None, None)
+        )
+        self._note_sharers(reducer)
+        if self.mixed is None:  # it keeps the parameters' two precisions, and asks for the reducer of the moment
+            parameters = averager.parameters
+            buffers = parameters.buffers(averager.module).values()
+            moved = weakly(self._renew_hooks)
+            self.mixed = MixedPrecision.make(
+                self.settings, averager.module, parameters.module_parameters, buffers, moved
+            )
+        reducer.finalizes_late = self.mixed is not None  # parameters change back at the end of backward
+
+    def _note_sharers(self, reducer: Any) -> None:
+        """Other wrappers of some of these parameters: a backward through theirs is not this one's."""
+        mine = self.averager
+        for other in averagers():
+            if other is not mine and not mine.parameter_ids().isdisjoint(other.parameter_ids()):
+                views = mine.config.gradient_as_bucket_view or other.config.gradient_as_bucket_view
+                reducer.share(other.reducer, views)
+                other.reducer.share(reducer, views)
+
+    def _renew_hooks(self) -> None:
+        self.averager.reducer.renew_hooks()
+
+    def constructed(self, ddp: Any, copied: bool) -> None:
+        wrapped = ddp._minddp_wrapped
+        if wrapped.delayed:
+            broadcast = None if copied else ddp.broadcast_bucket_size
+            self.delayed = DelayedAllReduce(ddp.process_group, wrapped.delayed, wrapped.trigger, broadcast)
+            step.watch(self.delayed)
+        for other in step.watched():
+            if isinstance(other, DelayedAllReduce) and other is not self.delayed:
+                other.yield_ownership(wrapped.reduced)
+        by_index = wrapped.debug_mapping(wrapped.reduced)
+        ddp._ddp_init_helper(wrapped.reduced, wrapped.expect_sparse(), by_index, ddp._minddp_config.static_graph)
+
+    def named(self, token: str) -> None:
+        if self.delayed is not None and self._token is None:
+            self._token = token
+            self.delayed.name(token)
+
+    def refreshing(self, ddp: Any) -> None:
+        averager = ddp._minddp_averager
+        if averager is None or self.mixed or self.delayed or averager.reducer.optimizer_in_backward:
+            raise NotImplementedError(
+                "minddp.refresh does not go with mixed_precision=, delay_all_reduce_named_params= or an optimizer in "
+                "backward, which hold on to parameters: construct the wrapper anew."
+            )
+        self._localize_shards(ddp)
+
+    # --- a forward ---
+
+    def entering(self) -> None:
+        ddp = self._ddp()
+        if ddp is not None and not ddp._lazy_init_ran:
+            ddp._lazy_init()
+
+    def before_forward(self, joining: bool) -> None:
+        if self.logger is not None:
+            self.logger.before_forward(self.averager.reducer)
+
+    def inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.mixed is not None:
+            inputs, kwargs = _cast_forward_inputs(self.mixed.param_dtype, *inputs, **kwargs)
+            self.mixed.lower()
+        return inputs, kwargs
+
+    def after_forward(self, outputs: list[torch.Tensor], synchronized: bool) -> None:
+        if self.delayed is not None:
+            self.prepare_delayed()
+        if self.mixed is not None:
+            self.mixed.restore_after_backward(outputs)
+
+    def prepare_delayed(self) -> None:
+        """After a forward: the buffer of the gradients whose reduction is delayed is made ready."""
+        ddp, averager = self._ddp(), self.averager
+        if self.delayed is not None and ddp is not None:
+            divisor = None if averager is None else averager.reducer.divisor
+            self.delayed.prepare(ddp._join_config.enable, divisor)
+
+    # --- now and then ---
+
+    def rebuilt(self, reducer: Any) -> None:
+        if self.logger is not None:
+            self.logger.note_rebuilt(reducer)
+
+    def hook_changed(self, name: str) -> None:
+        if self.logger is not None:
+            self.logger.set("comm_hook", name)
+
+    def joined(self, now: bool) -> None:
+        if self.logger is not None and now:
+            self.logger.note_join()
+
+    def shadowed(self, synchronized: bool, by_all: bool) -> None:
+        if self.delayed is not None:  # whose collective does not mind no_sync
+            self.delayed.shadow(synchronized, by_all)
+
+    def group_changed(self, group: Any) -> None:
+        if self.delayed is not None:
+            self.delayed.set_group(group)
+
+    def failed(self, error: BaseException | str, where: str) -> None:
+        if self.logger is not None and where != "forward":
+            self.logger.set_error_and_log(str(error))
+
+
+# (companion, argument, its default) that do not go with delayed parameters.
+_NOT_DELAYED = (
+    ("reductions", "reduction", "mean"),
+    ("guards", "check_finite", None),
+    ("wire", "wire", None),
+    ("wire", "ordered", False),
+)
+
+OBSERVER = TorchSurface
