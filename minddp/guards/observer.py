@@ -20,6 +20,7 @@ from .module_changes import ModuleChanges, refusal
 from .other_class import refuse_torchs_class
 from .processes import Process, here
 from .stall_inspector import StallInspector, waits_of
+from .step import StepCheck
 
 FINITE_MODES = ("raise", "warn", "skip")
 
@@ -34,12 +35,14 @@ class Guards(events.Observer):
     """What watches over one wrapper. All but ``steps`` is made anew with each reducer.
 
     Attributes:
-        inspector: watches its waits; None without a store that carries what ranks report.
+        inspector: watches its waits. None before there is a reducer, and if all parameters are reduced apart.
+        words: what ranks compare before a step. None likewise.
         finite: with ``check_finite``.
         changes: notices that the module is not as it was wrapped.
         steps: asked before optimizers' steps.
     """
 
+    changes: ModuleChanges
     name = "guards"
     options = {"check_finite": False, "check_replicas_every": None, "desync_timeout": None}
     arguments = """
@@ -60,11 +63,10 @@ class Guards(events.Observer):
     def __init__(self, ddp: Any, settings: Settings):
         super().__init__(ddp, settings)
         self._group = ddp.process_group
-        self.inspector: StallInspector | None = None
+        self.inspector: Any = None
+        self.words: Any = None
         self.finite: FiniteCheck | None = None
-        self.changes: ModuleChanges | None = None
-        self.steps: step.StepCheck | None = None
-        self._local_gradients: LocalGradients | None = None
+        self.steps = StepCheck(self)
         self._token: str | None = None
         self._has_warned_of_adopted = False
         self._unchecked = 0  # iterations since replicas were compared
@@ -102,25 +104,18 @@ class Guards(events.Observer):
     def reducer_made(self, reducer: Any, before: Any) -> None:
         averager, parameters = self.averager, self.averager.parameters
         self.changes = ModuleChanges(averager.module, parameters.named, parameters.reduced)
+        streams = parameters.device.type != "cpu"
+        self.inspector = StallInspector(self._group, reducer, parameters.names, self.settings.desync_timeout, streams)
         has_store = dist.is_initialized() and not averager.has_foreign_group
-        self.inspector = None
-        if has_store:
-            streams = parameters.device.type != "cpu"
-            self.inspector = StallInspector(
-                self._group, reducer, parameters.names, self.settings.desync_timeout, streams
-            )
-            averager.watch_waits(self.inspector.on_stall)
-            reducer.set_callbacks(on_interrupted=weakly(self._on_interrupted))
-        reducer.set_callbacks(on_adopted=weakly(self._on_adopted))
         store = dist.distributed_c10d._get_default_store() if has_store else None
-        asked = () if self.inspector is None else (self.inspector.word_of, self.inspector.client)
-        key = "" if self.inspector is None else self.inspector.key
-        self._local_gradients = LocalGradients(self._group, store, key, *asked)
+        inspector = self.inspector
+        self.words = LocalGradients(self._group, store, inspector.key, inspector.word_of, inspector.client)
+        if has_store:
+            averager.watch_waits(self.inspector.on_stall)
+        reducer.set_callbacks(on_interrupted=weakly(self._on_interrupted), on_adopted=weakly(self._on_adopted))
         self.finite = self._finite(reducer)
-        if self.steps is None:
-            self.steps = step.StepCheck(averager)
+        if before is None:
             step.watch(self.steps)
-        self.steps.follow(self._local_gradients, self.inspector, self.finite)
         if self._token is not None:
             self.named(self._token)
 
@@ -141,14 +136,13 @@ class Guards(events.Observer):
 
     def named(self, token: str) -> None:
         self._token = token
-        if self.inspector is not None and self._local_gradients is not None:
-            self._local_gradients.name(self.inspector.rename(token))
+        if self.inspector is not None:
+            self.words.name(self.inspector.rename(token))
 
     # --- a forward ---
 
     def checking(self) -> None:
-        if self.inspector is not None:
-            self.inspector.check_lost()  # what follows may wait for the device
+        self.inspector.check_lost()  # what follows may wait for the device
         if self.finite is not None:
             self.finite.check()
 
@@ -157,12 +151,11 @@ class Guards(events.Observer):
             self.inspector.check_lost()
 
     def before_forward(self, joining: bool) -> None:
-        averager, steps, local_gradients = self.averager, self.steps, self._local_gradients
-        if self.inspector is not None:
-            self.inspector.note_forward()
-            self.inspector.take_back()
-        if steps and local_gradients and step.interrupted(steps.last_averages):
-            local_gradients.note_interrupted(averager.reducer.iteration())
+        averager = self.averager
+        self.inspector.note_forward()
+        self.inspector.take_back()
+        if step.interrupted(self.steps.last_averages):
+            self.words.note_interrupted(averager.reducer.iteration())
         if self.settings.check_replicas_every is not None and not joining:
             self._unchecked += 1
             if self._unchecked >= self.settings.check_replicas_every:
@@ -171,13 +164,11 @@ class Guards(events.Observer):
 
     def after_forward(self, outputs: list[torch.Tensor], synchronized: bool) -> None:
         """What is not in the reducer must not get a gradient in the backward that follows."""
-        averager, changes = self.averager, self.changes
+        averager = self.averager
         # Mixed precision casts parameters itself. One rank alone cannot drift.
-        if not synchronized or changes is None or self._casts():
+        if not synchronized or self._casts() or not (self._group.size() > 1 or averager.has_foreign_group):
             return
-        if not (self._group.size() > 1 or averager.has_foreign_group):
-            return
-        found = changes.look()
+        found = self.changes.look()
         if found is None:
             return
         # A parameter has a new autograd node, without our hook, if it was cast and cast back, or if something was
@@ -207,8 +198,7 @@ class Guards(events.Observer):
 
     def _on_interrupted(self, why: str) -> None:
         """An exception has ended a backward whose averages the others expect. ``why``: its text, if the reducer's."""
-        if self.inspector is not None:
-            self.inspector.report_interrupted(why)
+        self.inspector.report_interrupted(why)
 
     # --- now and then ---
 
@@ -217,12 +207,12 @@ class Guards(events.Observer):
             raise RuntimeError("check_finite= looks before optimizer.step(); an optimizer in backward has none")
 
     def hook_changed(self, name: str) -> None:
-        if self.inspector is not None and not self.averager.has_builtin_hook:
+        if not self.averager.has_builtin_hook:
             self.inspector.hook = name
 
     def joined(self, now: bool) -> None:
-        if self._local_gradients is not None:
-            self._local_gradients.note_joined(now)
+        if self.words is not None:
+            self.words.note_joined(now)
 
     def failed(self, error: BaseException | str, where: str) -> None:
         if self.inspector is None:
@@ -233,17 +223,14 @@ class Guards(events.Observer):
             self.inspector.note_words(error)
 
     def aborting(self) -> None:
-        if self.inspector is not None:
-            if self.averager.is_under_way():
-                self.inspector.note_given_up()
-            self.inspector.take_back()
+        if self.averager.is_under_way():
+            self.inspector.note_given_up()
+        self.inspector.take_back()
         if self.finite is not None:
             self.finite.forget()
 
     def collective(self) -> AbstractContextManager[None]:
-        if self.inspector is not None:
-            return self.inspector.collective()
-        return waits_of(None, self.settings.desync_timeout)
+        return waits_of(None, self.settings.desync_timeout) if self.inspector is None else self.inspector.collective()
 
 
 def _finite_mode(value: Any) -> str | None:

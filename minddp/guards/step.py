@@ -27,13 +27,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _C
-from ..averager import Averager
 from ..logs import log
-from ..parameters import Parameters
-from ..reducer import Reducer
-from .finite_check import FiniteCheck
-from .local_gradients import LocalGradients, has_values
-from .stall_inspector import StallInspector
+from .local_gradients import has_values
 
 
 class Guarded:
@@ -100,80 +95,57 @@ def refuse(parameter: torch.Tensor, why: str) -> None:
 
 
 class StepCheck(Guarded):
-    """Asked whether a step may use the gradients of one wrapper.
+    """Asked for one wrapper.
 
     Args:
-        averager: the wrapper's. Kept weakly.
+        guards: the wrapper's :class:`minddp.guards.observer.Guards`. Kept weakly.
     """
 
-    _local_gradients: LocalGradients
-    _inspector: StallInspector | None
-    _finite: FiniteCheck | None
-
-    def __init__(self, averager: Averager):
-        self._averager = weakref.ref(averager)
+    def __init__(self, guards: Any):
+        self._guards = weakref.ref(guards)
         self._process = os.getpid()
         self._has_warned_of_bypassed = self._has_warned_of_local = False
 
-    def follow(
-        self, local_gradients: LocalGradients, inspector: StallInspector | None, finite: FiniteCheck | None
-    ) -> None:
-        """What is asked from now on, since the reducer was made anew."""
-        self._local_gradients, self._inspector, self._finite = local_gradients, inspector, finite
+    @property
+    def guards(self) -> Any:
+        return self._guards()
 
     @property
-    def averager(self) -> Averager:
-        averager = self._averager()
-        assert averager is not None, "asked after the wrapper's end"
-        return averager
-
-    @property
-    def reducer(self) -> Reducer:
-        return self.averager.reducer
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.averager.group
-
-    @property
-    def parameters(self) -> Parameters:
-        return self.averager.parameters
+    def averager(self) -> Any:
+        guards = self._guards()
+        return None if guards is None else guards.averager
 
     def parameter_ids(self) -> set[int]:
-        averager = self._averager()
+        averager = self.averager
         return set() if averager is None else averager.parameter_ids()
 
     def may_refuse_step(self) -> bool:
-        reducer, lost = self.reducer, self._inspector is not None and self._inspector.lost is not None
-        local = reducer.bypassed() or reducer.left_local() or self._local_gradients.interrupted is not None
-        return lost or self.averager.is_unfinished() or self._finite is not None or bool(local)
+        guards, averager = self.guards, self.averager
+        local = averager.reducer.bypassed() or averager.reducer.left_local() or guards.words.interrupted is not None
+        unsure = guards.finite is not None or guards.inspector.lost is not None
+        return bool(local) or unsure or averager.is_unfinished()
 
     def check_step(self, stepped: set[int], others: Sequence[Guarded]) -> bool:
-        self.check_lost()
+        self.guards.inspector.check_lost()
         if not self._has_others():
-            return self.group.size() == 1 and self._finite is not None and self._finite.check()
+            return self.averager.group.size() == 1 and self.guards.finite is not None and self.guards.finite.check()
         self.averager.report_failure(lambda: self._check_whole(stepped, others))
-        skips = self._finite is not None and self._finite.check()
+        skips = self.guards.finite is not None and self.guards.finite.check()
         self._look_at_local(stepped, others)
         self._check_bypassed(stepped, others)
         return skips
 
-    def check_lost(self) -> None:
-        """Raises LostPeer if the group was given up while its device may have gone on."""
-        if self._inspector is not None:
-            self._inspector.check_lost()
-
     def _has_others(self) -> bool:
         """Whether there are ranks whose parameters could become others than this one's: not in a group of one, nor
         once it is destroyed, nor in a process that was forked from the one that had it."""
-        if self.group.size() == 1 or self._process != os.getpid():
+        if self.averager.group.size() == 1 or self._process != os.getpid():
             return False
-        return self.averager.has_foreign_group or self.group in dist.distributed_c10d._world.pg_map
+        return self.averager.has_foreign_group or self.averager.group in dist.distributed_c10d._world.pg_map
 
     def _check_whole(self, stepped: set[int], others: Sequence[Guarded]) -> None:
         """Raises if a backward is not over whose gradients would be used, or an exception has ended it; and if one
         has ended the last step, on this rank alone."""
-        reducer = self.reducer
+        reducer = self.averager.reducer
         if reducer.in_backward() and self.averager.hook is not None:
             return  # the hook steps with what it has reduced; so does a callback of its future, on any thread
         if reducer.in_backward() and torch._C._current_graph_task_id() != -1:
@@ -181,41 +153,43 @@ class StepCheck(Guarded):
                 "optimizer.step() inside of backward() would use gradients before they are averaged over ranks: step "
                 "after backward, or in a communication hook (torch's _apply_optimizer_in_backward does)."
             )
-        self._local_gradients.check_interrupted(reducer.iteration())
+        self.guards.words.check_interrupted(reducer.iteration())
         is_partial = reducer.phase() in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) or reducer.interrupted()
         if is_partial and all(self._is_averaged(i, p, others) for i, p in self._with_gradients(stepped)):
             return
         reducer.check_finished()
-        names, used = self.parameters.names, self._with_gradients(stepped) if reducer.interrupted() else []
+        names, used = self.averager.parameters.names, self._with_gradients(stepped) if reducer.interrupted() else []
         found = [names[i] for i, _ in used if not reducer.averaged_since(i, 0)]
         if found:  # the program has caught the exception
             raise RuntimeError(
-                f"optimizer.step() on rank {self.group.rank()} would use gradients that were never averaged, of "
-                f"{found[:10]}: an exception has ended their backward. Call zero_grad() first, on every rank, or "
-                "restart from a checkpoint."
+                f"optimizer.step() on rank {self.averager.group.rank()} would use gradients that were never "
+                f"averaged, of {found[:10]}: an exception has ended their backward. Call zero_grad() first, on every "
+                "rank, or restart from a checkpoint."
             )
 
     def _with_gradients(self, stepped: set[int]) -> list[tuple[int, torch.nn.Parameter]]:
         """Without those that were set to None, or zeroed: an optimizer passes over them."""
-        reduced = enumerate(self.parameters.reduced)
+        reduced = enumerate(self.averager.parameters.reduced)
         return [(i, p) for i, p in reduced if id(p) in stepped and p.grad is not None and has_values(p.grad)]
 
     def _is_averaged(self, index: int, parameter: torch.nn.Parameter, others: Sequence[Guarded]) -> bool:
         """By another wrapper: the whole of its gradient."""
-        return any(other.has_averaged(parameter, self.reducer.touched_in(index)) for other in others)
+        return any(other.has_averaged(parameter, self.averager.reducer.touched_in(index)) for other in others)
 
     def _look_at_local(self, stepped: set[int], others: Sequence[Guarded]) -> None:
         """Warns once, in the log: a program may have made warnings errors."""
-        left = set() if self._has_warned_of_local else set(self.reducer.left_local())
+        left = set() if self._has_warned_of_local else set(self.averager.reducer.left_local())
         used = self._with_gradients(stepped) if left else []
-        found = [self.parameters.names[i] for i, p in used if i in left and not self._is_averaged(i, p, others)]
+        found = [
+            self.averager.parameters.names[i] for i, p in used if i in left and not self._is_averaged(i, p, others)
+        ]
         if found:
             self._has_warned_of_local = True
-            log.warning(_LOCAL, self.group.rank(), found[:10])
+            log.warning(_LOCAL, self.averager.group.rank(), found[:10])
 
     def _check_bypassed(self, stepped: set[int], others: Sequence[Guarded]) -> None:
-        names, parameters = self.parameters.names, self.parameters.reduced
-        bypassed = {id(parameters[i]): (i, backward) for i, backward in self.reducer.bypassed()}
+        names, parameters = self.averager.parameters.names, self.averager.parameters.reduced
+        bypassed = {id(parameters[i]): (i, backward) for i, backward in self.averager.reducer.bypassed()}
         for other in others if bypassed else ():
             bypassed = other.without_its_own(bypassed)
         if not bypassed:
@@ -223,12 +197,13 @@ class StepCheck(Guarded):
         # All of them, since ranks need not step the same ones (ZeroRedundancyOptimizer).
         found = [(names[i], parameters[i].grad) for i, _ in bypassed.values()]
         named = [(name, gradient) for name, gradient in found if gradient is not None]
-        last, iteration = max(backward for _, backward in bypassed.values()), self.reducer.iteration()
+        last, iteration = max(backward for _, backward in bypassed.values()), self.averager.reducer.iteration()
         uses = not bypassed.keys().isdisjoint(stepped)
         if self.averager.hook is None or self.averager.has_builtin_hook:
-            return self.averager.report_failure(lambda: self._local_gradients.check(named, last, iteration, uses))  # type: ignore[no-any-return]
+            self.averager.report_failure(lambda: self.guards.words.check(named, last, iteration, uses))
+            return
         try:  # such a hook may leave gradients local on purpose (local SGD): a difference proves nothing
-            self._local_gradients.check(named, last, iteration, uses)
+            self.guards.words.check(named, last, iteration, uses)
         except RuntimeError as error:
             if not self._has_warned_of_bypassed:
                 log.warning("%s Or the communication hook leaves gradients local: the step goes on.", error)
@@ -236,20 +211,20 @@ class StepCheck(Guarded):
 
     def last_averages(self) -> tuple[set[int], int]:
         """``id`` of each parameter with an average of the last backward, and when that ended (monotonic, ns)."""
-        step = self.reducer.last_step()
-        reduced = self.parameters.reduced
+        step = self.averager.reducer.last_step()
+        reduced = self.averager.parameters.reduced
         return {id(p) for p, ns in zip(reduced, step["ready_ns"]) if ns >= 0}, step["backward_end_ns"]
 
     def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
-        index = next((i for i, mine in enumerate(self.parameters.reduced) if mine is parameter), None)
-        return index is not None and self.reducer.averaged_since(index, backward)
+        index = next((i for i, mine in enumerate(self.averager.parameters.reduced) if mine is parameter), None)
+        return index is not None and self.averager.reducer.averaged_since(index, backward)
 
     def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        mine = {id(p): i for i, p in enumerate(self.parameters.reduced)}
+        mine = {id(p): i for i, p in enumerate(self.averager.parameters.reduced)}
         return {
             key: (index, backward)
             for key, (index, backward) in bypassed.items()
-            if key not in mine or self.reducer.arrived_in(mine[key]) < backward
+            if key not in mine or self.averager.reducer.arrived_in(mine[key]) < backward
         }
 
 
