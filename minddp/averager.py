@@ -74,8 +74,6 @@ class Averager:
         self._made = False
         observers.of_averager(self)
         self.rebuild()
-        if not config.lazy_bucket_allocation:
-            self.reducer.adopt_gradients()
         with _lock:
             _alive[next(_numbers)] = self
 
@@ -220,8 +218,8 @@ class Averager:
         return self.reducer.phase() != _C.Phase.IDLE
 
     def is_unfinished(self) -> bool:
-        """An iteration or a backward is not over, or an exception has ended one."""
-        return self.is_under_way() or self.reducer.interrupted() or self.reducer.in_backward()
+        """An iteration or a backward is not over, or a companion says so."""
+        return self.is_under_way() or self.reducer.in_backward() or any(call() for call in self.observers.unfinished)
 
     def parameter_ids(self) -> set[int]:
         return {id(parameter) for parameter in self.parameters.reduced}

@@ -168,6 +168,10 @@ class Observer:
         """This rank raises ``error``: in "forward", which the program may handle; in "backward": it will not finish
         its part of an iteration; in a "call" that concerns no other rank. Must not raise."""
 
+    def unfinished(self) -> bool:
+        """Whether there is something to give up, beside what the reducer knows of. Must not raise."""
+        return False
+
     def aborting(self) -> None:
         """An unfinished iteration is about to be given up. Must not raise."""
 

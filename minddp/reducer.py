@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import _C, native
+from . import _C
 from .buckets import (
     Agreed,
     Buckets,
@@ -36,6 +37,15 @@ from .waiting import SHADOWED, wait_for_future
 ScaleRule = Callable[[int, int, bool], tuple[float, float]]
 
 
+class Stage(IntEnum):
+    """When the C++ reducer asks a case, in comparison with others; within a stage, in the order of observers."""
+
+    MEMORY = 0  # changes what every bucket is made with
+    KINDS = 1  # makes buckets of other kinds, or reduces them in another way
+    GRADIENTS = 2  # looks at gradients, and where they lie
+    REST = 3
+
+
 @dataclass
 class Plan:
     """What a reducer is made from. Observers may change it (:meth:`minddp.events.Observer.planning`).
@@ -50,7 +60,7 @@ class Plan:
         reduce_dtype: the dtype in which floating-point gradients travel; None: their own.
         dtypes: what travels, by parameter; None: as ``reduce_dtype`` says.
         wire_nbytes: bytes that a gradient takes on the wire, by parameter; None: as ``dtypes`` say.
-        options: further options of the C++ reducer.
+        cases: what companions attach to the C++ reducer (csrc/reducer/events.h); see :meth:`add`.
     """
 
     parameters: list[torch.Tensor]
@@ -62,7 +72,11 @@ class Plan:
     reduce_dtype: torch.dtype | None = None
     dtypes: list[torch.dtype] | None = None
     wire_nbytes: list[int] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    cases: list[tuple[Stage, Any]] = field(default_factory=list)
+
+    def add(self, case: Any, stage: Stage = Stage.REST) -> None:
+        """Attaches ``case``, a ``_C.Case`` of a companion's, to the reducer that will be made."""
+        self.cases.append((stage, case))
 
     def plain_dtypes(self) -> list[torch.dtype]:
         """What travels, by parameter, if every gradient is sent whole."""
@@ -72,7 +86,7 @@ class Plan:
         ]
 
 
-class Reducer(native.Reducer):
+class Reducer(_C.Reducer):
     """Averages gradients over ranks during backward, as ``plan`` says.
 
     Args:
@@ -106,20 +120,34 @@ class Reducer(native.Reducer):
         self.finalizes_late = False  # finalize_backward() always has to wait for the end of backward
         self.on_cut: Callable[[], None] = lambda: None  # called when gradients travel in other buckets
         self._rule: ScaleRule = _mean
-        options = dict(
-            graph_mode=self.config.graph_mode,
-            wire_dtypes=dtypes,
-            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
-            lazy_bucket_allocation=self.config.lazy_bucket_allocation,
-            always_reduce=plan.always_reduce,
-            **plan.options,
+        options = _C.ReducerOptions(
+            graph_mode=self.config.graph_mode, wire_dtypes=dtypes, always_reduce=plan.always_reduce
         )
-        super().__init__(list(plan.parameters), self.names, self._sparse, self.group, options, self._first_buckets())
+        super().__init__(list(plan.parameters), self.names, self.group, options)
+        self._program = None if self._as_torch else _C.ProgramCollectives()
+        self._callbacks = _C.Callbacks()
+        added = [case for _, case in sorted(plan.cases, key=lambda staged: staged[0])]
+        self._cases = [case for case in (self._program, *added, self._callbacks) if case is not None]
+        for case in self._cases:
+            self.add(case)
+        super().set_buckets(self._first_buckets())
         self.set_skip_all_reduce_unused(self.config.skip_all_reduce_unused_params)
         self.set_manual_finalization(self.config.manual_finalization)
         outlive(self, self.group)
         self.set_callbacks(after_last_launch=weakly(self._after_last_launch))
         self._set_scales()
+
+    def __getattr__(self, name: str) -> Any:
+        """What a companion's case offers may be asked of its reducer, such as the timeline's ``last_step()``."""
+        for case in self.__dict__.get("_cases", ()):
+            if hasattr(case, name):
+                self.__dict__[name] = found = getattr(case, name)
+                return found
+        raise AttributeError(f"the reducer has no {name!r}, and no companion's case of it either")
+
+    def set_callbacks(self, **callbacks: Callable[..., Any]) -> None:
+        """See ``ReducerCallbacks`` in csrc/bindings.cpp. Held by the reducer."""
+        self._callbacks.set(**callbacks)
 
     # --- buckets ---
 
@@ -171,7 +199,7 @@ class Reducer(native.Reducer):
         self.order_of_arrival = arrived + absent
         # A communication hook's numbers may depend on what travels together; and collectives of the program's own in
         # backward meet other ranks' buckets, if gradients come in another order there.
-        as_torch = self._has_hook or self.program_communicates()
+        as_torch = self._has_hook or (self._program is not None and self._program.found())
         agreed = Agreed(arrived, absent, as_torch=as_torch, token=secrets.randbits(62))
         with collective():
             agreed = agree_on_order(agreed, self.group, self.device)
@@ -179,21 +207,6 @@ class Reducer(native.Reducer):
         assign = self._assign_as_torch if agreed.as_torch else self._assign
         self._cut(assign(agreed.arrived, agreed.absent))
         return True
-
-    def last_step(self) -> dict[str, Any]:
-        """Stamps of the last synchronized step, in nanoseconds. On a device they are the host's, which enqueues the
-        step; a bucket then has ``on_device=True``."""
-        return self._marked(super().last_step())
-
-    def recent_steps(self, at_most: int = 32) -> list[dict[str, Any]]:
-        """The same of the last synchronized steps that have ended with these buckets, oldest first; 32 are kept. Only
-        the newest has ``ready_ns``, and its buckets ``parameters``."""
-        return [self._marked(step) for step in super().recent_steps(at_most)]
-
-    def _marked(self, step: dict[str, Any]) -> dict[str, Any]:
-        for bucket in step["buckets"] if self.device.type != "cpu" else ():
-            bucket["on_device"] = True
-        return step
 
     def set_buckets(self, buckets: Buckets) -> None:
         """Re-plans; the caller makes all ranks do the same between the same iterations.

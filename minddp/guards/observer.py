@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import environment, events
+from .._C import guards as cases
 from ..reducer import Plan, weakly
 from . import adopted_backwards, step, watchdog
 from .check import compare
@@ -19,7 +20,7 @@ from .local_gradients import LocalGradients
 from .module_changes import ModuleChanges, refusal
 from .other_class import refuse_torchs_class
 from .processes import Process, here
-from .stall_inspector import StallInspector, waits_of
+from .stall_inspector import Moments, StallInspector, waits_of
 from .step import StepCheck
 
 FINITE_MODES = ("raise", "warn", "skip")
@@ -100,6 +101,9 @@ class Guards(events.Observer):
 
     def planning(self, plan: Plan) -> None:
         self._group = plan.group
+        self._changed, self._grads = cases.ChangedModule(), cases.GradStates()
+        for case in (self._changed, self._grads, Moments()):
+            plan.add(case)
 
     def reducer_made(self, reducer: Any, before: Any) -> None:
         averager, parameters = self.averager, self.averager.parameters
@@ -174,7 +178,7 @@ class Guards(events.Observer):
         # A parameter has a new autograd node, without our hook, if it was cast and cast back, or if something was
         # registered: a parametrization's original.
         averager.reducer.renew_hooks()
-        averager.reducer.note_changed([change.parameter for change in found], refusal(found))
+        self._changed.note([change.parameter for change in found], refusal(found))
 
     def _casts(self) -> bool:
         surface = self.averager.observers.get("torch_surface")
@@ -221,6 +225,9 @@ class Guards(events.Observer):
             self.inspector.report_failure(error)
         elif where == "forward" and isinstance(error, BaseException):
             self.inspector.note_words(error)
+
+    def unfinished(self) -> bool:
+        return bool(self._grads.is_interrupted())
 
     def aborting(self) -> None:
         if self.averager.is_under_way():

@@ -29,6 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _C, environment, waiting
+from .._C import guards as cases
 from ..logs import log
 from . import times, watchdog
 from .evidence import (
@@ -67,6 +68,12 @@ _PARTIAL_SUMS = (
 _counters: dict[str, itertools.count[int]] = {}
 
 
+class Moments(cases.Moments):
+    """When the last moments of the wrapper's steps were, for whoever asks while they run on other threads."""
+
+    moments = cases.Moments.last
+
+
 class StallInspector:
     """Watches the waits of one reducer. REQUIRES: a default process group, whose store carries what ranks tell.
 
@@ -83,7 +90,7 @@ class StallInspector:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        reducer: _C.Reducer,
+        reducer: Any,
         names: Sequence[str],
         desync_timeout: float | None,
         has_streams: bool,
@@ -160,7 +167,7 @@ class StallInspector:
         reducer = self._reducer()
         if reducer is None:
             return None
-        position = reducer.position()
+        position = reducer.position() | {"moments": reducer.moments()}
         moments, begun, missing = position["moments"], position["iteration"], position["missing"]
         latest = max(range(len(moments)), key=lambda i: moments[i])
         phase = "between" if moments[latest] < 0 else _PHASES[latest]
@@ -238,7 +245,7 @@ class StallInspector:
         reducer, dog = self._reducer(), self._dog
         if reducer is None or dog is None or self.lost is not None:
             return
-        position = reducer.position()
+        position = reducer.position() | {"moments": reducer.moments()}
         forward, _, begin, end, _ = position["moments"]
         is_launched = end >= begin and position["phase"] != _C.Phase.INCOMPLETE
         iteration = int(position["iteration"]) - (not is_launched)

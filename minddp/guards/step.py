@@ -154,11 +154,11 @@ class StepCheck(Guarded):
                 "after backward, or in a communication hook (torch's _apply_optimizer_in_backward does)."
             )
         self.guards.words.check_interrupted(reducer.iteration())
-        is_partial = reducer.phase() in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) or reducer.interrupted()
+        is_partial = reducer.phase() in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) or reducer.is_interrupted()
         if is_partial and all(self._is_averaged(i, p, others) for i, p in self._with_gradients(stepped)):
             return
         reducer.check_finished()
-        names, used = self.averager.parameters.names, self._with_gradients(stepped) if reducer.interrupted() else []
+        names, used = self.averager.parameters.names, self._with_gradients(stepped) if reducer.is_interrupted() else []
         found = [names[i] for i, _ in used if not reducer.averaged_since(i, 0)]
         if found:  # the program has caught the exception
             raise RuntimeError(

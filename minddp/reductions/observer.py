@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import events
-from ..reducer import Plan, weakly
+from .._C.guards import EarlierSums
+from ..reducer import Plan, Stage, weakly
 from .weights import Weights
 
 REDUCTIONS = ("mean", "sum", "weighted")
@@ -69,9 +70,8 @@ class Reductions(events.Observer):
             plan.reduce_dtype = plan.reduce_dtype or dtype
         # The sum over one rank may hold what it likes; a weight divides each time.
         summed = reduction == "sum" and plan.group.size() > 1
-        plan.options["refuses_earlier_sums"] = reduction == "weighted" or summed
-        if reduction != "mean":
-            plan.options["not_in_contexts"] = 'its reduction is no mean: pass reduction="mean"'
+        if reduction == "weighted" or summed:
+            plan.add(EarlierSums(), Stage.GRADIENTS)
 
     def reducer_made(self, reducer: Any, before: Any) -> None:
         if self.settings.reduction == "weighted":

@@ -11,10 +11,11 @@ import torch
 from torch.distributed.utils import _cast_forward_inputs
 
 from .. import environment, events
+from .._C import torch_surface as cases
 from ..averager import averagers
 from ..guards import step
 from ..parameters import but_for
-from ..reducer import Plan, weakly
+from ..reducer import Plan, Stage, weakly
 from . import names  # noqa: F401  gives the wrapper torch's names
 from .delayed_params import DelayedAllReduce
 from .logging_data import LoggingData
@@ -103,9 +104,25 @@ class TorchSurface(events.Observer):
         mixed = self.settings
         if mixed is not None and not self.averager.has_builtin_hook:
             plan.reduce_dtype = plan.reduce_dtype or mixed.reduce_dtype or mixed.param_dtype
-        plan.options["any_grad_dtype"] = mixed is not None
-        if self.averager.parameters.delayed:
-            plan.options["not_in_contexts"] = "others would stay local: leave out delay_all_reduce_named_params"
+        self.shared, self._views = cases.SharedParameters(), cases.GradientViews()
+        plan.add(cases.TransportMemory(), Stage.MEMORY)
+        if mixed is not None:
+            plan.add(cases.AnyGradDtype(), Stage.MEMORY)
+        if any(plan.sparse):
+            plan.add(cases.SparseBuckets(plan.sparse), Stage.KINDS)
+        plan.add(cases.ContextGradients(self._not_in_contexts()), Stage.GRADIENTS)
+        if plan.config.gradient_as_bucket_view:
+            plan.add(self._views, Stage.GRADIENTS)
+        if plan.config.lazy_bucket_allocation:
+            plan.add(cases.LazyMemory())
+        plan.add(self.shared)
+
+    def _not_in_contexts(self) -> str:
+        """Why gradients of distributed autograd's contexts cannot be reduced; empty: they can."""
+        if getattr(self.averager.observers.settings.get("reductions"), "reduction", "mean") != "mean":
+            return 'its reduction is no mean: pass reduction="mean"'
+        delays = self.averager.parameters.delayed
+        return "others would stay local: leave out delay_all_reduce_named_params" if delays else ""
 
     def reducer_made(self, reducer: Any, before: Any) -> None:
         averager, ddp = self.averager, self._ddp()
@@ -129,14 +146,16 @@ class TorchSurface(events.Observer):
         for other in averagers():
             if other is not mine and not mine.parameter_ids().isdisjoint(other.parameter_ids()):
                 views = mine.config.gradient_as_bucket_view or other.config.gradient_as_bucket_view
-                reducer.share(other.reducer, views)
-                other.reducer.share(reducer, views)
+                self.shared.add(other.reducer, views)
+                other.observers.get("torch_surface").shared.add(reducer, views)
 
     def _renew_hooks(self) -> None:
         self.averager.reducer.renew_hooks()
 
     def constructed(self, ddp: Any, copied: bool) -> None:
-        wrapped = ddp._minddp_wrapped
+        wrapped, config = ddp._minddp_wrapped, ddp._minddp_config
+        if self.averager is not None and config.gradient_as_bucket_view and not config.lazy_bucket_allocation:
+            self._views.adopt_gradients()
         if wrapped.delayed:
             broadcast = None if copied else ddp.broadcast_bucket_size
             self.delayed = DelayedAllReduce(ddp.process_group, wrapped.delayed, wrapped.trigger, broadcast)
@@ -145,7 +164,7 @@ class TorchSurface(events.Observer):
             if isinstance(other, DelayedAllReduce) and other is not self.delayed:
                 other.yield_ownership(wrapped.reduced)
         by_index = wrapped.debug_mapping(wrapped.reduced)
-        ddp._ddp_init_helper(wrapped.reduced, wrapped.expect_sparse(), by_index, ddp._minddp_config.static_graph)
+        ddp._ddp_init_helper(wrapped.reduced, wrapped.expect_sparse(), by_index, config.static_graph)
 
     def named(self, token: str) -> None:
         if self.delayed is not None and self._token is None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
+from .._C import wire as native
 from .._functions import wrapper_of
 from . import DTYPES, Wire
 
@@ -96,7 +97,7 @@ class WireFormat:
             for name, p, is_sparse in zip(names, parameters, sparse)
         ]
 
-    def options(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    def cases(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[Any]:
         """For the C++ reducer. Collective at the first call for a group. REQUIRES: :attr:`is_in_force`.
 
         Raises:
@@ -106,16 +107,18 @@ class WireFormat:
         on_host = device.type == "cpu"
         if wire is not None and wire.stochastic and not on_host:
             raise ValueError(f"minddp.Wire(stochastic=True) works on the CPU, and the parameters are on {device}")
-        found: dict[str, Any] = {}
-        if ordered := _ordered(self.group, self._argument, device, wire is not None and wire.dtype == "int8"):
-            found["ordered"] = ordered
-        if wire is not None:
-            found |= {"stochastic": wire.stochastic, "seed": wire.seed}
-            found["warns_of_overflow"] = wire.dtype == "fp16" and on_host  # looking at the values waits for a device
+        ordered = _ordered(self.group, self._argument, device, wire is not None and wire.dtype == "int8")
+        found: list[Any] = []
+        if wire is not None and torch.uint8 in dtypes:
             feeds_back = [dtype == torch.uint8 and wire.error_feedback for dtype in dtypes]
             self.residuals = {p: self._residual(p) for p, feeds in zip(parameters, feeds_back) if feeds}
             known = [self.residuals.get(p) for p in parameters]
-            found["residuals"] = [residual and residual.blocks for residual in known]
+            blocks = [None if residual is None else residual.blocks for residual in known]
+            found.append(native.QuantizedBuckets(blocks, wire.stochastic, wire.seed))
+        if wire is not None and wire.dtype == "fp16" and on_host:  # looking at the values waits for a device
+            found.append(native.HalfBuckets())
+        if ordered is not None:
+            found.append(native.OrderedSums(ordered))
         return found
 
     def forget_losses(self) -> None:
@@ -228,9 +231,9 @@ def _ordered(group: Any, argument: str, device: torch.device, quantized: bool) -
     if device.type not in made:
         if on_host:
             scatters, gathers = (_companion(group, backend, purpose) for purpose in ("scatters", "gathers"))
-            made[device.type] = _C.wire.OrderedAllreduce.on_host(scatters, gathers, _CHUNK_BYTES)
+            made[device.type] = native.OrderedAllreduce.on_host(scatters, gathers, _CHUNK_BYTES)
         else:
-            made[device.type] = _C.wire.OrderedAllreduce.on_device(group, _DEVICE_CHUNK_BYTES)
+            made[device.type] = native.OrderedAllreduce.on_device(group, _DEVICE_CHUNK_BYTES)
     return made[device.type]
 
 

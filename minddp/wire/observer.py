@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import environment, events
-from ..reducer import Plan
+from ..reducer import Plan, Stage
 from . import Wire, make_wire
 from .format import WireFormat, nbytes
 
@@ -58,14 +58,16 @@ class WireObserver(events.Observer):
     def planning(self, plan: Plan) -> None:
         wire = self.settings.wire
         if wire is not None and plan.reduce_dtype is not None:
-            other = "mixed_precision" if plan.options.get("any_grad_dtype") else "reduce_dtype"
+            reductions = self.averager.observers.settings.get("reductions")
+            other = "mixed_precision" if getattr(reductions, "reduce_dtype", None) is None else "reduce_dtype"
             raise ValueError(f"wire={wire.dtype!r} and {other} both say what travels: leave one of them out")
         self.format.group = plan.group
         if not self.format.is_in_force:
             return
         plan.dtypes = self.format.dtypes(plan.names, plan.parameters, plan.sparse, plan.plain_dtypes())
         plan.wire_nbytes = [nbytes(p, dtype) for p, dtype in zip(plan.parameters, plan.dtypes)]
-        plan.options.update(self.format.options(plan.parameters, plan.dtypes))
+        for case in self.format.cases(plan.parameters, plan.dtypes):
+            plan.add(case, Stage.KINDS)
 
     def buckets_changed(self, reducer: Any) -> None:
         if self.format.is_in_force:

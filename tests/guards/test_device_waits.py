@@ -22,10 +22,13 @@ DONE, ON_ITS_WAY = report("between", 7, wrapper=W), report("forward", 7, wrapper
 
 class Reducer:
     def __init__(self, moments, phase):
-        self.moments, self.phase = moments, phase
+        self._moments, self.phase = moments, phase
 
     def position(self):
-        return {"moments": self.moments, "phase": self.phase, "iteration": 7, "missing": []}
+        return {"phase": self.phase, "iteration": 7, "missing": []}
+
+    def moments(self):
+        return self._moments
 
     def iteration(self):
         return 7
