@@ -67,7 +67,7 @@ class LocalGradients:
         self._is_compared = self._has_told = False
         self._refusal: RuntimeError | None = None
         self._kept: list[str] = []
-        self._joined_as = ""
+        self._joined_as = self._interrupted_as = ""
         self.interrupted: int | None = None  # the iteration after which an exception has ended a step
 
     def name(self, key: str) -> None:
@@ -75,8 +75,11 @@ class LocalGradients:
 
     @property
     def _store(self) -> dist.Store:
+        return self._store_of(self._key)
+
+    def _store_of(self, key: str) -> dist.Store:
         assert self._base is not None
-        return dist.PrefixStore(f"minddp/local/{self._key}", self._client() or self._base)
+        return dist.PrefixStore(f"minddp/local/{key}", self._client() or self._base)
 
     @property
     def _is_alone(self) -> bool:
@@ -186,7 +189,7 @@ class LocalGradients:
     def note_interrupted(self, iteration: int) -> None:
         """At a forward: an exception has ended this rank's last step, and has left parameters as they were."""
         if not self._is_alone:
-            self.interrupted = iteration
+            self.interrupted, self._interrupted_as = iteration, self._key
             with suppress(dist.DistNetworkError):  # the store's host has left: nobody can be asked
                 self._say(f"stepped/{iteration}", "")
 
@@ -199,9 +202,10 @@ class LocalGradients:
         if self.interrupted is None or iteration <= self.interrupted:
             return
         noted, self.interrupted = self.interrupted, None
+        store = self._store_of(self._interrupted_as)  # the wrapper may have got another name since
         with suppress(dist.DistNetworkError):
             for rank in self._others():
-                if not self._store.check([f"stepped/{noted}/{rank}"]) and not self._has_joined(rank):
+                if not store.check([f"stepped/{noted}/{rank}"]) and not self._has_joined(rank):
                     raise RuntimeError(_NOT_ALL_STEPPED.format(self._rank, rank))
 
 

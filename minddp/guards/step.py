@@ -158,7 +158,10 @@ class StepCheck(Guarded):
         if is_partial and all(self._is_averaged(i, p, others) for i, p in self._with_gradients(stepped)):
             return
         reducer.check_finished()
-        names, used = self.averager.parameters.names, self._with_gradients(stepped) if reducer.is_interrupted() else []
+        names, used = (
+            self.averager.parameters.names,
+            self._with_gradients(stepped) if reducer.is_interrupted() else [],
+        )
         found = [names[i] for i, _ in used if not reducer.averaged_since(i, 0)]
         if found:  # the program has caught the exception
             raise RuntimeError(
