@@ -74,9 +74,6 @@ class Group:
     def rank(self):
         return 0
 
-    def size(self):
-        return 3
-
     def abort(self):
         self.aborts += 1
         self.lost_then = self.inspector.lost
