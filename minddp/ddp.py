@@ -506,7 +506,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
         """The highest rank for which ``rank_cond`` holds. Collective."""
-        candidate = torch.full((1,), input_rank if rank_cond else -1, device=self.device)
+        candidate = torch.full((1,), input_rank if rank_cond else -1, device=self._minddp_wrapped.device)
         group = self.process_group
         work = dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=group, async_op=True)
         wait_for(work, group, "the choice of the rank whose buffers all take")
@@ -588,9 +588,21 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         self._minddp_has_joined = False
         return DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
+        sync_module_states(
+            self.module,
+            self.process_group,
+            self.broadcast_bucket_size,
+            self._authoritative_rank,
+            self._minddp_wrapped.left_alone,
+            self.forward_sync_buffers,
+        )
+
     @property
     def join_device(self) -> torch.device:
-        return self.device
+        device: torch.device = self._minddp_wrapped.device
+        return device
 
     @property
     def join_process_group(self) -> Any:

@@ -201,6 +201,11 @@ def register(companion: type[Observer]) -> None:
     _registered[companion.name] = companion
 
 
+def unregister(name: str) -> None:
+    """Wrappers that are constructed from now on get no observer of that companion."""
+    del _registered[name]
+
+
 def registered() -> list[type[Observer]]:
     """The classes that wrappers get, in order; without those that ``MINDDP_WITHOUT`` names."""
     return [companion for companion in _registered.values() if not environment.leaves_out(companion.name)]

@@ -91,7 +91,7 @@ def agree_on_sync(ddp: Any, is_joined_rank: bool) -> bool:
     votes = not is_joined_rank and ddp.require_backward_grad_sync
     communicates = not is_joined_rank and any(map(_is_in_use, _communicating_layers(ddp.module).values()))
     joined = [float(is_joined_rank and rank == group.rank()) for rank in range(group.size())]
-    answers = torch.tensor([float(votes), float(communicates), *joined], device=ddp.device)
+    answers = torch.tensor([float(votes), float(communicates), *joined], device=ddp._minddp_wrapped.device)
     work = dist.all_reduce(answers, group=group, async_op=True)
     if not is_joined_rank and not communicates:
         return votes  # known here already; only the joined ranks wait for the answer

@@ -96,7 +96,7 @@ class StallInspector:
         has_streams: bool,
     ):
         try:
-            name, ranks = group.group_name, dist.get_process_group_ranks(group)
+            name, ranks = str(group.group_name), dist.get_process_group_ranks(group)
         except RuntimeError:  # one that is written in Python has no name, and nobody else knows its ranks
             name, ranks = str(id(group)), list(range(group.size()))
         self.group = group

@@ -15,7 +15,6 @@ from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 
 from ..config import warn_about_static_and_unused
 from ..members import all_parameters
-from ..start import sync_module_states
 from ..torch_base import fill
 from .shown import shown
 
@@ -166,19 +165,6 @@ class TorchNames:
     def _set_ddp_sink_clone(self: Any, val: bool) -> None:
         """Whether outputs that are joined (``joined_outputs.py``) have memory of their own."""
         self._ddp_sink_clone = val
-
-    # --- join ---
-
-    def _sync_final_model(self: Any, is_last_joiner: bool) -> None:
-        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
-        sync_module_states(
-            self.module,
-            self.process_group,
-            self.broadcast_bucket_size,
-            self._authoritative_rank,
-            self._minddp_wrapped.left_alone,
-            self.forward_sync_buffers,
-        )
 
     # --- the module's parameters ---
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from minddp.planner import BucketPlan, LinearCost, autotune, bucket_spans
 from minddp.planner.autotune import AutoTuner, TunerSettings
 from minddp.testing import run_ranks
+from tests.faults.logged import logged
 from tests.on_ranks import on_ranks
 
 N = 12
@@ -81,11 +82,13 @@ def train(reducer, tuner, forwards=1, limit=400):
 
 def tune_together(rank, world_size):
     reducer, tuner = make(rank)
-    logged = []
-    logging.getLogger("minddp").setLevel(logging.INFO)
-    logging.getLogger("minddp").addFilter(lambda record: logged.append(record.getMessage()))
-    train(reducer, tuner, forwards=1 + rank)  # a rank may run forward more often than backward
-    assert logged == ([f'bucket_cap_mb="auto": {tuner.plan.summary()}'] if rank == 0 else [])
+    log = logging.getLogger("minddp")
+    before = log.level
+    log.setLevel(logging.INFO)
+    with logged() as seen:
+        train(reducer, tuner, forwards=1 + rank)  # a rank may run forward more often than backward
+    log.setLevel(before)
+    assert seen == ([f'bucket_cap_mb="auto": {tuner.plan.summary()}'] if rank == 0 else [])
     reads = reducer.reads
     for _ in range(10):
         tuner.before_forward()
