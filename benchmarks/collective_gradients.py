@@ -272,9 +272,7 @@ def _colored(cell: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="world size (default 2)")
     parser.add_argument("--second", action="store_true", help="second derivatives")
     parser.add_argument("--only", nargs="+", metavar="COLLECTIVE", help="these collectives")

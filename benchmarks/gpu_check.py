@@ -319,9 +319,7 @@ def passed_before(output: Path, carry: Path | None, now: str, device: str) -> di
     return None
 
 
-def run_call(
-    call: str, gpu: str, output: Path, again: bool, carry: Path | None = None, gpus: int = 1
-) -> bool:
+def run_call(call: str, gpu: str, output: Path, again: bool, carry: Path | None = None, gpus: int = 1) -> bool:
     """Runs what has not passed; writes after each part. Whether all passed.
 
     ``gpu``: its name, with torch's release, or empty; ``gpus``: how many there are.

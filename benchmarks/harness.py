@@ -277,9 +277,7 @@ def read_json(path: Path) -> Any:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser that shows a module's docstring as it is written."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def command() -> str:

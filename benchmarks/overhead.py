@@ -66,8 +66,7 @@ def measure_rounds(
     device = harness.rank_device(engine, rank)
     torch.manual_seed(rank)
     made = {
-        name: steps.make_step(name, models.workload(model, device, rank), device)
-        for name in ["local", *variants]
+        name: steps.make_step(name, models.workload(model, device, rank), device) for name in ["local", *variants]
     }
     for step in made.values():
         for _ in range(WARMUP):
@@ -226,9 +225,7 @@ def count_instructions(variant: str, model: str, steps: int) -> float:
             sys.executable, __file__, "--callgrind-child", variant, "--models", model, "--steps", str(steps),
         ]  # fmt: skip
         single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # valgrind runs one thread at a time
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=1800, env={**os.environ, **single}
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env={**os.environ, **single})
         if done.returncode != 0:
             raise BenchmarkError(f"callgrind of {variant} failed:\n{done.stderr[-2000:]}")
         dumps = [path for path in Path(folder).iterdir() if path.name.startswith("callgrind.out")]

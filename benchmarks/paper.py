@@ -243,9 +243,7 @@ MEASURED_CLAIMS: tuple[Callable[[Sequence[Summary]], Verdict], ...] = (
 )  # fmt: skip
 
 
-def judge(
-    cases: Sequence[Summary], curves: Sequence[dict[str, Any]], arguments: argparse.Namespace
-) -> list[Verdict]:
+def judge(cases: Sequence[Summary], curves: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> list[Verdict]:
     """Every claim, in the paper's order."""
     found = [claim(cases) for claim in MEASURED_CLAIMS] + claims_learning(curves) + claims_untested(arguments)
     return sorted(found, key=lambda verdict: verdict.section)

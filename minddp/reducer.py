@@ -143,7 +143,10 @@ class Reducer(_C.Reducer):
             if hasattr(case, name):
                 self.__dict__[name] = found = getattr(case, name)
                 return found
-        raise AttributeError(f"the reducer has no {name!r}, and no companion's case of it either")
+        raise AttributeError(
+            f"the reducer has no {name!r}, and no companion that is attached to it either. Are MINDDP_PLAIN or "
+            "MINDDP_WITHOUT set?"
+        )
 
     def set_callbacks(self, **callbacks: Callable[..., Any]) -> None:
         """See ``ReducerCallbacks`` in csrc/bindings.cpp. Held by the reducer."""

@@ -16,6 +16,7 @@ from ..averager import averagers
 from ..guards import step
 from ..parameters import but_for
 from ..reducer import Plan, Stage, weakly
+from ..timeline.observer import Stamps
 from . import names  # noqa: F401  gives the wrapper torch's names
 from .delayed_params import DelayedAllReduce
 from .logging_data import LoggingData
@@ -116,6 +117,8 @@ class TorchSurface(events.Observer):
         if plan.config.lazy_bucket_allocation:
             plan.add(cases.LazyMemory())
         plan.add(self.shared)
+        if self.averager.observers.get("timeline") is None:  # the log has times all the same
+            plan.add(Stamps(plan.parameters[0].device.type != "cpu"))
 
     def _not_in_contexts(self) -> str:
         """Why gradients of distributed autograd's contexts cannot be reduced; empty: they can."""
@@ -190,6 +193,8 @@ class TorchSurface(events.Observer):
     def before_forward(self, joining: bool) -> None:
         if self.logger is not None:
             self.logger.before_forward(self.averager.reducer)
+            if joining:
+                self.logger.note_join()
 
     def inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.mixed is not None:
