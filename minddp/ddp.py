@@ -153,7 +153,8 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         )
         torchs = {"delay_all_reduce_named_params": delay_all_reduce_named_params, "mixed_precision": mixed_precision}
         torchs |= {"param_to_hook_all_reduce": param_to_hook_all_reduce}
-        self._minddp_observe(events.parse({**torchs, **options}))
+        given = {name: value for name, value in torchs.items() if value is not None}
+        self._minddp_observe(events.parse({**given, **options}))
         self._minddp_wrapped = Parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         work_on(self.process_group, self._minddp_wrapped.device)
         self.device_ids, self.output_device = self._minddp_wrapped.check_devices(device_ids, output_device)

@@ -252,7 +252,7 @@ def parse(options: Mapping[str, Any]) -> dict[str, Any]:
     """The constructor's further arguments, by companion, as each of them reads its own.
 
     Raises:
-        TypeError: no companion has such an argument; says which companions there are.
+        TypeError: no companion has such an argument, or its companion is left out and the value is not the default.
         ValueError, TypeError: a companion refuses a value.
     """
     left = dict(options)
@@ -260,11 +260,16 @@ def parse(options: Mapping[str, Any]) -> dict[str, Any]:
     for companion in registered():
         values = {name: left.pop(name, default) for name, default in companion.options.items()}
         settings[companion.name] = companion.parse(values)
-    if unknown := [name for name, value in left.items() if value is not None]:
-        absent = sorted(set(_registered) - set(settings))
+    for companion in _registered.values():
+        for name, default in companion.options.items():
+            if name in left and left.pop(name) != default:
+                raise TypeError(
+                    "DistributedDataParallel: MINDDP_PLAIN or MINDDP_WITHOUT leaves out the companion "
+                    f"{companion.name!r}, which has the argument {name!r}: attach it, or leave the argument out."
+                )
+    for name in left:
         raise TypeError(
-            f"DistributedDataParallel has no argument {unknown[0]!r}: no companion of {sorted(settings)} takes it."
-            + (f" {absent} are left out by MINDDP_PLAIN or MINDDP_WITHOUT." if absent else "")
+            f"DistributedDataParallel has no argument {name!r}: no companion of {sorted(settings)} takes it."
         )
     return settings
 

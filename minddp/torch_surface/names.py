@@ -24,6 +24,14 @@ def _surface(ddp: Any) -> Any:
     return ddp._minddp_observers and ddp._minddp_observers.get("torch_surface")
 
 
+def _log_of(ddp: Any) -> Any:
+    if (surface := _surface(ddp)) is None or surface.logger is None:
+        raise RuntimeError(
+            "This wrapper has no log: MINDDP_WITHOUT leaves out torch_surface, or all parameters are delayed."
+        )
+    return surface.logger
+
+
 class TorchNames:
     """What :class:`DistributedDataParallel` has for callers of torch's: ``torch_base`` gets all of these names."""
 
@@ -129,12 +137,12 @@ class TorchNames:
 
     def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
         """Facts and statistics under torch's keys; see :mod:`minddp.torch_surface.logging_data`."""
-        return _surface(self).logger.data(self._minddp_averager.reducer)
+        return _log_of(self).data(self._minddp_averager.reducer)
 
     def _set_ddp_runtime_logging_sample_rate(self: Any, sample_rate: int) -> None:
         if sample_rate < 1:
             self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
-        _surface(self).logger.set_sample_rate(sample_rate)
+        _log_of(self).set_sample_rate(sample_rate)
 
     # --- changes after construction ---
 

@@ -147,10 +147,11 @@ class TorchSurface(events.Observer):
         """Other wrappers of some of these parameters: a backward through theirs is not this one's."""
         mine = self.averager
         for other in averagers():
-            if other is not mine and not mine.parameter_ids().isdisjoint(other.parameter_ids()):
+            theirs = other.observers.get("torch_surface")
+            if other is not mine and theirs and not mine.parameter_ids().isdisjoint(other.parameter_ids()):
                 views = mine.config.gradient_as_bucket_view or other.config.gradient_as_bucket_view
                 self.shared.add(other.reducer, views)
-                other.observers.get("torch_surface").shared.add(reducer, views)
+                theirs.shared.add(reducer, views)
 
     def _renew_hooks(self) -> None:
         self.averager.reducer.renew_hooks()

@@ -100,7 +100,7 @@ def _raises(rank: int) -> None:
     with pytest.raises(RuntimeError, match="models differ"):
         minddp.DistributedDataParallel(nn.Linear(2, 2 + rank))
     with pytest.raises(TypeError, match="no_such_argument"):
-        minddp.DistributedDataParallel(nn.Linear(2, 2), no_such_argument=1)
+        minddp.DistributedDataParallel(nn.Linear(2, 2), no_such_argument=None)
 
 
 def test_same_programs_same_numbers_as_with_torchs_class() -> None:
@@ -140,3 +140,19 @@ def test_observers_are_called_at_what_they_override() -> None:
     finally:
         events.unregister("printer")
         dist.destroy_process_group()
+
+
+def test_arguments_of_a_companion_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Painter(events.Observer):
+        name = "painter"
+        options = {"color": "red"}
+
+    events.register(Painter)
+    try:
+        assert events.parse({"color": "blue"})["painter"] == {"color": "blue"}
+        monkeypatch.setenv("MINDDP_WITHOUT", "painter")
+        assert "painter" not in events.parse({"color": "red"})  # it asks for nothing
+        with pytest.raises(TypeError, match="leaves out the companion 'painter', which has the argument 'color'"):
+            events.parse({"color": "blue"})
+    finally:
+        events.unregister("painter")
