@@ -5,6 +5,7 @@ A thread is looked at from outside, by another one: it costs the program nothing
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import traceback
@@ -15,9 +16,21 @@ _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_fun
 _NOT_THE_PROGRAMS = ("/site-packages/", "<", str(Path(__file__).parents[1]) + "/")
 
 
+def _frames() -> dict[int, types.FrameType]:
+    """Each thread's innermost frame. Python holds a lock of its own meanwhile, which a thread that ends waits for with
+    the GIL held: a finalizer that garbage collection runs here, and that releases the GIL, would stop the process."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
 def of_thread(thread: threading.Thread) -> tuple[str, bool]:
     """ "at train.py:3 in f, in torch.distributed's barrier", and whether the thread is in such a collective."""
-    frame: types.FrameType | None = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
+    frame: types.FrameType | None = _frames().get(thread.ident or 0) if thread.is_alive() else None
     line = collective = ""
     while frame is not None and not line:
         name = frame.f_code.co_filename
