@@ -17,8 +17,11 @@ _NOT_THE_PROGRAMS = ("/site-packages/", "<", str(Path(__file__).parents[1]) + "/
 
 
 def _frames() -> dict[int, types.FrameType]:
-    """Each thread's innermost frame. Python holds a lock of its own meanwhile, for which a thread that ends waits with
-    the GIL held. A finalizer that garbage collection ran here, and that released the GIL, would stop the process."""
+    """Each thread's innermost frame.
+
+    Python holds a lock of its own meanwhile, for which a thread that ends waits with the GIL held. A finalizer that
+    garbage collection ran here, and that released the GIL, would stop the process.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
