@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 import minddp
-from minddp import _C, sync_batchnorm
+from minddp import _C
+from minddp.functional import sync_batchnorm
 from minddp.guards import stall_inspector, times, watchdog
 from minddp.guards.processes import Process, here
 from minddp.planner.autotune import TunerSettings
