@@ -161,6 +161,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         self.require_forward_param_sync = self.require_backward_grad_sync = True
         self.forward_sync_buffers = self._minddp_config.forward_sync_buffers
         self.broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
+        self.use_side_stream_for_tensor_copies = environment.use_side_stream()
         self._divide_by_initial_world_size = self._ddp_sink_clone = True
         token = None
         if init_sync:
@@ -300,7 +301,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
         """Inputs on device ``device_id``: tensors in nested containers, dataclasses, PackedSequence."""
         device = torch.device(self._minddp_wrapped.device_type, device_id)
-        return _to_kwargs(inputs, kwargs, device, environment.use_side_stream())
+        return _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module. An observer may refuse: a device may have stepped with partial sums, for example."""

@@ -24,8 +24,8 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import environment
@@ -195,8 +195,8 @@ def register(companion: type[Observer]) -> None:
     Raises:
         ValueError: another companion has one of its arguments already.
     """
-    for other in _registered.values():
-        if both := set(other.options) & set(companion.options) and other.name != companion.name:
+    for other in (other for other in _registered.values() if other.name != companion.name):
+        if both := set(other.options) & set(companion.options):
             raise ValueError(f"companion {companion.name!r}: {other.name!r} has the arguments {both} already")
     _registered[companion.name] = companion
 
@@ -242,10 +242,13 @@ class Observers:
     def names(self) -> list[str]:
         return list(self._by_name)
 
-    def together(self) -> AbstractContextManager[None]:
-        """A context for a collective outside of backward."""
-        contexts: tuple[Callable[[], AbstractContextManager[None]], ...] = self.collective
-        return contexts[0]() if contexts else nullcontext()
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """The observers' contexts for a collective outside of backward."""
+        with ExitStack() as stack:
+            for context in self.collective:
+                stack.enter_context(context())
+            yield
 
 
 def parse(options: Mapping[str, Any]) -> dict[str, Any]:

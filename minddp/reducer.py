@@ -95,8 +95,8 @@ class Reducer(_C.Reducer):
     """
 
     def __init__(self, plan: Plan, after_last_launch: Sequence[Callable[[], None]] = ()):
-        self.config, self.group, self.names = plan.config, plan.group, list(plan.names)
-        self.device, self._sparse = plan.parameters[0].device, list(plan.sparse)
+        self.config, self.group, self.names = plan.config, plan.group, plan.names
+        self.device, self._sparse = plan.parameters[0].device, plan.sparse
         plain = plan.plain_dtypes()
         dtypes = plain if plan.dtypes is None else plan.dtypes
         # Caps count bytes as if every gradient were sent whole: fewer bytes make no fewer buckets.
@@ -123,7 +123,7 @@ class Reducer(_C.Reducer):
         options = _C.ReducerOptions(
             graph_mode=self.config.graph_mode, wire_dtypes=dtypes, always_reduce=plan.always_reduce
         )
-        super().__init__(list(plan.parameters), self.names, self.group, options)
+        super().__init__(plan.parameters, self.names, self.group, options)
         self._program = None if self._as_torch else _C.ProgramCollectives()
         self._callbacks = _C.Callbacks()
         added = [case for _, case in sorted(plan.cases, key=lambda staged: staged[0])]
@@ -149,7 +149,7 @@ class Reducer(_C.Reducer):
         )
 
     def set_callbacks(self, **callbacks: Callable[..., Any]) -> None:
-        """See ``ReducerCallbacks`` in csrc/bindings.cpp. Held by the reducer."""
+        """See ``Callbacks`` in csrc/bindings.cpp. Held by the reducer."""
         self._callbacks.set(**callbacks)
 
     # --- buckets ---

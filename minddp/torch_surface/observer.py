@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.utils import _cast_forward_inputs
 
-from .. import environment, events
+from .. import events
 from .._C import torch_surface as cases
 from ..averager import averagers
 from ..guards import step
@@ -72,7 +72,6 @@ class TorchSurface(events.Observer):
         ddp.batched_grad_copy = config.batched_grad_copy
         ddp.mixed_precision = self.settings
         ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default = config.cap, config.default_caps
-        ddp.use_side_stream_for_tensor_copies = environment.use_side_stream()
         ddp._lazy_init_ran = ddp._use_python_reducer = False
 
     def _localize_shards(self, ddp: Any) -> None:
