@@ -38,7 +38,7 @@ class Planner(events.Observer):
         super().__init__(ddp, settings)
         self.tuner: AutoTuner | None = None
         self._pinned, self._auto = settings.bucket_plan, ddp._minddp_config.auto_tune
-        self._splits = False
+        self._planned: tuple[list[list[int]], bool] | None = None  # pinned buckets, and whether they are to be split
         if self._pinned is not None and self._auto:
             raise ValueError('bucket_plan= pins the buckets, bucket_cap_mb="auto" searches them: pass one')
 
@@ -53,18 +53,19 @@ class Planner(events.Observer):
         return {"bucket_plan": _identity(self._pinned)}
 
     def planning(self, plan: Plan) -> None:
-        self._splits = plan.dtypes is not None  # what was planned as one kind may travel as several
+        self._planned = None
         if self._pinned is not None:
-            self._pinned.parameter_buckets(*self.averager.parameters.facts())  # or raises
+            splits = plan.dtypes is not None  # what was planned as one kind may travel as several
+            self._planned = self._pinned.parameter_buckets(*self.averager.parameters.facts()), splits
 
     def reducer_made(self, reducer: Any, before: Any) -> None:
         averager = self.averager
-        names, shapes, dtypes = facts = averager.parameters.facts()
-        if self._pinned is not None:
-            planned = self._pinned.parameter_buckets(*facts)
-            reducer.set_buckets(split_by_kind(planned, reducer.kinds) if self._splits else planned)
+        if self._planned is not None:
+            buckets, splits = self._planned
+            reducer.set_buckets(split_by_kind(buckets, reducer.kinds) if splits else buckets)
         self.tuner = None
         if self._auto:
+            names, shapes, dtypes = averager.parameters.facts()
             self.tuner = AutoTuner(
                 reducer,
                 averager.group,
