@@ -373,6 +373,8 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
         patience = times.NAMING * times.look * suspicious
         if (causes and not unread) or dog.lost or max(time.monotonic() - begin, slept) >= patience:
             break
+        if unread:
+            dog.read_now()
         time.sleep(0.05)
         slept += 0.05
     if not causes and suspicious:
