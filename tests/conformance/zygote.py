@@ -19,6 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.rpc
+import torch.multiprocessing
+
 from minddp.testing import Process
 from tests.conformance import cases
 
@@ -51,7 +54,6 @@ def swap_in(impl: str) -> type:
 
         install()
         return minddp.DistributedDataParallel
-    import torch
 
     if impl == "shm":
         put_shm_in_gloos_place()
@@ -97,13 +99,26 @@ def case_class(module: str) -> type[unittest.TestCase]:
 
     def set_up(self: Any) -> None:
         super(forked, self).setUp()
-        import torch.multiprocessing
-
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
         self.exit_codes = lambda processes=self.processes: [process.exitcode for process in processes]
 
-    forked: Any = type("Forked", bases, {"setUp": set_up})
+    def do_test_on_master(self: Any, *args: Any) -> None:
+        # The test sends its trainers work as soon as its own group is made; a trainer may not be so far yet.
+        for rank in sys.modules[cases.import_name(module)].TRAINER_RANKS:
+            torch.distributed.rpc.rpc_sync(self.trainer_name(rank), wait_for_group)
+        super(forked, self).do_test_on_master(*args)
+
+    methods: dict[str, Any] = {"setUp": set_up}
+    if hasattr(bases[0], "do_test_on_master"):
+        methods["do_test_on_master"] = do_test_on_master
+    forked: Any = type("Forked", bases, methods)
     return forked
+
+
+def wait_for_group() -> None:
+    """Returns when this process has its default process group; the test's own limit ends it otherwise."""
+    while not torch.distributed.is_initialized():
+        time.sleep(0.01)
 
 
 def run_one(name: str) -> Answer:
