@@ -10,23 +10,49 @@
 // device (an accelerator), a bucket is packed when its last gradient is whole. At the end of backward the reducer
 // waits for the collectives, bucket by bucket, and writes the results to `.grad`.
 //
+// A worked example: two ranks, parameters 0, 1 and 2, bucket A = {2}, bucket B = {1, 0}, second iteration.
+//
+//   rank 0's gradients    rank 1's gradients    what happens (on each rank; on the CPU)
+//   2: [4]                2: [8]                A is complete: packed as 4/2 and 8/2, and launched, since it is first
+//   1: [1, 1]             1: [3, 5]             copied to B's buffer as [.5, .5] and [1.5, 2.5]; one is missing
+//   0: [6]                0: [0]                B is complete: its buffer is [.5, .5, 3] here, [1.5, 2.5, 0] there
+//   end of backward                             wait for A: 2 + 4, so gradient 2 becomes [6] on both; then for B:
+//                                               gradients 1 and 0 become [2, 3] and [3]
+//
 // Life of an iteration (enum Phase). It begins with the first gradient of a synchronized backward, and ends with the
-// averages:
+// averages. A normal iteration makes these three moves:
 //
 //   kIdle -- first gradient of a synchronized backward --> kBackward
+//   kBackward -- a gradient; the complete buckets that are next in order leave --> kBackward
 //   kBackward -- end of backward; every gradient came, or absence is allowed --> kIdle
-//   kBackward -- the same, if the caller finalizes (manual_finalization) --> kLaunched
+//
+// If the caller finalizes (manual_finalization):
+//
+//   kBackward -- end of backward; every gradient came, or absence is allowed --> kLaunched
 //   kLaunched, or kBackward with all buckets launched -- finalize_backward_manual() --> kIdle
 //   kLaunched -- next forward, or optimizer.step() --> an error: not finalized (or: backward has raised)
 //   kLaunched -- a gradient of any backward, too late for the average --> kLaunched, with an error; only
 //                abort_iteration() leaves it
+//
+// If gradients are missing:
+//
 //   kBackward -- end of backward; gradients are missing --> kIncomplete
 //   kIncomplete -- another synchronized backward, which may bring them --> kBackward
-//   kIdle -- an exception ends a synchronized backward before its first gradient --> kIdle; nothing was sent
+//   kIncomplete -- next forward, or optimizer.step() --> an error that names the missing gradients
+//
+// If an exception ends backward:
+//
+//   kIdle -- before the first gradient --> kIdle; nothing was sent
 //   kBackward -- an exception ends backward --> kBackward still (kIdle if the post_scale callback has raised it)
 //   kBackward -- next forward, or optimizer.step() --> an error: backward has not ended
-//   kIncomplete -- next forward, or optimizer.step() --> an error that names the missing gradients
 //   any -- abort_iteration() --> kIdle
+//
+// In the first iteration buckets are large. They leave together, when the last gradient has come: as with torch's
+// class, which has one bucket then. If the graph does not show how often each gradient arrives (reentrant
+// checkpoints, several backwards, a static graph), they leave at the end of backward. The order of arrival is noted
+// (Learned::order). The first buckets follow the reverse order of registration. Before a later forward Python makes
+// new ones (set_buckets), in rank 0's order of arrival on all ranks: once, or several times with
+// bucket_cap_mb="auto". Not with find_unused_parameters, nor with a pinned plan.
 //
 // Where a gradient may come from (enum Origin), and what becomes of it:
 //
@@ -49,22 +75,6 @@
 //
 // A backward that accumulates into none of our parameters sends nothing. For example, the wrapped module is a frozen
 // discriminator, and backward trains a generator through it.
-//
-// A worked example: two ranks, parameters 0, 1 and 2, bucket A = {2}, bucket B = {1, 0}, second iteration.
-//
-//   rank 0's gradients    rank 1's gradients    what happens (on each rank; on the CPU)
-//   2: [4]                2: [8]                A is complete: packed as 4/2 and 8/2, and launched, since it is first
-//   1: [1, 1]             1: [3, 5]             copied to B's buffer as [.5, .5] and [1.5, 2.5]; one is missing
-//   0: [6]                0: [0]                B is complete: its buffer is [.5, .5, 3] here, [1.5, 2.5, 0] there
-//   end of backward                             wait for A: 2 + 4, so gradient 2 becomes [6] on both; then for B:
-//                                               gradients 1 and 0 become [2, 3] and [3]
-//
-// In the first iteration buckets are large. They leave together, when the last gradient has come: as with torch's
-// class, which has one bucket then. If the graph does not show how often each gradient arrives (reentrant
-// checkpoints, several backwards, a static graph), they leave at the end of backward. The order of arrival is noted
-// (Learned::order). The first buckets follow the reverse order of registration. Before a later forward Python makes
-// new ones (set_buckets), in rank 0's order of arrival on all ranks: once, or several times with
-// bucket_cap_mb="auto". Not with find_unused_parameters, nor with a pinned plan.
 //
 // What else always holds.
 //  * From the second iteration on, a parameter that takes no part is marked ready when the iteration begins, if this

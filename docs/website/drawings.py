@@ -7,7 +7,6 @@ phases from `reducer.h`, the buckets by `assign_buckets`, the launches by the ru
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -63,69 +62,64 @@ def arrow(path: str, tip: tuple[float, float], turn: float, colour: str = GREY) 
 class Move:
     begins: tuple[str, ...]  # phases; empty: any
     end: str  # a phase; empty: an error only
+    why: str
     text: str
+    group: str  # the line above the list that it stands in
 
 
 def phases_and_moves() -> tuple[list[str], list[Move]]:
-    """The enum of iteration.h, and the moves that reducer.h's first comment lists."""
+    """The enum of iteration.h, and the moves that reducer.h's first comment lists, the normal ones first."""
     folder = ROOT / "csrc" / "reducer"
     enum = re.search(r"enum class Phase \{([^}]*)\}", (folder / "iteration.h").read_text())
     header = re.sub(r"\n// {8,}(?=\S)", " ", (folder / "reducer.h").read_text())  # a move may take two lines
-    lines = re.findall(r"^//   (.+?) -- (.*?) --> (.*)$", header, re.MULTILINE)
-    if enum is None or not lines:
+    lists = re.findall(r"([^.\n]+):\n//\n((?:^//   .+? -- .*? --> .*\n)+)", header, re.MULTILINE)
+    if enum is None or not lists:
         raise ValueError("csrc/reducer: no enum class Phase in iteration.h, or no list of its moves in reducer.h")
     names = [name.strip() for name in enum[1].split(",")]
     moves = []
-    for begin, why, end in lines:
-        begins, ends = ([name for name in re.findall(r"\bk\w+", side) if name in names] for side in (begin, end))
-        moves.append(Move(tuple(begins), ends[0] if ends else "", f"{begin}: {why} → {end}"))
+    for group, rows in lists:
+        for begin, why, end in re.findall(r"^//   (.+?) -- (.*?) --> (.*)$", rows, re.MULTILINE):
+            begins, ends = ([name for name in re.findall(r"\bk\w+", side) if name in names] for side in (begin, end))
+            text = f"{begin}: {why} → {end}"
+            moves.append(Move(tuple(begins), ends[0] if ends else "", why, text, group.strip("/ ")))
     return names, moves
 
 
 def phases() -> str:
-    names, moves = phases_and_moves()
-    width, gap = 104, 56
-    arrows = [(number, begin, move.end) for number, move in enumerate(moves, 1) for begin in move.begins if move.end]
-    place = {name: index for index, name in enumerate(names)}
-    reach = max(abs(place[begin] - place[end]) for _, begin, end in arrows)
-    top = 40 + 34 * reach
+    """The normal iteration as arrows, everything else as lines of text."""
+    _, moves = phases_and_moves()
+    normal = [move for move in moves if move.group == moves[0].group]
+    order = list(dict.fromkeys(name for move in normal for name in (*move.begins, move.end)))
+    width, gap, top = 130, 330, 70
+    place = {name: 60 + index * (width + gap) for index, name in enumerate(order)}
     parts = []
-    for name, index in place.items():
-        parts.append(box(20 + index * (width + gap), top, width, 44, COLOURS[index % len(COLOURS)]))
-        parts.append(words(20 + index * (width + gap) + width / 2, top + 27, name, 14, "middle"))
-    taken: Counter[tuple] = Counter()
-    for number, begin, end in arrows:
-        parts += _phase_arrow(number, begin, end, place, taken, top, width, gap)
-    below = top + 44 + 34 * reach + 36
-    for number, move in enumerate(moves, 1):
-        drawn = "" if move.begins and move.end else " (no arrow)"
-        parts.append(words(20, below + 20 * number, f"{number}   {move.text}{drawn}", 13))
-    total = max(40 + len(names) * (width + gap) - gap, 20 + 7 * max(len(move.text) for move in moves))
-    says = "The phases of an iteration and what leads from one to another"
-    return svg(total, below + 20 + 20 * len(moves), parts, says)
+    for index, (name, x) in enumerate(place.items()):
+        parts += [box(x, top, width, 64, COLOURS[index]), words(x + width / 2, top + 38, name, 16, "middle", "bold")]
+    for move in normal:
+        parts += _phase_arrow(place[move.begins[0]], place[move.end], width, top, move.why)
+    y, group = top + 140, moves[0].group
+    for move in moves[len(normal) :]:
+        if move.group != group:
+            y, group = y + 12, move.group
+            parts.append(words(20, y, f"{group}:", 14, weight="bold"))
+            y += 22
+        parts.append(words(36, y, move.text, 13))
+        y += 20
+    return svg(960, y, parts, "The moves of a normal iteration, and a list of the others")
 
 
-def _phase_arrow(
-    number: int, begin: str, end: str, place: dict[str, int], taken: Counter, top: float, width: float, gap: float
-) -> list[str]:
-    """Above the boxes to a later phase, below them to an earlier one; each arrow has its own place on a box."""
-    forwards = place[end] > place[begin]
-    away, at = (0.62, 0.38) if forwards else (0.38, 0.62)
-    step = 0.14 if forwards else -0.14
-    a = 20 + place[begin] * (width + gap) + width * (away + step * taken[begin, forwards, True])
-    b = 20 + place[end] * (width + gap) + width * (at - step * taken[end, forwards, False])
-    taken[begin, forwards, True] += 1
-    taken[end, forwards, False] += 1
-    edge = top if forwards else top + 44
-    bend = edge + (-1 if forwards else 1) * (20 + 42 * abs(place[end] - place[begin]) + 34 * taken[begin, end])
-    taken[begin, end] += 1
-    middle = (a + b) / 2, edge + 0.75 * (bend - edge)
-    where = f'x="{middle[0]:.1f}" y="{middle[1] + 4:.1f}" font-size="12" text-anchor="middle"'
-    return [
-        arrow(f"M{a:.1f},{edge} C{a:.1f},{bend} {b:.1f},{bend} {b:.1f},{edge}", (b, edge), 90 if forwards else -90),
-        f'<circle cx="{middle[0]:.1f}" cy="{middle[1]:.1f}" r="10" fill="{COLOURS[0]}"/>',
-        f'<text {where} style="fill:#fff">{number}</text>',
-    ]
+def _phase_arrow(begin: float, end: float, width: float, top: float, why: str) -> list[str]:
+    """To the right above the middle, to the left below it; a move that stays is a loop above its box."""
+    head, _, rest = why.partition("; ")
+    if begin == end:
+        a, b = begin + 0.3 * width, begin + 0.7 * width
+        path = f"M{a:.1f},{top} C{a:.1f},{top - 44} {b:.1f},{top - 44} {b:.1f},{top}"
+        return [arrow(path, (b, top), 90), words((a + b) / 2, top - 42, why, 13, "middle")]
+    right = end > begin
+    a, b, y = (begin + width, end, top + 20) if right else (begin, end + width, top + 46)
+    text = words((a + b) / 2, y + (-8 if right else 18), head, 13, "middle")
+    below = [words((a + b) / 2, y + 34, rest, 13, "middle")] if rest else []
+    return [arrow(f"M{a:.1f},{y} L{b:.1f},{y}", (b, y), 0 if right else 180), text, *below]
 
 
 # --- two ranks, one order of launches --------------------------------------------------------------------------
@@ -169,13 +163,18 @@ def launch_order() -> str:
                 later = left + scale * leave[rank][bucket]
                 parts.append(line(x, y + 60, later, y + 60, COLOURS[bucket], 2, "3 3"))
                 parts.append(words((x + later) / 2, y + 74, f"{bucket} waits for {bucket - 1}", 11, "middle"))
+        for bucket, moment in enumerate(leave[rank] if rank == len(READY) - 1 else []):
+            parts.append(
+                line(left + scale * moment, y + 60, left + scale * moved[bucket][0], y + row, COLOURS[bucket])
+            )
     y = 30 + 2 * row
     parts.append(words(8, y + 16, "allreduce", 14, weight="bold"))
     for bucket, (begin, end) in enumerate(moved):
         parts.append(box(left + scale * begin, y, scale * (end - begin), 24, COLOURS[bucket]))
         parts.append(words(left + scale * (begin + end) / 2, y + 17, f"bucket {bucket}", 12, "middle"))
     width = left + int(scale * moved[-1][1]) + 20
-    return svg(width, y + 40, parts, "Two ranks complete buckets in different orders and launch them in one order")
+    parts.append(words(width - 20, y + 42, "time →", 12, "end"))
+    return svg(width, y + 48, parts, "Two ranks complete buckets in different orders and launch them in one order")
 
 
 # --- threads -------------------------------------------------------------------------------------------------
@@ -277,8 +276,10 @@ def ring() -> str:
                 parts.append(words(x + (chunk + 0.5) * cell, y + 17, str(len(content)), 12, "middle"))
     for rank in range(ranks):
         parts.append(words(8, 34 + rank * 44 + 18, f"rank {rank}", 14, weight="bold"))
-    width = left + len(steps) * (ranks * cell + 46)
-    return svg(width, 40 + ranks * 44, parts, "Ring allreduce on three ranks: whose numbers each chunk holds")
+    width, y = left + len(steps) * (ranks * cell + 46), 34 + ranks * 44 + 14
+    says = "A rank sends to the one below it, the last one to the first. Green: a chunk is whole."
+    parts.append(words(left, y, says, 13))
+    return svg(width, y + 14, parts, "Ring allreduce on three ranks: whose numbers each chunk holds")
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
