@@ -10,10 +10,12 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def cut(nbytes: list[int], cap: int) -> list[list[int]]:
-    """2. Indices by bucket, from the last one to the first; a bucket closes once it holds ``cap`` bytes or more.
+    """2. Indices by bucket, in the order in which the buckets leave: the reducer's own rule.
 
-    ``cut([4, 4, 4], 8) == [[2, 1], [0]]``. Tutorial 02's buckets close before they would hold more than the cap; the
-    reducer's close as these do, but are cut from the first parameter on. No parameters: no bucket.
+    Buckets are filled from the first parameter on. A bucket closes once it holds ``cap`` bytes or more. It still
+    takes the parameters right behind it, as long as they have at most ``cap / 16`` bytes together. Gradients come
+    from the last parameter to the first, so buckets, and the indices in each, are listed from the last to the first.
+    ``cut([4, 4, 4], 8) == [[2], [1, 0]]``. No parameters: no bucket.
     """
     raise NotImplementedError("exercise 2")
 

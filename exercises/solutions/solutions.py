@@ -16,14 +16,17 @@ def average_gradients(model: nn.Module) -> None:
 
 def cut(nbytes: list[int], cap: int) -> list[list[int]]:
     buckets: list[list[int]] = []
-    size = cap
-    for index in reversed(range(len(nbytes))):
-        if size >= cap:
+    size, room = cap, -1.0  # of the bucket that is being filled; what the one closed last still takes
+    for index in range(len(nbytes)):
+        room -= nbytes[index]
+        if size >= cap and room < 0:
             buckets.append([])
             size = 0
         buckets[-1].append(index)
-        size += nbytes[index]
-    return buckets
+        if size < cap:
+            size += nbytes[index]
+            room = cap / 16 if size >= cap else -1.0
+    return [bucket[::-1] for bucket in reversed(buckets)]
 
 
 def launch_times(ready: list[float]) -> list[float]:

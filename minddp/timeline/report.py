@@ -174,7 +174,7 @@ def _bucket_rows(steps: Sequence[RankStep]) -> Iterator[tuple[str, ...]]:
     for step in steps:
         for bucket in step.times.buckets:
             late = step.late_seconds(bucket)
-            size = f"{bucket.nbytes / _MEBIBYTE:.2f}"
+            size = f"{bucket.nbytes / _MEBIBYTE:.3g}"
             facts = (str(step.rank), str(bucket.index), size, str(len(bucket.parameters)))
             moments = (_ms(bucket.ready), _ms(bucket.launched), _ms(bucket.done))
             length = bucket.communication_seconds
@@ -232,11 +232,12 @@ def draw(steps: Sequence[RankStep], paths: Sequence[str | Path]) -> None:
         ImportError: matplotlib is not installed.
     """
     plt = pyplot("use --no-picture")
+    lanes = _lanes(steps)
+    height = 0.48 * (2.8 + _lane_height(lanes) * (1 + max(lanes.values(), default=0)))
     figure, all_axes = plt.subplots(
-        len(steps), 1, sharex=True, squeeze=False, figsize=(11, 0.9 + 1.9 * len(steps)), layout="constrained"
+        len(steps), 1, sharex=True, squeeze=False, figsize=(11, 0.9 + height * len(steps)), layout="constrained"
     )
     start = min(step.origin - step.times.forward_seconds for step in steps)
-    lanes = _lanes(steps)
     for axes, step in zip(all_axes[:, 0], steps, strict=True):
         _draw_rank(axes, step, (step.origin - start) * 1e3, lanes)
     all_axes[-1, 0].set_xlabel("milliseconds since the first rank's forward began")
@@ -261,7 +262,7 @@ def _title(steps: Sequence[RankStep]) -> str:
 
 def _draw_rank(axes: Any, step: RankStep, origin_ms: float, lanes: dict[int, int]) -> None:
     """Bars of one rank; ``origin_ms`` is where its backward began, ``lanes`` where each bucket's bar lies."""
-    times, count = step.times, 1 + max(lanes.values(), default=0)
+    times, count, lane = step.times, 1 + max(lanes.values(), default=0), _lane_height(lanes)
 
     def bar(row: float, begin: float, length: float, color: str, height: float = 0.7) -> None:
         place = {"left": origin_ms + begin * 1e3, "width": length * 1e3, "height": height}
@@ -282,18 +283,27 @@ def _draw_rank(axes: Any, step: RankStep, origin_ms: float, lanes: dict[int, int
             bar(0, done(bucket) - exposed + late, exposed - late, "wait")
         bar(2, bucket.launched - bucket.pack_seconds, bucket.pack_seconds, "copy")
         bar(2, bucket.unpacked - bucket.unpack_seconds, bucket.unpack_seconds, "copy")
-        row = 2.65 + 0.7 * (lanes[bucket.index] + 0.5) / count
+        row = 2.65 + lane * (lanes[bucket.index] + 0.5)
         begin = bucket.launched + step.late_seconds(bucket)  # of the transfer
-        bar(row, bucket.launched, begin - bucket.launched, "early", 0.7 / count)
-        bar(row, begin, done(bucket) - begin, "collective", 0.7 / count)
-        if count <= 8 and len(times.buckets) <= 40:
-            style = {"ha": "center", "va": "center", "fontsize": 7 if count <= 3 else 5, "color": "white"}
+        bar(row, bucket.launched, begin - bucket.launched, "early", lane)
+        bar(row, begin, done(bucket) - begin, "collective", lane)
+        if count <= _NUMBERED_LANES and len(times.buckets) <= 40:
+            style = {"ha": "center", "va": "center_baseline", "fontsize": 8}  # black: legible beside a short bar, too
             axes.text(origin_ms + (begin + done(bucket)) / 2 * 1e3, row, str(bucket.index), **style)
-    axes.set_yticks(range(4), _ROWS, fontsize=8)
-    axes.set_ylim(3.5, -0.5)
+    axes.set_yticks([0, 1, 2, 2.65 + lane * count / 2], _ROWS, fontsize=8)
+    axes.set_ylim(2.8 + lane * count, -0.5)
     axes.set_title(f"rank {step.rank}", loc="left", fontsize=9)
     axes.tick_params(left=False)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+_NUMBERED_LANES = 12
+
+
+def _lane_height(lanes: dict[int, int]) -> float:
+    """In rows: a lane with a number in it is as high as the number; more lanes share one row."""
+    count = 1 + max(lanes.values(), default=0)
+    return max(0.7 / count, 0.3 if count <= _NUMBERED_LANES else 0.0)
 
 
 def _lanes(steps: Sequence[RankStep]) -> dict[int, int]:
