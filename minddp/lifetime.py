@@ -35,10 +35,12 @@ _MOMENT_FOR_CALLBACKS = 0.1
 
 _leaving: set[threading.Thread] = set()
 _wrappers: dict[int, weakref.ref[Any]] = {}  # by id: a program's own may have no hash
+_ever = threading.Event()
 
 
 def end_in_order(wrapper: Any) -> None:
-    """When the interpreter ends, ``wrapper`` releases its group in time; it is asked for ``has_comm_hook``."""
+    """When the interpreter ends, ``wrapper`` releases its group in time, and threads of groups come to rest."""
+    _ever.set()
     key = id(wrapper)
     _wrappers[key] = weakref.ref(wrapper, lambda _: _wrappers.pop(key, None))
 
@@ -92,11 +94,12 @@ def _others_run() -> bool:
 
 @atexit.register
 def _settle_groups() -> None:
-    """Before the interpreter goes: groups that were destroyed end, threads of the others come to rest."""
+    """Before the interpreter goes: groups that were destroyed end, and the threads of all groups come to rest, also
+    of those whose wrappers are gone."""
     found = [wrapper() for wrapper in list(_wrappers.values())]
     modules = [ddp for ddp in found if ddp is not None]  # kept by global variables or reference cycles
     destroyed = [ddp for ddp in modules if ddp.process_group not in dist.distributed_c10d._world.pg_map]
-    if len(destroyed) < len(modules):
+    if _ever.is_set():
         _rest()
     if any(ddp._minddp_averager is not None and ddp._minddp_averager.hook for ddp in destroyed):
         time.sleep(_MOMENT_FOR_CALLBACKS)

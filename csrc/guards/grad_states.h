@@ -39,6 +39,7 @@ class GradStates : public Case {
     }
   }
 
+  bool follows_gradients() const override { return true; }
   void after_accumulation(size_t index) override {
     GradState& grad = states_[index];
     if (state().bypasses(index)) {

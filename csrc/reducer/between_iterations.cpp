@@ -18,6 +18,8 @@ Reducer::~Reducer() {
 void Reducer::add(std::shared_ptr<Case> added) {
   TORCH_CHECK(added->state_ == nullptr, "add: the case belongs to a reducer already");
   added->state_ = this;
+  if (added->needs_before_accumulation()) before_accumulation_.push_back(added.get());
+  if (added->follows_gradients()) follow_gradients_.push_back(added.get());
   cases_.push_back(std::move(added));
 }
 
@@ -31,10 +33,9 @@ void Reducer::install_hooks() {
     auto self = weak.lock();
     if (!self) return;
     auto lock = self->guard();
-    for (auto& c : self->cases_) c->before_accumulation(index);
+    for (Case* c : self->before_accumulation_) c->before_accumulation(index);
   };
-  const bool needed = std::ranges::any_of(cases_, [](const auto& c) { return c->needs_before_accumulation(); });
-  hooks_ = std::make_unique<GradHooks>(parameters, on_ready, needed ? before : nullptr);
+  hooks_ = std::make_unique<GradHooks>(parameters, on_ready, before_accumulation_.empty() ? nullptr : before);
 }
 
 // A parameter's index may differ from before: others were frozen, or parameters were registered anew.

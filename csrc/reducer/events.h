@@ -117,9 +117,11 @@ class Case {
   // A waiting forward has adopted a backward that brings gradients of `parameters`, and nothing in its graph shows
   // that it is the wrapper's.
   virtual void on_adopted(const std::vector<size_t>& /*parameters*/) {}
-  // before_accumulation() is called on all cases if one of them needs it: autograd is about to add to `.grad`.
+  // before_accumulation() is called on cases that need it: autograd is about to add to `.grad`.
   virtual bool needs_before_accumulation() const { return false; }
   virtual void before_accumulation(size_t /*index*/) {}
+  // The next three are called on cases that follow gradients: for thousands of gradients, each call counts.
+  virtual bool follows_gradients() const { return false; }
   // A gradient has come, of any backward; nothing has been done about it.
   virtual void on_gradient(ArrivedGradient&) {}
   // It is in `.grad`, and has been noted.

@@ -17,6 +17,7 @@ class ProgramCollectives : public Case {
   bool found() const { return found_; }
 
   void on_origin(Forwards::Answer&) override { look(/*within=*/state().iteration.phase == Phase::kIncomplete); }
+  bool follows_gradients() const override { return true; }
   void on_gradient(ArrivedGradient&) override { look(/*within=*/true); }
 
  private:

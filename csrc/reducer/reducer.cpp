@@ -149,12 +149,12 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
     fail(errors::ready_twice(rank, {index, names[index]}, iteration.arrivals[index] + 1));
   }
   ArrivedGradient gradient{index, contribution, parameters[index].mutable_grad().defined()};
-  for (auto& c : cases_) c->on_gradient(gradient);
+  for (Case* c : follow_gradients_) c->on_gradient(gradient);
   const bool synchronized = backward.is_synchronized();
   if (gradient.defined && (synchronized || gradient.in_grad)) used[index] = 1;
   if (gradient.defined && gradient.in_grad) {
     if (!bypasses(index)) arrived_in[index] = current_graph_task();
-    for (auto& c : cases_) c->after_accumulation(index);
+    for (Case* c : follow_gradients_) c->after_accumulation(index);
   }
   if (!synchronized) return;
   if (iteration.phase != Phase::kBackward) begin_iteration();
@@ -165,7 +165,7 @@ void Reducer::on_ready(size_t index, const at::Tensor& contribution) {
     fail(errors::graph_changed(rank, {index, names[index]}));
   if (used_map.known_unused(index)) return;
   if (nested) learned.nested[index] = 1;
-  for (auto& c : cases_) c->on_arrival(index);
+  for (Case* c : follow_gradients_) c->on_arrival(index);
   const auto arrival = learned.note_arrival(iteration, index, contribution.defined());
   if (arrival == Learned::Arrival::kLast) mark_variable_ready(index, contribution);
   if (arrival == Learned::Arrival::kExtra) on_extra_arrival(index, contribution);

@@ -250,6 +250,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, public ReducerStat
   }
 
   std::vector<std::shared_ptr<Case>> cases_;
+  std::vector<Case*> before_accumulation_, follow_gradients_;  // those of them that ask for it
   std::unique_ptr<CommHook> hook_;
   std::unique_ptr<GradHooks> hooks_;
   std::recursive_mutex mutex_;

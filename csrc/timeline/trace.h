@@ -131,6 +131,7 @@ class Stamps : public Case {
     trace_.note(bucket, moment);
     if (moment == BucketMoment::kLaunched) note_end_of(bucket);
   }
+  bool follows_gradients() const override { return true; }
   void on_arrival(size_t index) override { trace_.ready[index] = Trace::now(); }
 
   // A step begins. `optimizer_ns`: how long optimizers' steps have taken so far. To be called before any wait for

@@ -25,6 +25,7 @@ class ContextGradients : public Case {
   // `refusal`: why no context's gradients can be reduced; empty: they can.
   explicit ContextGradients(std::string refusal) : refusal_(std::move(refusal)) {}
   void on(Moment moment) override;
+  bool follows_gradients() const override { return true; }
   void on_gradient(ArrivedGradient& gradient) override;
 
  private:

@@ -15,6 +15,7 @@ class SharedParameters : public Case {
   // is refused: two views cannot be one `.grad`.
   void add(const std::shared_ptr<const ReducerState>& other, bool views);
   void on_origin(Forwards::Answer& answer) override;
+  bool follows_gradients() const override { return true; }
   void on_gradient(ArrivedGradient& gradient) override;
 
  private:

@@ -34,6 +34,10 @@ from .local_gradients import has_values
 class Guarded:
     """Reduces parameters, and is asked before they are stepped."""
 
+    def is_over(self) -> bool:
+        """Whether nothing is reduced any more."""
+        return False
+
     def may_refuse_step(self) -> bool:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
         raise NotImplementedError
@@ -81,7 +85,7 @@ def watched() -> list[Guarded]:
     """All that :func:`watch` was given and that still reduce something."""
     with _lock:
         everyone = list(_watched.values())
-    return [guarded for guarded in everyone if guarded.parameter_ids()]
+    return [guarded for guarded in everyone if not guarded.is_over()]
 
 
 def refuse(parameter: torch.Tensor, why: str) -> None:
@@ -114,6 +118,9 @@ class StepCheck(Guarded):
     def averager(self) -> Any:
         guards = self._guards()
         return None if guards is None else guards.averager
+
+    def is_over(self) -> bool:
+        return self.averager is None
 
     def parameter_ids(self) -> set[int]:
         averager = self.averager

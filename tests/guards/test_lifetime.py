@@ -80,9 +80,9 @@ def test_who_looks_at_threads_keeps_nothing_of_theirs() -> None:
 
 
 def _busy_at_the_end(rank: int, world_size: int) -> tuple[bool, bool]:
-    """A thread without the GIL, as one of a group's that waits for the processor on a busy machine."""
-    ddp = minddp.DistributedDataParallel(torch.nn.Linear(3, 3))
-    ddp(torch.ones(2, 3)).sum().backward()
+    """A thread without the GIL, as one of a group's that waits for the processor on a busy machine. The wrapper is
+    gone, as one of a function that ``torch.multiprocessing.spawn`` runs."""
+    minddp.DistributedDataParallel(torch.nn.Linear(3, 3))(torch.ones(2, 3)).sum().backward()
     work = threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 150_000), daemon=True)
     work.start()
     was_alive = work.is_alive()

@@ -118,7 +118,7 @@ def test_a_rank_says_its_word_also_where_it_steps_other_parameters():
     assert dist.PrefixStore("minddp/local/wrapper", store).check(["1/0/0"])
 
 
-class _Cares:
+class _Cares(step.Guarded):
     """All that minddp.guards.step asks who cares for parameters, where no step is refused."""
 
     def __init__(self, parameters):
