@@ -94,7 +94,7 @@ def one_process():
 def compare_the_ways():
     truth, gradient = one_process()
     say(
-        f"""One process with all {BATCH} samples finds {truth:.6f}. On {RANKS} ranks, with {
+        f"""One process with all {BATCH} samples finds a statistic of {truth:.6f}. On {RANKS} ranks, with {
             BATCH // RANKS
         } samples each, and the gradients compared with the whole batch's:"""
     )

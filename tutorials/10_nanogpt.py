@@ -84,12 +84,9 @@ class GPT(nn.Module):
         if isinstance(layer, nn.Linear | nn.Embedding):
             nn.init.normal_(layer.weight, std=0.02)
 
-    def logits(self, text: Tensor) -> Tensor:
-        x = self.characters(text) + self.positions.weight[: text.shape[1]]
-        return self.out(self.norm(self.blocks(x)))
-
     def forward(self, text: Tensor, following: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(text).flatten(0, 1), following.flatten())
+        x = self.characters(text) + self.positions.weight[: text.shape[1]]
+        return F.cross_entropy(self.out(self.norm(self.blocks(x))).flatten(0, 1), following.flatten())
 
 
 def read_corpus() -> tuple[Tensor, Tensor]:
@@ -141,16 +138,6 @@ def held_out_loss(ddp: DDP, corpus: Tensor) -> float:
     return loss
 
 
-@torch.no_grad()
-def write_some(model: GPT, prompt: str, characters: int) -> str:
-    text = torch.tensor([[ALPHABET.index(character) for character in prompt]])
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(characters):
-        chances = F.softmax(model.logits(text[:, -CONTEXT:])[0, -1] / 0.9, dim=0)
-        text = torch.cat([text, torch.multinomial(chances, 1, generator=generator)[None]], dim=1)
-    return "".join(ALPHABET[number] for number in text[0])
-
-
 def digest(model: nn.Module) -> str:
     """The first 16 hex digits of the SHA-256 of all weights' bytes."""
     sha = hashlib.sha256()
@@ -174,7 +161,8 @@ def train(steps: int, losses_file: str | None) -> None:
             group["lr"] = learning_rate(step, steps)
         losses[step] = train_step(ddp, optimizer, [draw(training, generator) for _ in range(ACCUMULATE)])
         if rank == 0 and (step % 50 == 0 or step == steps - 1):
-            print(f"step {step:4}  loss {losses[step]:.3f}  {time.monotonic() - began:5.1f} s", flush=True)
+            latest = losses[max(0, step - 9) : step + 1].mean()  # one step's batch says little
+            print(f"step {step:4}  loss {latest:.3f}  {time.monotonic() - began:5.1f} s", flush=True)
     dist.all_reduce(losses)
     report(ddp, (losses / ranks).tolist(), held_out_loss(ddp, held_out), losses_file)
     dist.destroy_process_group()
@@ -187,7 +175,6 @@ def report(ddp: DDP, losses: list[float], held_out: float, losses_file: str | No
     if losses_file:
         found = {"class": name, "losses": losses, "held_out": held_out, "digest": digest(ddp.module)}
         Path(losses_file).write_text(json.dumps(found))
-    print(f"what it writes after 'def ':\n{write_some(ddp.module, 'def ', 160)}\n")
     print(f"{name}: {held_out:.3f} nats a character on text not trained on, weights {digest(ddp.module)}")
 
 

@@ -141,8 +141,9 @@ def break_unused() -> None:
 # ## 2. Two models, trained in another order on each rank
 #
 # Rank 0 runs the backward of `a` first, rank 1 that of `b`. A process group matches calls by their order alone, so
-# gradients of `a` are added to gradients of `b`. Both models have the same size, so nobody notices: neither class
-# can see it from one rank's point of view. This is why the reducer launches its own buckets in one order.
+# gradients of `a` are added to gradients of `b`. Both models have the same size, so nobody notices. minddp's weights
+# drift, too: neither class can see it from one rank's point of view. This is why the reducer launches its own buckets
+# in one order.
 #
 # A process group for each wrapper does not help. `backward()` waits for its own collectives, so each rank would
 # wait for the other one. Call them in one order on all ranks.
@@ -163,7 +164,7 @@ def another_order(rank: int, wrap: Any, extra: dict, model: Any):
 
 def break_order() -> None:
     found = show("2. Two models, trained in another order on each rank", another_order)
-    print("   Neither class can see this from one rank: call wrappers in one order on all ranks.\n")
+    print("   With minddp the weights drift, too: no class can see this from one rank. Call wrappers in one order.\n")
     assert all(all(map(ended_well, told)) and equal is False for told, equal in found.values())
 
 
