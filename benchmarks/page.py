@@ -1,6 +1,6 @@
-"""``docs/performance.md``, written from ``benchmarks/results``: ``python benchmarks/page.py``.
+"""``docs/performance.md``, with its plots, and ``docs/measurements.md``: ``python benchmarks/page.py``.
 
-Each table is what the command above it has printed and stored last.
+Both are made from ``benchmarks/results``. Each table is what the command above it has printed and stored last.
 """
 
 from __future__ import annotations
@@ -16,16 +16,60 @@ import simulate
 import wire
 from sweep import Point, Sweep
 
-PAGE = harness.RESULTS.parents[1] / "docs" / "performance.md"
+DOCS = harness.RESULTS.parents[1] / "docs"
 SWEEPS = {"mlp38": "MLP, 38 MB", "gpt2-small": "GPT-2, 6 layers"}
 
-_HEAD = """# Performance
+_FRONT = """# Performance
 
-`python benchmarks/page.py` writes this page from `benchmarks/results`. Each table is the last stored result of the
-command above it. The line below that command gives the machine. Variants took turns within one run. A cell is median
-[quartiles]. The machine was shared, so compare figures within one run only. `overhead.py` and `bucket_size.py`
-compare medians; `shm.py` and `wire.py` give the median of each round's ratio. [Benchmarks](../benchmarks/README.md)
-describes the scripts.
+Three plots, from runs that are stored in `benchmarks/results`; `python benchmarks/page.py` draws them. [All
+measurements](measurements.md) has the tables, with machines and commands. The machines have two shared cores and no
+GPU, so compare figures within one plot only.
+
+## What does the class itself cost?
+
+![Time of a step, as a part of torch's](../benchmarks/results/performance-steps.png)
+
+*`python benchmarks/overhead.py`. A dot is the median of a step's time with minddp, divided by that with torch's
+class; the bar is its 95 % interval. The circle is the floor: the model's own step, followed by the bare collectives.
+On one rank minddp copies nothing, and is at the floor. On two ranks that share two cores it copies each gradient
+once into its bucket and once back.*
+
+## Which bucket size?
+
+![Step time against bucket size](../benchmarks/results/performance-buckets.png)
+
+*`python benchmarks/bucket_size.py`, two ranks, 1 Gbit/s: medians of three rounds, with their quartiles. On this link
+small buckets are best: a large last bucket leaves when no backward is left to hide it. Where a bar is long, others
+used the machine. The dashed line is `bucket_cap_mb="auto"`: {autos} beside the best of the sizes, found without this
+sweep.*
+
+## When do fewer bytes pay?
+
+![Step time by link and wire](../benchmarks/results/performance-wires.png)
+
+*`python benchmarks/wire.py`, two ranks. The step's time, divided by that with torch's default arguments: over a slow
+link it falls with the bytes, over loopback there is nothing to gain. (The MLP in float32 was not measured at 100
+Mbit/s.) What `wire="int8"` costs in loss is in [the tables](measurements.md#fewer-bytes): nothing that five seeds
+could show.*
+
+## The rest, in a sentence each
+
+- **Memory.** With `gradient_as_bucket_view=True` gradients and buckets need {views} bytes for each byte of
+  parameters, and {views_zeroed} after `zero_grad()`; torch's class needs {torchs} and {torchs_zeroed}. By default
+  both need {ours} ([table](measurements.md#memory)).
+- **Shared memory.** Between ranks on one machine an all-reduce of 32 MB is {shm} times as fast as over Gloo
+  ([table](measurements.md#shared-memory-beside-gloo)).
+- **One GPU.** Beside a step of 400 small parameters torch's class makes 800 more launches, minddp 2
+  ([tables](measurements.md#on-a-gpu)). Several ranks over NCCL [have not run yet](gpus.md).
+"""
+
+_HEAD = """# All measurements
+
+`python benchmarks/page.py` writes this page from `benchmarks/results`; [Performance](performance.md) has what
+follows from it. Each table is the last stored result of the command above it. The line below that command gives the
+machine. Variants took turns within one run. A cell is median [quartiles]. The machine was shared, so compare figures
+within one run only. `overhead.py` and `bucket_size.py` compare medians; `shm.py` and `wire.py` give the median of
+each round's ratio. [Benchmarks](../benchmarks/README.md) describes the scripts.
 """
 
 _STEPS = """
@@ -147,6 +191,14 @@ def steps() -> str:
     return "".join(parts)
 
 
+def memory_values() -> dict[str, str]:
+    values = {}
+    for name, variant in (("ours", "minddp"), ("views", "minddp-views"), ("torchs", "torch-views")):
+        case = read("memory")["bytes_per_parameter_byte"][variant]
+        values |= {name: f"{case['steady']:.2f}", f"{name}_zeroed": f"{case['zeroed']:.2f}"}
+    return values
+
+
 def memory() -> str:
     result = read("memory")
     rows = [
@@ -154,11 +206,7 @@ def memory() -> str:
         for variant, row in result["bytes_per_parameter_byte"].items()
     ]
     heads = [result["model"], "with gradients", "after zero_grad()", "after release_buckets()"]
-    values = {}
-    for name, variant in (("ours", "minddp"), ("views", "minddp-views"), ("torchs", "torch-views")):
-        case = result["bytes_per_parameter_byte"][variant]
-        values |= {name: f"{case['steady']:.2f}", f"{name}_zeroed": f"{case['zeroed']:.2f}"}
-    return f"{_MEMORY.format(**values)}\n{ran(result)}\n{table(heads, rows)}"
+    return f"{_MEMORY.format(**memory_values())}\n{ran(result)}\n{table(heads, rows)}"
 
 
 def comparisons(summary: bucket_report.Summary) -> dict[str, float]:
@@ -182,12 +230,14 @@ def comparisons(summary: bucket_report.Summary) -> dict[str, float]:
     return {title: 100 * (a / b - 1) for title, (a, b) in pairs.items()}
 
 
+def bucket_summaries() -> dict[str, bucket_report.Summary]:
+    names = [f"buckets-{model}-gloo-2ranks-1gbit" for model in SWEEPS]
+    paths = [harness.RESULTS / f"{name}.json" for name in names]
+    return {n: bucket_report.summarize(Sweep(path, read(n)["settings"])) for n, path in zip(names, paths)}
+
+
 def bucket_sizes() -> str:
-    summaries = {}
-    for model in SWEEPS:
-        name = f"buckets-{model}-gloo-2ranks-1gbit"
-        path = harness.RESULTS / f"{name}.json"
-        summaries[name] = bucket_report.summarize(Sweep(path, read(name)["settings"]))
+    summaries = bucket_summaries()
     columns = [comparisons(summary) for summary in summaries.values()]
     compared = [[title, *(f"{column[title]:+.1f} %" for column in columns)] for title in columns[0]]
     parts = [_BUCKETS, "\n", table(["", *SWEEPS.values()], compared)]
@@ -216,11 +266,16 @@ def simulation() -> str:
     return f"{said}\n{ran(result)}\n{table(['buckets', 'measured ms', 'predicted ms', 'error'], rows)}"
 
 
+def speedups() -> dict[str, str]:
+    """Of an all-reduce of 32 MB through shared memory."""
+    cases = read("shm")["collectives"]
+    (large,) = [case["rows"] for case in cases if (case["bytes"], case["ranks"]) == (32 * 2**20, 2)]
+    return {name: f"{large[name]['speedup']['median']:.1f}" for name in ("shm", "shared")}
+
+
 def shared_memory() -> str:
     result = read("shm")
-    (large,) = [case["rows"] for case in result["collectives"] if (case["bytes"], case["ranks"]) == (32 * 2**20, 2)]
-    speedups = {name: f"{large[name]['speedup']['median']:.1f}" for name in ("shm", "shared")}
-    parts = [f"{_SHARED_MEMORY.format(**speedups)}\n{ran(result)}"]
+    parts = [f"{_SHARED_MEMORY.format(**speedups())}\n{ran(result)}"]
     cases = [(f"all-reduce of {case['bytes']:,} bytes", case, 1e6, "µs") for case in result["collectives"]]
     cases.append((f"a step of {result['steps']['model']}", result["steps"], 1e3, "ms"))
     for title, case, scale, unit in cases:
@@ -282,15 +337,95 @@ def gpu() -> str:
     return "".join(parts)
 
 
-def page() -> str:
-    """The page's text."""
+def measurements() -> str:
+    """The text of the page with all tables."""
     parts = [steps, memory, bucket_sizes, wires, simulation, lambda: _PAPER, shared_memory, gpu]
     return _HEAD + "".join(part() for part in parts)
 
 
+# --- the page of plots
+
+
+def front() -> str:
+    best = '`"auto"` against the best uniform cap'
+    autos = [f"{comparisons(summary)[best]:+.1f} %" for summary in bucket_summaries().values()]
+    return _FRONT.format(autos=" and ".join(autos), **memory_values(), **speedups())
+
+
+_BLUE, _ORANGE, _GREEN, _GREY = "#3d84d6", "#d98a3d", "#3f9d5c", "#8a8f98"
+
+
+def draw_steps(axes: Any) -> None:
+    """A row for each model and number of ranks: minddp's time as a part of torch's, with the floor."""
+    cases = [case for name in ("overhead", "overhead-large") for case in read(name)["results"]]
+    cases.sort(key=lambda case: case["world_size"])
+    for row, case in enumerate(cases):
+        low, median, high = case["rows"]["minddp"]["step_ratio"]
+        axes.errorbar(median, row, xerr=[[median - low], [high - median]], fmt="o", color=_BLUE, capsize=3)
+        axes.plot(case["rows"]["floor"]["step_ratio"][1], row, "o", mfc="none", color=_GREY, markersize=11)
+    axes.axvline(1.0, color=_ORANGE)
+    axes.text(1.005, -0.4, "torch's class", color=_ORANGE, va="center")
+    ranks = [f"{case['model']}, {case['world_size']} rank{'s' * (case['world_size'] > 1)}" for case in cases]
+    axes.set(yticks=range(len(cases)), yticklabels=ranks, xlim=(0.7, 1.08), xlabel="time of a step / torch's")
+    axes.invert_yaxis()
+
+
+def draw_buckets(panels: Sequence[Any]) -> None:
+    """A panel for each model: step time against the uniform cap."""
+    for axes, summary, title in zip(panels, bucket_summaries().values(), SWEEPS.values()):
+        for variant, colour in (("torch", _ORANGE), ("minddp", _BLUE)):
+            caps, found = zip(*summary.curve(variant))
+            middle = [1e3 * spread.median for spread in found]
+            around = [[1e3 * abs(getattr(s, end) - s.median) for s in found] for end in ("low", "high")]
+            axes.errorbar(caps, middle, yerr=around, fmt="o-", color=colour, capsize=2, label=variant)
+        auto = 1e3 * summary.times[Point("minddp", "auto")].median
+        axes.axhline(auto, color=_BLUE, linestyle="--", label='minddp, "auto"')
+        axes.set(title=title, xscale="log", xlabel="bucket_cap_mb", ylabel="ms a step")
+        axes.set_xticks(caps, [f"{cap:g}" for cap in caps])
+        axes.legend(frameon=False)
+
+
+def draw_wires(panels: Sequence[Any]) -> None:
+    """A panel for each model: bars by link, a colour for each wire."""
+    links = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "loopback": "loopback"}
+    kinds = [("float32", "minddp", _GREY), ("bf16", "minddp-bf16", _ORANGE), ("int8", "minddp-int8", _GREEN)]
+    for axes, (model, title) in zip(panels, SWEEPS.items()):
+        for place, link in enumerate(links):
+            path = harness.RESULTS / f"wire-{model}-gloo-2ranks-{link}.json"
+            found = wire.table(Sweep(path, read(path.stem)["settings"]))
+            for number, (name, variant, colour) in enumerate(kinds):
+                if (point := Point(variant, "default")) not in found:
+                    continue
+                ratio = found[point][1]
+                ends = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
+                label = name if place == 1 else None
+                axes.bar(place + 0.27 * (number - 1), ratio.median, 0.25, yerr=ends, color=colour, label=label)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set(title=title, xticks=range(len(links)), xticklabels=links.values(), ylabel="time of a step / torch's")
+        axes.set_ylim(0, 1.35)
+        axes.legend(frameon=False, title="minddp, by wire", loc="upper center", ncols=3)
+
+
+def plot() -> None:
+    plt = bucket_report.pyplot()
+    for name, draw, panels, height in (
+        ("steps", draw_steps, 1, 3.4),
+        ("buckets", draw_buckets, 2, 4.2),
+        ("wires", draw_wires, 2, 4.2),
+    ):
+        figure, axes = plt.subplots(1, panels, figsize=(9.5, height), layout="constrained")
+        draw(axes)
+        for each in [axes] if panels == 1 else axes:
+            each.spines[["top", "right"]].set_visible(False)
+        figure.savefig(harness.RESULTS / f"performance-{name}.png", dpi=110, metadata={"Software": None})
+        plt.close(figure)
+
+
 def main() -> None:
-    PAGE.write_text(page())
-    print(f"written: {PAGE}")
+    plot()
+    for name, text in (("performance", front()), ("measurements", measurements())):
+        (DOCS / f"{name}.md").write_text(text)
+        print(f"written: {DOCS / name}.md")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
     python tutorials/mini_ddp.py                                # two ranks on this machine
     torchrun --nproc-per-node 4 tutorials/mini_ddp.py
 
-It needs torch alone. Each parameter must get one gradient in each backward; the real reducer (csrc/reducer) does the
-same steps, under the same names, and handles what else can happen. A test holds their gradients equal, bit for bit.
+It needs torch alone. NaiveDDP comes first: the idea in 20 lines, with one all-reduce for each parameter. MiniDDP
+sends few large buckets, in one order, and has no_sync. Each parameter must get one gradient in each backward; the
+real reducer (csrc/reducer) does the same steps, under the same names, and handles what else can happen. A test
+holds the gradients of all three equal, bit for bit.
 """
 
 import os
@@ -19,6 +21,37 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
 from torch.autograd import Variable
+
+
+class NaiveDDP(nn.Module):
+    """Each gradient leaves when it is there, while backward goes on. It pays a latency for each parameter, and relies
+    on all ranks' gradients coming in one order."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+        self.launched: list[Any] = []
+        # All ranks begin with rank 0's weights. After that, equal gradients keep them equal.
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.on_ready)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def on_ready(self, parameter: nn.Parameter) -> None:
+        """Autograd calls this in backward, when ``parameter.grad`` is complete."""
+        if not self.launched:  # the first gradient of this backward
+            Variable._execution_engine.queue_callback(self.finish_backward)
+        parameter.grad /= dist.get_world_size()
+        self.launched.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    def finish_backward(self) -> None:
+        """Autograd calls this at the end of backward, before ``loss.backward()`` returns."""
+        for work in self.launched:
+            work.wait()
+        self.launched.clear()
 
 
 class Bucket:
@@ -38,7 +71,6 @@ class MiniDDP(nn.Module):
         self.module = module
         self.synchronized = True
         self.launched: list[Any] = []
-        # All ranks begin with rank 0's weights. After that, equal gradients keep them equal.
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
         # Backward begins at the last layer, so buckets are filled from the last parameter to the first.
@@ -51,7 +83,6 @@ class MiniDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def on_ready(self, bucket: Bucket, part: Tensor, parameter: nn.Parameter) -> None:
-        """Autograd calls this in backward, when ``parameter.grad`` is complete."""
         if not self.synchronized:
             return  # the gradient stays in .grad, and the next backward adds to it
         if all(b.pending == len(b.parameters) for b in self.buckets):  # the first gradient of this backward
@@ -69,7 +100,6 @@ class MiniDDP(nn.Module):
         return dist.all_reduce(buffer, async_op=True)  # backward goes on meanwhile
 
     def finish_backward(self) -> None:
-        """Autograd calls this at the end of backward, before ``loss.backward()`` returns."""
         for work, bucket in zip(self.launched, self.buckets, strict=True):
             work.wait()
             for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):

@@ -156,7 +156,8 @@ def order_page(title: str, text: str, paths: list[str], layout: Layout) -> str:
 LISTINGS = {
     "tutorials/mini_ddp.py": (
         "DDP in 100 lines",
-        "It runs by itself or under torchrun, and has the gradients of [the real one](reading.md), bit for bit.",
+        "`NaiveDDP` is the idea in 20 lines, `MiniDDP` adds what makes it fast. Both have the gradients of "
+        "[the real one](reading.md), bit for bit.",
     ),
     "exercises/exercises.py": (
         "The functions to write",

@@ -60,6 +60,7 @@ OFF_MENU = {
     "pains": "docs/pains.md",
     "conformance": "docs/conformance.md",
     "trust": "docs/trust.md",
+    "measurements": "docs/measurements.md",
 }
 HOME = "README.md"
 

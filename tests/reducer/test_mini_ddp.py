@@ -1,4 +1,4 @@
-"""tutorials/mini_ddp.py has the gradients of the real one, bit for bit."""
+"""The two classes of tutorials/mini_ddp.py have the gradients of the real one, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tutorials"))
 @on_ranks(2)
 def test_equal_to_the_real_one(rank: int, world_size: int) -> None:
     """Weights that differ at first, several buckets, and gradients of three backwards of which one is sent."""
-    from mini_ddp import MiniDDP
+    from mini_ddp import MiniDDP, NaiveDDP
 
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     real = minddp.DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.002)
-    mini = MiniDDP(model, bucket_cap_mb=0.002)
+    naive, mini = NaiveDDP(copy.deepcopy(model)), MiniDDP(model, bucket_cap_mb=0.002)
     assert len(mini.buckets) > 2
     for _ in range(3):
         x = torch.randn(3, 4, 8)
@@ -34,4 +34,9 @@ def test_equal_to_the_real_one(rank: int, world_size: int) -> None:
                 net(x[1]).square().mean().backward()
             net(x[2]).square().mean().backward()
         for a, b in zip(real.parameters(), mini.parameters(), strict=True):
+            assert torch.equal(a, b) and torch.equal(a.grad, b.grad)
+        for net in (real, naive):
+            net.zero_grad()
+            net(x[2]).square().mean().backward()
+        for a, b in zip(real.parameters(), naive.parameters(), strict=True):
             assert torch.equal(a, b) and torch.equal(a.grad, b.grad)
