@@ -14,10 +14,10 @@ const Companion guards("guards", [](py::module_& module) {
       .def("note", &ChangedModule::note, py::arg("parameters"), py::arg("why"));
   bind_case<EarlierSums>(module, "EarlierSums").def(py::init());
   bind_case<GradStates>(module, "GradStates")
-      .def(py::init())
+      .def(py::init<std::function<void()>>(), py::arg("on_graph"))
       .def("is_interrupted", &GradStates::is_interrupted)
       .def("bypassed", &GradStates::bypassed)
-      .def("left_local", &GradStates::left_local)
+      .def("suspects", &GradStates::suspects)
       .def("touched_in", &GradStates::touched_in, py::arg("index"))
       .def("averaged_since", &GradStates::averaged_since, py::arg("index"), py::arg("backward"));
   bind_case<Moments>(module, "Moments").def(py::init()).def("last", &Moments::last);

@@ -3,8 +3,6 @@
 #include "errors.h"
 #include "reducer/graph_task.h"
 
-#include <ATen/ATen.h>
-
 namespace minddp {
 
 // In a backward of distributed autograd `.grad` does not change.
@@ -30,25 +28,22 @@ void EarlierSums::take_over(const Case& before, const std::vector<int64_t>& ther
     if (there[i] >= 0) results_[i] = older->results_[there[i]];
 }
 
-bool EarlierSums::may_hold(size_t index) const { return results_[index] == state().parameters[index].grad(); }
-
-// Neither replaced since nor zeroed. Asking costs a pass over memory for a gradient that was zeroed in place, once,
-// and on a device the host waits for the answer: so one answer is for all gradients there. A gradient that is not
-// zero, and that nobody has asked about, may be zeroed before it grows; it is asked about again.
+// Neither replaced since nor zeroed. Asking costs a pass over memory for a gradient that was zeroed in place, once:
+// one answer is for all gradients. One that is not zero, and that nobody has asked about, may be zeroed before it
+// grows; it is asked about again.
 void EarlierSums::refuse(size_t index) {
+  const auto may_hold = [&](size_t i) { return results_[i].is(state().parameters[i].grad()); };
   if (!may_hold(index)) return;
-  const at::Device device = state().parameters[index].device();
   std::vector<size_t> asked;
-  std::vector<at::Tensor> nonzero;
+  std::vector<at::Tensor> gradients;
   for (size_t i = 0; i < state().parameters.size(); ++i) {
-    const at::Tensor& grad = state().parameters[i].grad();
-    if (state().parameters[i].device() != device || !may_hold(i)) continue;
+    if (!may_hold(i)) continue;
     asked.push_back(i);
-    nonzero.push_back((grad.is_sparse() ? grad.coalesce().values() : grad).any());
+    gradients.push_back(state().parameters[i].grad());
   }
-  const at::Tensor answers = at::stack(nonzero).cpu();
+  const std::vector<bool> nonzero = have_values(gradients);
   for (size_t k = 0; k < asked.size(); ++k)
-    if (!answers[int64_t(k)].item<bool>()) results_[asked[k]] = SameTensor();
+    if (!nonzero[k]) results_[asked[k]] = SeenGradient();
   if (may_hold(index)) state().fail(errors::summed_again(state().rank, state().names[index]));
 }
 

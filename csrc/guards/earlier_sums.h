@@ -5,7 +5,7 @@
 #pragma once
 
 #include "reducer/events.h"
-#include "same_tensor.h"
+#include "seen_gradient.h"
 
 #include <vector>
 
@@ -21,9 +21,8 @@ class EarlierSums : public Case {
 
  private:
   void refuse(size_t index);
-  bool may_hold(size_t index) const;  // whether `.grad` is the tensor that held the last sum
 
-  std::vector<SameTensor> results_;  // by parameter: the `.grad` that holds the last sum
+  std::vector<SeenGradient> results_;  // by parameter: the `.grad` that holds the last sum
 };
 
 }  // namespace minddp

@@ -1,14 +1,18 @@
 // Case: may an optimizer use this gradient? Where each parameter's gradient has come from, and so whether it is this
 // rank's alone or an average.
 //
-// A backward is identified by its number (ReducerState::arrived_in).
+// A backward is identified by its number (ReducerState::arrived_in). A `.grad` is recognized by SeenGradient: as it
+// was when it got an average, when a synchronized backward began, or when such a backward left the iteration
+// incomplete.
 #pragma once
 
-#include "reducer/events.h"
+#include "errors.h"
 #include "reducer/graph_task.h"
-#include "same_tensor.h"
+#include "reducer/reducer.h"
+#include "seen_gradient.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -16,22 +20,31 @@ namespace minddp {
 
 struct GradState {
   int bypassed_in = -1;          // the last backward that bypassed the wrapper; none once the gradient is averaged
-  bool outside_no_sync = false;  // see left_local()
-  SameTensor bypassed_grad;      // the `.grad` of `bypassed_in`; the program may have replaced it since
-  // `.grad` at the begin of the last backward that was synchronized from its first notice. While an interruption is
-  // noted, it is not overwritten.
-  SameTensor before;
-  uint32_t version = 0;  // `before`'s version counter at that moment; each write to a tensor raises it
+  SeenGradient bypassed_grad;    // the `.grad` of `bypassed_in`; the program may have replaced it since
+  bool outside_no_sync = false;  // see suspects()
+  SeenGradient seen;        // `.grad` at the last of the moments above; while an interruption is noted, at its begin
+  bool is_average = false;  // `seen` is what has got the last average
+  // What a local backward adds to: nothing that is known, an average that nobody has written to since, or one that a
+  // local gradient was added to.
+  enum Base { kUnknown, kAverage, kMixed } base = kUnknown;
+  at::Tensor partial;  // whether `seen` held a value, which awaits the rest of its iteration; undefined: it does not
+  bool is_taken = false;  // it did, and was removed or zeroed before the backward that runs
 };
 
 class GradStates : public Case {
  public:
   static constexpr int kNone = -1;
 
+  // `on_graph` is called once, in the first synchronized backward that makes a graph of its gradients.
+  explicit GradStates(std::function<void()> on_graph) : on_graph_(std::move(on_graph)) {}
+
   void on(Moment moment) override {
     if (moment == Moment::kNewBuckets) states_.resize(state().parameters.size());
     if (moment == Moment::kForwardBegin || moment == Moment::kFinalizing) forget_interruption();
-    if (moment == Moment::kBackward && state().backward.is_synchronized()) note_gradients();
+    if (moment == Moment::kBackward) look_before_backward();
+    if (moment == Moment::kIterationBegin && state().backward.makes_graph && on_graph_)
+      std::exchange(on_graph_, nullptr)();
+    if (moment == Moment::kBackwardEnd) note_partial();
     if (moment == Moment::kAveraged && !state().iteration.outside_grad) note_averages();
     if (moment == Moment::kGivenUp) {
       interrupted_in_ = ended_in_ = kNone;
@@ -46,7 +59,14 @@ class GradStates : public Case {
       grad.bypassed_in = current_graph_task();
       grad.bypassed_grad = state().parameters[index].grad();
     }
-    if (state().backward.origin == Origin::kLocal && state().sync_enabled) grad.outside_no_sync = true;
+    if (state().backward.origin != Origin::kLocal) return;
+    if (state().sync_enabled) grad.outside_no_sync = true;
+    if (grad.base == GradState::kAverage && grad.seen.is(state().parameters[index].grad()))
+      grad.base = GradState::kMixed;
+  }
+
+  void on_arrival(size_t index) override {
+    if (states_[index].is_taken) state().fail(errors::taken_between(state().rank, state().names[index]));
   }
 
   // An exception has ended a backward whose gradients were to be averaged. This is the only record if the exception
@@ -67,21 +87,32 @@ class GradStates : public Case {
 
   bool is_interrupted() const { return interrupted_in_ != kNone; }
   // Parameters whose gradient bypassed the wrapper, each with that backward's number; only while `.grad` is still
-  // that tensor. If another wrapper shares the parameter, the gradient may have come through that one: then that
+  // that one. If another wrapper shares the parameter, the gradient may have come through that one: then that
   // wrapper's arrived_in is at least this number, and the caller drops the entry.
   std::vector<std::pair<size_t, int>> bypassed() const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)
-      if (states_[i].bypassed_in != kNone && states_[i].bypassed_grad == state().parameters[i].grad())
+      if (states_[i].bypassed_in != kNone && states_[i].bypassed_grad.is(state().parameters[i].grad()))
         found.emplace_back(i, states_[i].bypassed_in);
     return found;
   }
-  // Parameters with a local gradient: the forward ran under no_sync, the backward ran outside of it. torch's class
-  // does not average it either. Python warns once.
-  std::vector<size_t> left_local() const {
-    std::vector<size_t> found;
+  // Parameters whose gradient this rank may have alone by mistake, and why. "left_local": the forward ran under
+  // no_sync, the backward outside of it. "mixed": an average, and a local gradient that was added to it. "assigned":
+  // no backward has brought it, while a synchronized forward waits for its backward. torch's class averages none of
+  // these either.
+  std::vector<std::pair<size_t, const char*>> suspects() const {
+    std::vector<std::pair<size_t, const char*>> found;
+    const auto is_seen = [&](size_t i) { return states_[i].seen.is(state().parameters[i].grad()); };
+    const auto is_assigned = [&](size_t i) {
+      return state().parameters[i].grad().defined() && !state().used[i] && !(states_[i].is_average && is_seen(i));
+    };
     for (size_t i = 0; i < states_.size(); ++i)
-      if (states_[i].outside_no_sync) found.push_back(i);
+      if (states_[i].outside_no_sync)
+        found.emplace_back(i, "left_local");
+      else if (states_[i].base == GradState::kMixed && is_seen(i))
+        found.emplace_back(i, "mixed");
+      else if (state().forwards.awaits_backward() && is_assigned(i))
+        found.emplace_back(i, "assigned");
     return found;
   }
   // The last backward that brought the gradient; or a later one that may have brought it before it failed.
@@ -90,32 +121,95 @@ class GradStates : public Case {
   // backward has failed, `.grad` must also be as it was when that backward began.
   bool averaged_since(size_t index, int backward) const {
     if (state().iteration.phase != Phase::kIdle || state().used_map.used_nowhere(index)) return false;
-    const at::Tensor& grad = state().parameters[index].grad();
-    const bool untouched = states_[index].before == grad && states_[index].version == version_of(grad);
+    const bool untouched = states_[index].seen.is_unchanged(state().parameters[index].grad());
     return !state().used[index] && ended_in_ >= backward && (ended_in_ > interrupted_in_ || untouched);
   }
 
  private:
-  static uint32_t version_of(const at::Tensor& grad) { return grad.is_inference() ? 0 : grad._version(); }
+  template <class Predicate>
+  std::vector<size_t> those(const Predicate& are) const {
+    std::vector<size_t> found;
+    for (size_t i = 0; i < states_.size(); ++i)
+      if (are(i, states_[i])) found.push_back(i);
+    return found;
+  }
+  // Of these parameters, those whose `.grad` holds a value other than zero.
+  std::vector<char> with_values(const std::vector<size_t>& indices) const {
+    std::vector<char> found(states_.size(), 0);
+    std::vector<at::Tensor> gradients;
+    for (size_t i : indices) gradients.push_back(state().parameters[i].grad());
+    if (gradients.empty()) return found;
+    const std::vector<bool> values = have_values(gradients);
+    for (size_t k = 0; k < indices.size(); ++k) found[indices[k]] = values[k];
+    return found;
+  }
 
-  // A SameTensor is a weak reference, and torch.utils.swap_tensors refuses tensors that have one. So note_averages()
-  // clears `before`. `bypassed_grad` must be kept longer.
-  void note_gradients() {
-    if (is_interrupted()) return;  // keep what was there before the interrupted backward
+  void look_before_backward() {
+    if (state().iteration.phase == Phase::kIncomplete) return find_taken();
+    if (state().backward.origin == Origin::kLocal) return find_averages();
+    if (!state().backward.is_synchronized() || is_interrupted()) return;  // keep what was there before that one
     for (size_t i = 0; i < states_.size(); ++i) {
-      const at::Tensor& grad = state().parameters[i].grad();
-      if (!grad.defined()) continue;
-      states_[i].before = grad;
-      states_[i].version = version_of(grad);
+      const at::Tensor& now = state().parameters[i].grad();
+      states_[i].is_average &= states_[i].seen.is(now);
+      if (now.defined()) states_[i].seen = now;
+    }
+  }
+  // A backward has left the iteration incomplete. Another one may bring the same gradients again, where their buckets
+  // have not left.
+  void note_partial() {
+    for (GradState& grad : states_) {
+      grad.is_taken = false;
+      grad.partial.reset();
+    }
+    const auto& reducer = static_cast<const Reducer&>(state());
+    if (state().is_alone() || state().used_map.absence_is_fine() || reducer.missing().empty()) return;
+    for (size_t bucket = state().iteration.next_bucket; bucket < state().buckets.size(); ++bucket)
+      for (const Bucket::Slot& slot : *state().buckets[bucket]->slots()) {
+        const at::Tensor& now = slot.parameter.grad();
+        if (!state().iteration.arrivals[slot.index] || !now.defined()) continue;
+        GradState& grad = states_[slot.index];
+        grad.seen = now;
+        grad.is_average = false;
+        grad.partial = has_values(now);
+      }
+  }
+  // Whoever has written to it, to scale it, has not taken it: one that was written to is read, once.
+  void find_taken() {
+    const auto changed = those([&](size_t i, const GradState& grad) {
+      return grad.partial.defined() && !grad.seen.is_unchanged(state().parameters[i].grad());
+    });
+    std::vector<size_t> there;
+    for (size_t i : changed)
+      if (state().parameters[i].grad().defined()) there.push_back(i);
+    const std::vector<char> keeps = with_values(there);
+    for (GradState& grad : states_) grad.is_taken = false;
+    for (size_t i : changed) states_[i].is_taken = !keeps[i] && states_[i].partial.item<bool>();
+  }
+  // A local backward begins. Programs zero gradients through `.data` as well, of which torch's count knows nothing:
+  // so what looks like an average is read.
+  void find_averages() {
+    const auto found = those([&](size_t i, const GradState& grad) {
+      const at::Tensor& now = state().parameters[i].grad();
+      return grad.base == GradState::kMixed ? grad.seen.is(now) : grad.is_average && grad.seen.is_unchanged(now);
+    });
+    const std::vector<char> keeps = with_values(found);
+    for (size_t i = 0; i < states_.size(); ++i) {
+      GradState& grad = states_[i];
+      grad.base = !keeps[i] ? GradState::kUnknown : std::max(grad.base, GradState::kAverage);
     }
   }
   // All that was accumulated is averaged now, except what is never averaged.
   void note_averages() {
     ended_in_ = state().iteration.last_backward;
     for (size_t i = 0; i < states_.size(); ++i) {
-      states_[i].outside_no_sync = false;
-      states_[i].before = SameTensor();
-      if (!state().used_map.used_nowhere(i)) states_[i].bypassed_in = kNone;
+      GradState& grad = states_[i];
+      const at::Tensor& now = state().parameters[i].grad();
+      grad.outside_no_sync = false;
+      grad.base = GradState::kUnknown;
+      if (state().used_map.used_nowhere(i)) continue;
+      grad.bypassed_in = kNone;
+      grad.is_average = now.defined();
+      if (now.defined()) grad.seen = now;
     }
   }
   void forget_interruption() {
@@ -123,12 +217,17 @@ class GradStates : public Case {
     interrupted_in_ = kNone;
   }
   void forget_gradients() {
-    for (GradState& grad : states_) grad.before = SameTensor();
+    for (GradState& grad : states_) {
+      grad.seen = SeenGradient();
+      grad.is_average = grad.is_taken = false;
+      grad.partial.reset();
+    }
   }
 
   std::vector<GradState> states_;  // by parameter
   int ended_in_ = kNone;           // the backward in which the last iteration ended
   int interrupted_in_ = kNone;     // the last backward that an exception ended and that owed averages
+  std::function<void()> on_graph_;
 };
 
 }  // namespace minddp

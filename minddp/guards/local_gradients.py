@@ -2,9 +2,10 @@
 
 A backward through the wrapped module itself bypasses the wrapper. It leaves local gradients, as in torch, and waits
 for nobody. An optimizer that uses them takes another step on each rank, and the replicas drift apart. But a gradient
-that every rank computes alike is nobody's mistake: a penalty on the weights, say. The difference shows only beside
-the other ranks. So a rank writes a signature of such gradients into the store when it steps, whatever it steps, and
-reads the others' before it uses them. A rank that steps later or never is not waited for long: the step goes on.
+that every rank computes alike is nobody's mistake: a penalty on the weights, say, or what the program has averaged by
+itself. The difference shows only beside the other ranks. So a rank writes a signature of such gradients into the
+store when it steps, whatever it steps, and reads the others' before it uses them. A rank that steps later or never is
+not waited for long: the step goes on.
 
 A step that an exception has ended, and that the program goes on from, is nobody's mistake either if it has ended so
 on all ranks. Each of them writes that at its next forward, and reads the others' after the backward that follows:
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from enum import Enum
 
@@ -38,6 +39,25 @@ class Word(Enum):
     OPEN = "it may come"
     LEFT = "the rank has left, or its data has ended in a join(): no replica is there that could differ"
     PASSED = "the rank has gone on without"
+
+
+class Differ(RuntimeError):
+    """Another rank has other gradients of ``names``, or has shown none for ``waited`` seconds."""
+
+    def __init__(self, names: Sequence[str], rank: int, other: int, waited: float | None = None):
+        self.names, self.waited, self.how = names, waited, f"they differ from rank {other}'s"
+        if waited is not None:
+            self.how = f"rank {other} has shown none for {waited:.0f} s"
+        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        shown = ", ".join(f"'{name}'" for name in names[:10]) + more
+        super().__init__(
+            f"optimizer.step() on rank {rank} would use gradients that were never averaged, of {shown}: their "
+            f"backward ran through no forward of DistributedDataParallel's, but past it, and {self.how}. The "
+            "replicas would drift apart. Call the wrapper, ddp(...), instead of ddp.module(...) or one of its "
+            "methods; or zero these gradients before step(); or, to train each rank by itself on purpose, run "
+            "forward and backward inside of ddp.no_sync(). With static_graph=True, what no rank used in "
+            "the first iteration is never averaged: its local gradients count as such, too."
+        )
 
 
 class LocalGradients:
@@ -62,10 +82,10 @@ class LocalGradients:
         self._asks, self._client, self._base, self._key = asks, client, store, key
         self._rank, self._size = group.rank(), group.size()
         self._asked = -1, 0  # iteration and number of the last question
-        self._shown = -1  # the backward of the last word
+        self._shown: Hashable = None  # the moment of the last word
         self._mine: dict[str, list[float]] = {}  # that word
         self._is_compared = self._has_told = False
-        self._refusal: RuntimeError | None = None
+        self._refusal: Differ | None = None
         self._kept: list[str] = []
         self._joined_as = self._interrupted_as = ""
         self.interrupted: int | None = None  # the iteration after which an exception has ended a step
@@ -101,28 +121,31 @@ class LocalGradients:
         return self._store.check([key]) and self._store.get(key) == b"yes"
 
     def check(
-        self, named: Sequence[tuple[str, torch.Tensor]], backward: int, iteration: int, uses: bool = True
-    ) -> None:
-        """Shows these gradients once for each such backward, whoever steps how often; compares before they are used.
+        self, named: Sequence[tuple[str, torch.Tensor]], moment: Hashable, iteration: int, uses: bool = True
+    ) -> bool:
+        """Shows these gradients once at each such moment, whoever steps how often; compares before they are used.
 
         Args:
-            named: all gradients that bypassed the wrapper, with their parameters' names.
-            backward: the last backward that made one, as autograd numbers them on this rank.
+            named: all gradients that this rank may have alone, with their parameters' names.
+            moment: tells one question from the next on this rank.
             iteration: how many synchronized iterations there have been, on all ranks alike.
             uses: the step changes some of these parameters.
 
+        Returns:
+            Whether they were compared.
+
         Raises:
-            RuntimeError: the ranks' differ, or another rank has none.
+            Differ: the ranks' differ, or another rank has none.
             LostPeer: a rank whose word is waited for has failed.
 
-        If the store's host has left, nobody can be asked: that is logged, once a backward.
+        If the store's host has left, nobody can be asked: that is logged, once a moment.
         """
         named = [(name, gradient) for name, gradient in named if has_values(gradient)]
         if not named or self._is_alone:
-            return
+            return False
         try:
-            if backward != self._shown:
-                self._shown, self._is_compared, self._refusal = backward, False, None
+            if moment != self._shown:
+                self._shown, self._is_compared, self._refusal = moment, False, None
                 self._show(named, iteration)
             if uses and not self._is_compared:
                 self._is_compared = True
@@ -132,6 +155,7 @@ class LocalGradients:
             log.warning(_NOBODY_ANSWERS, self._rank, named[0][0])
         if uses and self._refusal is not None:
             raise self._refusal
+        return uses
 
     def _show(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> None:
         self._asked = iteration, self._asked[1] + 1 if self._asked[0] == iteration else 0
@@ -147,13 +171,13 @@ class LocalGradients:
             with suppress(RuntimeError, NotImplementedError):  # a store that deletes nothing
                 self._store.delete_key(self._kept.pop(0))
 
-    def _compare(self) -> RuntimeError | None:
+    def _compare(self) -> Differ | None:
         begin = time.monotonic()
         for rank in self._others():
             key = "{}/{}/{}".format(*self._asked, rank)
             word = self._await(rank, key, begin)
             if word is Word.PASSED:
-                return RuntimeError(_message(list(self._mine), self._rank, rank, time.monotonic() - begin))
+                return Differ(list(self._mine), self._rank, rank, time.monotonic() - begin)
             if word is Word.OPEN and not self._has_told:
                 self._has_told = True
                 log.warning(_NO_WORD, self._rank, next(iter(self._mine)), rank, time.monotonic() - begin)
@@ -161,7 +185,7 @@ class LocalGradients:
                 theirs = json.loads(self._store.get(key))
                 differing = [name for name, mine in self._mine.items() if not _alike(mine, theirs.get(name))]
                 if differing:
-                    return RuntimeError(_message(differing, self._rank, rank, None))
+                    return Differ(differing, self._rank, rank)
         return None
 
     def _await(self, rank: int, key: str, begin: float) -> Word:
@@ -210,13 +234,13 @@ class LocalGradients:
 
 
 _NOBODY_ANSWERS = (
-    "optimizer.step() on rank %d uses gradients of a backward that ran past DistributedDataParallel's forward, of "
+    "optimizer.step() on rank %d uses gradients that DistributedDataParallel has not averaged, of "
     "'%s' among others. Whether the other ranks have the same cannot be told: the process that holds the group's "
     "store has ended."
 )
 
 _NO_WORD = (
-    "optimizer.step() on rank %d uses gradients of a backward that ran past DistributedDataParallel's forward, of "
+    "optimizer.step() on rank %d uses gradients that DistributedDataParallel has not averaged, of "
     "'%s' among others. Rank %d has said nothing about its own for %.0f s: it may step later, or not at all. The "
     "step goes on, and so do later ones after as long a wait. If that rank's differ, the replicas drift apart."
 )
@@ -254,19 +278,4 @@ def _alike(mine: Sequence[float], theirs: Sequence[float] | None) -> bool:
     scale = max(abs(mine[0]), abs(theirs[0]), 1e-30)
     return all(
         (math.isnan(a) and math.isnan(b)) or a == b or abs(a - b) <= _TOLERANCE * scale for a, b in zip(mine, theirs)
-    )
-
-
-def _message(names: Sequence[str], rank: int, other: int, waited: float | None) -> str:
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    shown = ", ".join(f"'{name}'" for name in names[:10]) + more
-    differ = f"they differ from rank {other}'s"
-    what = differ if waited is None else f"rank {other} has shown none for {waited:.0f} s"
-    return (
-        f"optimizer.step() on rank {rank} would use gradients that were never averaged, of {shown}: their backward "
-        f"ran through no forward of DistributedDataParallel's, but past it, and {what}. The replicas would drift "
-        "apart. Call the wrapper, ddp(...), instead of ddp.module(...) or one of its methods; "
-        "or zero these gradients before step(); or, to train each rank by itself on purpose, run forward and "
-        "backward inside of ddp.no_sync(). With static_graph=True, what no rank used in "
-        "the first iteration is never averaged: its local gradients count as such, too."
     )

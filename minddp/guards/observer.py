@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .. import environment, events
 from .._C import guards as cases
+from ..logs import log
 from ..reducer import Plan, weakly
 from . import adopted_backwards, step, watchdog
 from .check import compare
@@ -69,7 +70,7 @@ class Guards(events.Observer):
         self.finite: FiniteCheck | None = None
         self.steps = StepCheck(self)
         self._token: str | None = None
-        self._has_warned_of_adopted = False
+        self._has_warned_of_adopted = self._has_warned_of_graph = False
         self._unchecked = 0  # iterations since replicas were compared
 
     def listens(self, event: str) -> bool:
@@ -101,7 +102,7 @@ class Guards(events.Observer):
 
     def planning(self, plan: Plan) -> None:
         self._group = plan.group
-        self._changed, self._grads = cases.ChangedModule(), cases.GradStates()
+        self._changed, self._grads = cases.ChangedModule(), cases.GradStates(weakly(self._on_graph))
         for case in (self._changed, self._grads, Moments()):
             plan.add(case)
 
@@ -200,6 +201,12 @@ class Guards(events.Observer):
             averager = self.averager
             self._has_warned_of_adopted = adopted_backwards.warn(averager.module, averager.reducer, parameters)
 
+    def _on_graph(self) -> None:
+        """In the first synchronized backward with ``create_graph=True``."""
+        if self._group.size() > 1 and not self._has_warned_of_graph:
+            self._has_warned_of_graph = True
+            log.warning(_GRAPH, self._group.rank())
+
     def _on_interrupted(self, why: str) -> None:
         """An exception has ended a backward whose averages the others expect. ``why``: its text, if the reducer's."""
         self.inspector.report_interrupted(why)
@@ -238,6 +245,14 @@ class Guards(events.Observer):
 
     def collective(self) -> AbstractContextManager[None]:
         return waits_of(None, self.settings.desync_timeout) if self.inspector is None else self.inspector.collective()
+
+
+_GRAPH = (
+    "DistributedDataParallel: backward(create_graph=True) on rank %d averages the gradients' values. Their graph is "
+    "this rank's alone, and so are the second derivatives that autograd makes of it. Average these before they are "
+    "used: of h = autograd.grad(gradients, parameters, vectors), the product of this rank's Hessian with vectors "
+    "that all ranks share, minddp.functional.all_reduce(each, 'avg') is the mean."
+)
 
 
 def _finite_mode(value: Any) -> str | None:

@@ -1,9 +1,9 @@
 """May ``optimizer.step()`` use the gradients that there are? Asked before each step of any optimizer.
 
 Refused are gradients that would let the replicas drift apart without a word: of a backward that is not over, that an
-exception has ended, or that bypassed the wrapper and differs between ranks (``local_gradients.py``). Logged are those
-of a backward that ran outside of its forward's ``no_sync()``: until a step uses them nothing is wrong, since the next
-synchronized backward averages them, as in a pipeline whose micro-batches are forwarded before the first goes back.
+exception has ended, or that bypassed the wrapper and differs between ranks (``local_gradients.py``). Suspected are
+those that a program may have left local by mistake (:data:`_SUSPECTS`): where they differ between ranks, that is
+logged, once. Until a step uses them nothing is wrong: the next synchronized backward averages what is in ``.grad``.
 
 A closure makes the gradients inside of ``step()``: then this is asked after each of its calls. Torch's hooks for all
 optimizers are placed with the first wrapper, not at import.
@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _C
 from ..logs import log
-from .local_gradients import has_values
+from .local_gradients import Differ, has_values
 
 
 class Guarded:
@@ -58,10 +58,9 @@ class Guarded:
         """Whether its gradient of that backward, or of a later one, was averaged here."""
         return False
 
-    def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """Of the gradients that bypassed another wrapper, ``id`` of a parameter -> (index there, backward): those
-        that did not come through this one's forward."""
-        return bypassed
+    def has_brought(self, parameter: torch.nn.Parameter, backward: int) -> bool:
+        """Whether it came through this one's forward, in that backward or a later one."""
+        return False
 
     def yield_ownership(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another has been made around some of ``parameters``: it cares for them."""
@@ -108,7 +107,7 @@ class StepCheck(Guarded):
     def __init__(self, guards: Any):
         self._guards = weakref.ref(guards)
         self._process = os.getpid()
-        self._has_warned_of_bypassed = self._has_warned_of_local = False
+        self._settled: set[str] = set()  # kinds of local gradients that are asked about no more
 
     @property
     def guards(self) -> Any:
@@ -128,9 +127,10 @@ class StepCheck(Guarded):
 
     def may_refuse_step(self) -> bool:
         guards, averager = self.guards, self.averager
-        local = averager.reducer.bypassed() or averager.reducer.left_local() or guards.words.interrupted is not None
-        unsure = guards.finite is not None or guards.inspector.lost is not None
-        return bool(local) or unsure or averager.is_unfinished()
+        unsure = (
+            guards.finite is not None or guards.inspector.lost is not None or guards.words.interrupted is not None
+        )
+        return unsure or bool(averager.reducer.bypassed() or self._suspects()) or averager.is_unfinished()
 
     def check_step(self, stepped: set[int], others: Sequence[Guarded]) -> bool:
         self.guards.inspector.check_lost()
@@ -138,8 +138,7 @@ class StepCheck(Guarded):
             return self.averager.group.size() == 1 and self.guards.finite is not None and self.guards.finite.check()
         self.averager.report_failure(lambda: self._check_whole(stepped, others))
         skips = self.guards.finite is not None and self.guards.finite.check()
-        self._look_at_local(stepped, others)
-        self._check_bypassed(stepped, others)
+        self.averager.report_failure(lambda: self._check_local(stepped, others))
         return skips
 
     def _has_others(self) -> bool:
@@ -186,38 +185,40 @@ class StepCheck(Guarded):
         """By another wrapper: the whole of its gradient."""
         return any(other.has_averaged(parameter, self.averager.reducer.touched_in(index)) for other in others)
 
-    def _look_at_local(self, stepped: set[int], others: Sequence[Guarded]) -> None:
-        """Warns once, in the log: a program may have made warnings errors."""
-        left = set() if self._has_warned_of_local else set(self.averager.reducer.left_local())
-        used = self._with_gradients(stepped) if left else []
-        found = [
-            self.averager.parameters.names[i] for i, p in used if i in left and not self._is_averaged(i, p, others)
-        ]
-        if found:
-            self._has_warned_of_local = True
-            log.warning(_LOCAL, self.averager.group.rank(), found[:10])
+    def _suspects(self) -> dict[int, str]:
+        """Parameters, by index, whose gradients this rank may have alone, and why."""
+        return {i: kind for i, kind in self.averager.reducer.suspects() if kind not in self._settled}
 
-    def _check_bypassed(self, stepped: set[int], others: Sequence[Guarded]) -> None:
-        names, parameters = self.averager.parameters.names, self.averager.parameters.reduced
-        bypassed = {id(parameters[i]): (i, backward) for i, backward in self.averager.reducer.bypassed()}
-        for other in others if bypassed else ():
-            bypassed = other.without_its_own(bypassed)
-        if not bypassed:
-            return
+    def _check_local(self, stepped: set[int], others: Sequence[Guarded]) -> None:
+        """Raises if gradients that bypassed the wrapper differ between ranks. If others do that a program may have
+        left local, it says so in the log: the program may have made warnings errors."""
+        reducer, parameters = self.averager.reducer, self.averager.parameters.reduced
+        kinds = {i: kind for i, kind in self._suspects().items() if not self._is_averaged(i, parameters[i], others)}
+        bypassed = dict(reducer.bypassed() if "bypassed" not in self._settled else ())
+        for i, backward in bypassed.items():
+            if not any(other.has_brought(parameters[i], backward) for other in others):
+                kinds[i] = "bypassed"
         # All of them, since ranks need not step the same ones (ZeroRedundancyOptimizer).
-        found = [(names[i], parameters[i].grad) for i, _ in bypassed.values()]
-        named = [(name, gradient) for name, gradient in found if gradient is not None]
-        last, iteration = max(backward for _, backward in bypassed.values()), self.averager.reducer.iteration()
-        uses = not bypassed.keys().isdisjoint(stepped)
-        if self.averager.hook is None or self.averager.has_builtin_hook:
-            self.averager.report_failure(lambda: self.guards.words.check(named, last, iteration, uses))
-            return
-        try:  # such a hook may leave gradients local on purpose (local SGD): a difference proves nothing
-            self.guards.words.check(named, last, iteration, uses)
-        except RuntimeError as error:
-            if not self._has_warned_of_bypassed:
-                log.warning("%s Or the communication hook leaves gradients local: the step goes on.", error)
-            self._has_warned_of_bypassed = True
+        named = {
+            reducer.names[i]: (kind, parameters[i]) for i, kind in kinds.items() if parameters[i].grad is not None
+        }
+        moment = max(bypassed.values(), default=-1), reducer.iteration(), *sorted({*kinds.values()})
+        uses = any(id(p) in stepped for _, p in named.values())
+        differing: dict[str, list[str]] = {}
+        try:
+            gradients = [(name, p.grad) for name, (_, p) in named.items()]
+            if not self.guards.words.check(gradients, moment, reducer.iteration(), uses):
+                return
+        except Differ as error:
+            how = error.how
+            for name in error.names:  # a rank that shows none may have averages, where no forward waits
+                if named[name][0] != "assigned" or error.waited is None:
+                    differing.setdefault(named[name][0], []).append(name)
+            if "bypassed" in differing and (self.averager.hook is None or self.averager.has_builtin_hook):
+                raise
+        for kind, which in differing.items():
+            log.warning(_LOCAL, self.averager.group.rank(), which[:10], _SUSPECTS[kind], how)
+        self._settled |= {*kinds.values()} - {"bypassed"} | differing.keys()
 
     def last_averages(self) -> tuple[set[int], int]:
         """``id`` of each parameter with an average of the last backward, and when that ended (monotonic, ns)."""
@@ -226,23 +227,27 @@ class StepCheck(Guarded):
         return {id(p) for p, ns in zip(reduced, step["ready_ns"]) if ns >= 0}, step["backward_end_ns"]
 
     def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
-        index = next((i for i, mine in enumerate(self.averager.parameters.reduced) if mine is parameter), None)
+        index = self._index(parameter)
         return index is not None and self.averager.reducer.averaged_since(index, backward)
 
-    def without_its_own(self, bypassed: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        mine = {id(p): i for i, p in enumerate(self.averager.parameters.reduced)}
-        return {
-            key: (index, backward)
-            for key, (index, backward) in bypassed.items()
-            if key not in mine or self.averager.reducer.arrived_in(mine[key]) < backward
-        }
+    def has_brought(self, parameter: torch.nn.Parameter, backward: int) -> bool:
+        index = self._index(parameter)
+        return index is not None and self.averager.reducer.arrived_in(index) >= backward
+
+    def _index(self, parameter: torch.nn.Parameter) -> int | None:
+        return next((i for i, mine in enumerate(self.averager.parameters.reduced) if mine is parameter), None)
 
 
-_LOCAL = (
-    "DistributedDataParallel: optimizer.step() on rank %d uses gradients of this rank alone, of %s: their forward "
-    "ran inside of no_sync(), and backward() outside of it. As in torch, where forward ran decides. Put both "
-    "inside, or both outside."
-)
+_LOCAL = "DistributedDataParallel: optimizer.step() on rank %d uses gradients of this rank alone, of %s: %s (%s)"
+_SUSPECTS = {
+    "left_local": "their forward ran inside of no_sync(), and backward() outside of it. As in torch, where forward "
+    "ran decides. Put both inside, or both outside.",
+    "mixed": "a backward under no_sync() has added its own to the average of an earlier one. The last backward "
+    "before a step is to run outside of no_sync(): it averages all that was accumulated.",
+    "assigned": "no backward has brought them, but torch.autograd.grad and an assignment perhaps, and a forward of "
+    "the wrapper's waits for its backward. Call backward(), or average them; or run that forward under no_sync().",
+    "bypassed": "their backward ran past the wrapper, or the communication hook leaves gradients local.",
+}  # the last is a suspicion with a communication hook of the program's; otherwise it is certain, and raises
 
 
 # --- torch's hooks on all optimizers ---
