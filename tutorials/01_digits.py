@@ -58,7 +58,6 @@ class DigitNet(nn.Module):
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         return self.out(F.relu(self.hidden(x.flatten(1))))
 
-
 # %% [markdown]
 # ## The line that makes it data-parallel
 #
@@ -70,7 +69,6 @@ class DigitNet(nn.Module):
 def wrap(model: nn.Module, torch_ddp: bool) -> nn.Module:
     """The line that makes training data-parallel: the same for both classes."""
     return nn.parallel.DistributedDataParallel(model) if torch_ddp else minddp.DistributedDataParallel(model)
-
 
 # %% [markdown]
 # ## The data
@@ -97,7 +95,6 @@ def digest(model: nn.Module) -> str:
     for value in model.state_dict().values():
         sha.update(value.contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
-
 
 # %% [markdown]
 # ## A training run
@@ -169,7 +166,6 @@ class Run:
         dist.all_reduce(right)
         return right.item() / len(held_out)
 
-
 # %% [markdown]
 # ## What is checked
 #
@@ -212,7 +208,6 @@ def everyone(text: str) -> list[str]:
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
-
 
 # %% [markdown]
 # ## All of it

@@ -26,7 +26,6 @@ BATCH, RANKS = 4, 2
 def say(text):
     print(textwrap.fill(" ".join(text.split()), 100), end="\n\n")
 
-
 # %% [markdown]
 # ## Ways to carry a statistic over ranks
 #
@@ -111,7 +110,6 @@ def compare_the_ways():
     say("""The plain all_reduce is the treacherous one: its value is right. Its gradient lacks what this
         rank's samples do to the other rank's loss.""")
 
-
 # %% [markdown]
 # ## Under DistributedDataParallel
 #
@@ -172,7 +170,6 @@ def compare_under_ddp():
     say("""One sample per rank works, where a local deviation would be 0. Both groups work as long as all
         ranks issue their collectives in the same order: with one model on all ranks they do.""")
 
-
 # %% [markdown]
 # ## A buffer is no answer
 #
@@ -207,7 +204,6 @@ def a_buffer_is_no_answer():
     say(f"""A registered buffer is not the answer. The ranks' means are 10 and 20; in the next forward
         both find {values[0]:g} in it: DDP broadcasts rank 0's buffer. It averages nothing, and a buffer
         has no gradient.""")
-
 
 # %% [markdown]
 # ## What a wrong order does

@@ -22,7 +22,6 @@ from minddp.testing import run_ranks
 def say(text):
     print(textwrap.fill(" ".join(text.split()), 100), end="\n\n")
 
-
 # %% [markdown]
 # ## Three ways to reduce
 #
@@ -118,7 +117,6 @@ def the_numbers_of_the_question(ranks):
     assert gradients("(rank + 2) * all_reduce(z, product)", "minddp.functional") == [30, 30]
     assert gradients("rank * all_reduce(z)", "minddp.functional") == [2, 3]
 
-
 # %% [markdown]
 # ## One loss, or two?
 #
@@ -168,7 +166,6 @@ def a_wrong_claim_raises():
     assert 'use loss="per_rank"' in texts[0]
     say("The claim is checked. With a different factor on each rank it is false, and every rank is told:")
     print(textwrap.indent(textwrap.fill(texts[0], 96), "  | "), end="\n\n")
-
 
 # %% [markdown]
 # ## A gradient of zero

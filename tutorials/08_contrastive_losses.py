@@ -24,7 +24,6 @@ BATCH, RANKS, STEPS = 32, 2, 25
 def say(text):
     print(textwrap.fill(" ".join(text.split()), 100), end="\n\n")
 
-
 # %% [markdown]
 # ## The encoder and the losses
 #

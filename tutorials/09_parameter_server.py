@@ -69,7 +69,6 @@ def unflatten(vector: Tensor, tensors: list[Tensor]) -> None:
     for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.data.copy_(part.view_as(tensor))
 
-
 # %% [markdown]
 # ## The parameter server
 #
@@ -97,7 +96,6 @@ def server_step(model: nn.Module, link: Link, rate: float) -> None:
         link.exchange(gradient, 0, None, -1)
         link.exchange(None, -1, weights, 0)
     unflatten(weights, parameters)
-
 
 # %% [markdown]
 # ## The ring
@@ -165,7 +163,6 @@ def socket_bytes() -> tuple[int, int]:
             out -= struct.unpack_from("Q", info, TCP_INFO_SENT_AGAIN)[0]
             into += struct.unpack_from("Q", info, TCP_INFO_RECEIVED)[0]
     return out, into
-
 
 # %% [markdown]
 # ## The same training on each way

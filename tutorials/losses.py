@@ -102,7 +102,9 @@ def clip(image: Tensor, text: Tensor, scale: Tensor, local_loss: bool = True, gr
     return (of_images + of_texts) / 2
 
 
-def barlow_twins(z1: Tensor, z2: Tensor, weight: float = 5e-3, eps: float = 1e-5, group: Any = None) -> Tensor:
+def barlow_twins(
+    z1: Tensor, z2: Tensor, weight: float = 5e-3, eps: float = 1e-5, group: Any = None
+) -> Tensor:
     """The Barlow Twins loss (Zbontar et al., "Self-Supervised Learning via Redundancy Reduction", 2021,
     equation 1): the two views' cross-correlation over the whole batch, compared with the identity.
 
