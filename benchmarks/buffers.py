@@ -52,7 +52,7 @@ def measure(rank: int, world_size: int, kind: str, rounds: int) -> dict[str, lis
     import torch.distributed as dist
 
     import minddp
-    from minddp.broadcast import broadcast_coalesced
+    from minddp.start import broadcast_coalesced
 
     group = dist.group.WORLD
     buffers = list(_module(kind).buffers())

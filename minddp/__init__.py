@@ -24,8 +24,8 @@ _load()
 # The extension must be checked first.
 from . import ddp as _ddp  # noqa: E402
 from . import events as _events  # noqa: E402
-from ._functions import FUNCTIONS as _FUNCTIONS  # noqa: E402
 from .ddp import DistributedDataParallel  # noqa: E402
+from .functions import FUNCTIONS as _FUNCTIONS  # noqa: E402
 
 # The companions whose observers every wrapper gets, in this order. One that is not there is left out: the core works
 # without. "shm" registers its backends.

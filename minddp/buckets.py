@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from . import waiting
+from . import messages
 
 Buckets = list[list[int]]
 
@@ -138,7 +138,7 @@ def agree_on_order(mine: Agreed, group: dist.ProcessGroup, device: torch.device)
     if group.size() == 1:
         return mine
     message = torch.tensor([mine.token, len(mine.arrived), *mine.arrived, *mine.absent], device=device)
-    waiting.broadcast_from(group, message, 0, _WHAT)
+    messages.broadcast_from(group, message, 0, _WHAT)
     token, count, *indices = message.tolist()
     if sorted(indices) != sorted([*mine.arrived, *mine.absent]):
         raise RuntimeError(
@@ -148,7 +148,7 @@ def agree_on_order(mine: Agreed, group: dist.ProcessGroup, device: torch.device)
         )
     asks = torch.tensor([int(mine.as_torch)], device=device)
     asked = [torch.zeros_like(asks) for _ in range(group.size())]
-    waiting.all_gather(group, asked, asks, _WHAT)
+    messages.all_gather(group, asked, asks, _WHAT)
     return Agreed(indices[:count], indices[count:], any(map(bool, asked)), token)
 
 

@@ -25,21 +25,16 @@ from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocati
 
 from . import environment, events, lifetime
 from ._C import GraphMode
-from ._functions import FUNCTIONS
 from .averager import Averager, averagers
-from .broadcast import broadcast_coalesced
-from .config import make_config
-from .groups import choose_group
+from .config import choose_group, make_config
+from .functions import FUNCTIONS
 from .hooks import BUILTIN_HOOK_DTYPES, check_signature
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
-from .joined_outputs import join_outputs
-from .members import all_parameters
-from .messages import work_on
-from .outputs import find_tensors
-from .parameters import Parameters
-from .start import sync_module_states, verify_same_start
+from .messages import wait_for, work_on
+from .outputs import find_tensors, join_outputs
+from .parameters import Parameters, all_parameters
+from .start import broadcast_coalesced, sync_module_states, verify_same_start
 from .torch_base import TorchBase
-from .waiting import wait_for
 
 __all__ = ["DistributedDataParallel"]
 

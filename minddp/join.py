@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from .waiting import SHADOWED, CommunicatesInForward, wait_for
+from .messages import SHADOWED, CommunicatesInForward, wait_for
 
 
 class WatchedJoin(Join):

@@ -1,19 +1,21 @@
-"""What ranks tell each other before, between and after collectives, and how a message names ranks.
+"""What ranks send each other outside of backward, waits for it, and how a message names ranks.
 
-It travels as JSON: nothing of it is executed.
+Objects travel as JSON: nothing of them is executed. A wait is over when the collective is. Its watcher is called when
+it takes long or fails (``guards`` registers one). Without a watcher, and for process groups written in Python, waits
+are plain.
 """
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import waiting
+from . import _C
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -47,7 +49,7 @@ def _gather_equal(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     # Copied, since a group's thread may be the last one to hold it: no Python object is to be behind it.
     tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device_of(group), copy=True)
     everyone = [torch.empty_like(tensor) for _ in range(group.size())]
-    waiting.all_gather(group, everyone, tensor, "what all ranks tell each other")
+    all_gather(group, everyone, tensor, "what all ranks tell each other")
     return [data.cpu().numpy().tobytes() for data in everyone]
 
 
@@ -90,3 +92,49 @@ def indented(lines: Sequence[str], at_most: int = 20) -> str:
     """The first lines of a message's list, one below the other, and how many more there are."""
     more = [f"and {len(lines) - at_most} more"] if len(lines) > at_most else []
     return "\n".join(f"  {line}" for line in [*lines[:at_most], *more])
+
+
+# --- waits
+
+# What a rank waits for that has run out of data: whatever the others send next.
+SHADOWED = "what the ranks that still have data send next"
+# (group, what is waited for, seconds so far, the collective's error or ""): may raise, must not block for long.
+Watcher = Callable[[dist.ProcessGroup, str, float, str], None]
+_watcher: Watcher | None = None
+
+
+class CommunicatesInForward:
+    """The base of layers that call collectives in forward, with which join() refuses uneven inputs."""
+
+
+def set_watcher(watcher: Watcher) -> None:
+    """From now on it is called: once a second while a wait goes on, and when one has failed."""
+    global _watcher
+    _watcher = watcher
+
+
+def _on_stall(group: Any, what: str) -> Callable[[float, str], None] | None:
+    watcher = _watcher
+    if watcher is None or type(group) is not dist.ProcessGroup:
+        return None
+    return lambda seconds, error: watcher(group, what, seconds, error)
+
+
+def wait_for(work: Any, group: Any, what: str) -> None:
+    """``work.wait()``."""
+    _C.wait_for(work, _on_stall(group, what))
+
+
+def wait_for_future(future: Any, group: Any, what: str) -> None:
+    """``future.wait()``, of a collective of ``group``."""
+    _C.wait_for_future(future, _on_stall(group, what))
+
+
+def broadcast_from(group: Any, tensor: torch.Tensor, src: int, what: str) -> None:
+    """Rank ``src``'s tensor on all ranks of ``group``. Collective."""
+    _C.group_broadcast(group, tensor, src, _on_stall(group, what))
+
+
+def all_gather(group: Any, outputs: Sequence[torch.Tensor], mine: torch.Tensor, what: str) -> None:
+    """Every rank's tensor, in rank order. Collective."""
+    _C.group_allgather(group, outputs, mine, _on_stall(group, what))

@@ -1,4 +1,4 @@
-"""Forward's output: the tensors in it, as far as they can be seen.
+"""Forward's output: the tensors in it, as far as they can be seen, and their one node in autograd's graph.
 
 What always holds
     The program's code does not run. Types are asked by ``type()``, since ``isinstance`` may run a property, told
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed import rpc
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class _NoReference:
@@ -103,3 +104,64 @@ def _reader(kind: type) -> Reader | None:
                 yield field
 
     return read_fields
+
+
+# With unused parameters to find, ranks' losses may leave different outputs out. If outputs were not joined in one
+# node, a backward would not come to the layers behind such an output: their hooks, and collectives of their own
+# (SyncBatchNorm), would run on some ranks only. Behind the node these layers get undefined gradients, as with torch's
+# class.
+
+
+class _Joined(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(clones: bool, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tuple(output.clone() for output in outputs) if clones else outputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> Any:
+        return tangents
+
+
+class _Budget:
+    """Asked of each object in an output whether it is entered no further, as a class is that pytree cannot look up.
+
+    Containers that hold each other may have more paths than can be walked.
+    """
+
+    def __init__(self) -> None:
+        self.left = 1_000_000
+
+    def __call__(self, value: object) -> bool:
+        self.left -= 1
+        if self.left < 0:
+            raise RecursionError
+        return type(type(value)).__hash__ is not object.__hash__  # it is the program's code, or None
+
+
+def join_outputs(output: Any, clones: bool) -> Any:
+    """The same output, with other tensors in it where they have a graph, in the containers that torch's pytree knows.
+
+    ``clones``: the tensors have memory of their own. The program may change them in place, and the module's stay.
+    """
+    if issubclass(type(output), REFERENCES):
+        return type(output)(join_outputs(output.local_value(), clones)) if output.is_owner() else output
+    try:
+        leaves, containers = tree_flatten(output, is_leaf=_Budget())
+    except RecursionError:  # torch's class raises, or walks for hours
+        return output
+    # isinstance() may call the program's code.
+    places = [i for i, leaf in enumerate(leaves) if issubclass(type(leaf), torch.Tensor) and leaf.grad_fn is not None]
+    if places:
+        for i, joined in zip(places, _Joined.apply(clones, *(leaves[i] for i in places)), strict=True):
+            leaves[i] = joined
+    return tree_unflatten(leaves, containers)

@@ -32,7 +32,7 @@ from .buckets import (
 )
 from .config import FIRST_BUCKET_BYTES, Config
 from .lifetime import outlive, outlive_callbacks
-from .waiting import SHADOWED, wait_for_future
+from .messages import SHADOWED, wait_for_future
 
 ScaleRule = Callable[[int, int, bool], tuple[float, float]]
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from .broadcast import broadcast_coalesced
-from .members import all_parameters
-from .messages import gather_objects
+from .messages import gather_objects, wait_for
+from .parameters import all_parameters
 
 Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 
@@ -143,3 +144,165 @@ def sync_module_states(
         states = module_states(module, ignored, buffers)
         names, tensors = [name for name, _ in states], [tensor for _, tensor in states]
         broadcast_coalesced(group, tensors, buffer_bytes, src, names)
+
+
+# --- one rank's tensors to all ranks, many in one message: parameters at construction, buffers before each forward
+
+
+def broadcast_coalesced(
+    group: dist.ProcessGroup,
+    tensors: Sequence[torch.Tensor],
+    buffer_bytes: int,
+    src: int,
+    names: Sequence[str] = (),
+) -> None:
+    """Copies rank ``src``'s tensors to all ranks of ``group``, many in one message. Collective.
+
+    A message holds tensors of one dtype on one device, in their order, and travels as bytes, so that any dtype
+    (complex, bool, 8-bit floats) moves on any backend. Takes time in proportion to their number and bytes; two
+    messages are under way at a time. Rank ``src``'s tensors are only read, but for those of a class of the program's
+    (quantized weights): their ``copy_`` may lose something, so rank ``src`` copies back what it has sent. Where it
+    refuses plain values, the tensors that ``__tensor_flatten__`` names are sent.
+
+    Args:
+        group: the process group; ``src`` is a rank in it.
+        tensors: dense, any strides (expanded ones among them), any number of elements; same number, shapes and
+            dtypes on every rank; written in place except on ``src``.
+        buffer_bytes: a message is sent once it holds this many bytes.
+        src: rank in ``group``.
+        names: the tensors', for errors.
+
+    Raises:
+        TypeError: the class of a tensor refuses plain values, and has no ``__tensor_flatten__``; on every rank.
+        RuntimeError: a tensor is sparse; before anything is sent, so on every rank whose
+            tensors are such.
+    """
+    with torch._C.DisableTorchFunction():  # a class of the program's is not to see all tensors in one
+        refused = _broadcast(group, tensors, buffer_bytes, src)
+    # Only now, since all ranks send the same messages before one of them raises.
+    inner = [part for tensor, error in refused for part in _inner(tensor, error, tensors, names)]
+    if inner:
+        broadcast_coalesced(group, inner, buffer_bytes, src)
+
+
+_Refused = list[tuple[torch.Tensor, Exception]]
+
+
+def _broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer_bytes: int, src: int) -> _Refused:
+    """Returns the tensors whose class refuses plain values, which it does on all ranks, with its errors."""
+    options = dist.BroadcastOptions()
+    options.rootRank = src
+    receives = group.rank() != src
+    kinds: set[Any] = set(map(type, tensors))
+    own = {kind for kind in kinds if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__}
+    refused: _Refused = []
+    what = f"the broadcast of rank {src}'s parameters or buffers"
+    under_way: deque[tuple[Any, torch.Tensor, _Message]] = deque()
+
+    def finish(work: Any, flat: torch.Tensor, message: _Message) -> None:
+        wait_for(work, group, what)
+        if receives or own:
+            refused.extend(_receive(flat, message, own, receives))
+
+    for message in _messages(tensors, buffer_bytes):
+        flat = torch.cat(message.flat)
+        under_way.append((group.broadcast([flat.view(torch.uint8)], options), flat, message))
+        if len(under_way) == 2:
+            finish(*under_way.popleft())
+    while under_way:
+        finish(*under_way.popleft())
+    return refused
+
+
+class _Message(NamedTuple):
+    """Tensors of one dtype and device, and their elements: flat views of those that are contiguous, else copies."""
+
+    tensors: list[torch.Tensor]
+    flat: list[torch.Tensor]
+    sizes: list[int]
+
+
+def _receive(received: torch.Tensor, message: _Message, own: set[type], all_of_it: bool) -> _Refused:
+    """``all_of_it``: otherwise only tensors of the classes ``own``, on the rank that has sent it."""
+    pieces = received.split(message.sizes)
+    if all_of_it and all(type(t) not in own and _is_plain(t) for t in message.tensors):
+        torch._foreach_copy_(message.flat, pieces)
+        return []
+    refused: _Refused = []
+    for tensor, piece in zip(message.tensors, pieces):
+        if type(tensor) in own:
+            try:
+                tensor.copy_(piece.view(tensor.shape))
+            except Exception as error:
+                refused.append((tensor, error))
+        elif all_of_it:
+            _once(tensor, tensor).copy_(_once(piece.view(tensor.shape), tensor))
+    return refused
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """What may be written through a flat view."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _inner(
+    tensor: torch.Tensor, error: Exception, tensors: Sequence[torch.Tensor], names: Sequence[str]
+) -> list[torch.Tensor]:
+    """The tensors of which one of the program's class is made, however deep; raises if it does not tell."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    index = next(i for i, one in enumerate(tensors) if one is tensor)
+    name = f"'{names[index]}'" if names else f"a tensor of shape {list(tensor.shape)}"
+    raise TypeError(
+        f"DistributedDataParallel: {name} cannot become equal on all ranks: {type(tensor).__name__}.copy_ refuses "
+        f"plain values ({error}), and its class has no __tensor_flatten__, whose tensors could be sent. Give it "
+        "one of the two. Or make it equal yourself, and pass init_sync=False, or name it in "
+        "_ddp_params_and_buffers_to_ignore."
+    ) from error
+
+
+def _once(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``values`` without the repeats of an expanded ``like``: torch refuses to write an element more than once."""
+    for dim, (size, stride) in enumerate(zip(like.shape, like.stride())):
+        if stride == 0 and size > 1:
+            values = values.narrow(dim, 0, 1)
+    return values
+
+
+def _messages(tensors: Sequence[torch.Tensor], buffer_bytes: int) -> Iterator[_Message]:
+    """The tensors in messages of one dtype and device each, closed once full."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise RuntimeError(_not_dense(tensor))
+    if not tensors:
+        return
+    groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True).values()
+    # In the order of their first tensors: the groups' own depends on the device's number.
+    for indices in sorted(indices for _, indices in groups):
+        group = [tensors[i] for i in indices]
+        sizes = [tensor.numel() for tensor in group]
+        for begin, end in _cuts(sizes, buffer_bytes / group[0].element_size()):
+            part = group[begin:end]
+            flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in part]
+            yield _Message(part, flat, sizes[begin:end])
+
+
+def _cuts(sizes: list[int], limit: float) -> Iterator[tuple[int, int]]:
+    """(begin, end) of runs that end once they hold ``limit`` elements; a last one without elements is left out."""
+    if 0 < sum(sizes) <= limit:
+        yield 0, len(sizes)
+        return
+    begin, held = 0, 0
+    for end, size in enumerate(sizes, 1):
+        held += size
+        if held >= limit or (end == len(sizes) and held):
+            yield begin, end
+            begin, held = end, 0
+
+
+def _not_dense(tensor: torch.Tensor) -> str:
+    return (
+        f"DistributedDataParallel: No support for sparse tensors ({tensor.layout}, shape {list(tensor.shape)}) among "
+        "those that are broadcast from rank to rank: parameters at construction, buffers before each forward. Make "
+        "it dense, keep it elsewhere than in a buffer, or name it in _ddp_params_and_buffers_to_ignore."
+    )

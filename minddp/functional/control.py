@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ..messages import gather_objects
-from ..waiting import wait_for
+from ..messages import gather_objects, wait_for
 
 __all__ = ["all_gather_ints", "ints_from_root", "supports"]
 

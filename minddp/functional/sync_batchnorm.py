@@ -34,8 +34,7 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from ..messages import gather_objects, work_on
-from ..waiting import CommunicatesInForward, wait_for
+from ..messages import CommunicatesInForward, gather_objects, wait_for, work_on
 from . import all_reduce
 from .transport import gather_rows
 

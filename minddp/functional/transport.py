@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..waiting import wait_for
+from ..messages import wait_for
 
 # torch 2.13 renames the two, and warns at the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

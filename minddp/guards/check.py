@@ -7,9 +7,8 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from .._functions import wrapper_of
-from ..members import all_parameters
-from ..parameters import Parameters
+from ..functions import wrapper_of
+from ..parameters import Parameters, all_parameters
 from ..start import sync_module_states
 from . import replicas
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import waiting
-from .._functions import wrapper_of
+from .. import messages
+from ..functions import wrapper_of
 from ..messages import gather_objects, indented, ranks_text
 
 
@@ -94,7 +94,7 @@ class FiniteCheck:
         """
         if self._work is None:
             return self._skips
-        waiting.wait_for(self._work, self._group, "the ranks' answer whether gradients were finite")
+        messages.wait_for(self._work, self._group, "the ranks' answer whether gradients were finite")
         self._work = None
         found, self._found = self._found, []
         assert self._any is not None

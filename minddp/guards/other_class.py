@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import messages, waiting
+from .. import messages
 from ..messages import ranks_text
 
 _OURS = -int.from_bytes(b"ddp", "little")  # no number of parameters, but an int32, as which torch's class reads it
@@ -29,7 +29,7 @@ def refuse_torchs_class(group: dist.ProcessGroup, devices: Sequence[torch.device
     device = messages.device_of(group) if devices[0].type == "meta" else devices[0]
     mine = torch.tensor([_OURS], device=device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    waiting.all_gather(group, everyone, mine, "the other ranks' constructors")
+    messages.all_gather(group, everyone, mine, "the other ranks' constructors")
     others = [rank for rank, theirs in enumerate(torch.cat(everyone).tolist()) if theirs != _OURS]
     if others:
         raise RuntimeError(

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..messages import gather_objects, indented, ranks_text
-from ..waiting import wait_for
+from ..messages import gather_objects, indented, ranks_text, wait_for
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import _C, environment, waiting
+from .. import _C, environment, messages
 from .._C import guards as cases
 from ..logs import log
 from . import times, watchdog
@@ -307,7 +307,7 @@ def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> N
     )
     timeout = None if None in patient else max(patient)
     wrapper, number = _owner.collective or (group.group_name, 0)
-    awaited = Awaited(wrapper, collective=number, what=what, joins=what == waiting.SHADOWED)
+    awaited = Awaited(wrapper, collective=number, what=what, joins=what == messages.SHADOWED)
     look_into(dog, group, _wait(group, awaited), seconds, error, timeout)
 
 
@@ -333,7 +333,7 @@ def waits_of(collective: tuple[str, int] | None, desync_timeout: float | None) -
         _owner.collective, _owner.patience = outer
 
 
-waiting.set_watcher(_watch)
+messages.set_watcher(_watch)
 
 
 def look_into(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..waiting import wait_for
+from ..messages import wait_for
 from . import layout
 
 WHAT = "the parameters that their owners have stepped (minddp.Owned.step)"

@@ -12,8 +12,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from ..messages import gather_objects
-from ..waiting import broadcast_from
+from ..messages import broadcast_from, gather_objects
 
 _PIECE_BYTES = 64 << 20
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import events
-from .._functions import averager_of
 from ..buckets import split_by_kind
+from ..functions import averager_of
 from ..reducer import Plan
 from .autotune import AutoTuner
 from .plan import BucketPlan

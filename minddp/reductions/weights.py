@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import waiting
-from .._functions import wrapper_of
+from .. import messages
+from ..functions import wrapper_of
 
 
 class Weights:
@@ -56,7 +56,7 @@ class Weights:
             RuntimeError: on every rank, where a rank gave no weight or the weights are not positive together. The
                 weights are forgotten.
         """
-        waiting.wait_for(self._work, self._group, "the sum of all ranks' weights")
+        messages.wait_for(self._work, self._group, "the sum of all ranks' weights")
         assert self._sum is not None
         total, mine = self._sum.item(), self._sent
         rank = self._group.rank()

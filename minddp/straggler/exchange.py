@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._functions import averager_of
+from ..functions import averager_of
 from ..messages import ranks_text
 from .links import can_be_measured, measure_links
 from .result import Report, make_report

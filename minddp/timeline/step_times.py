@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._functions import averager_of
+from ..functions import averager_of
 
 __all__ = [
     "BucketTimes", "Stamps", "StepTimes", "covered", "ended", "flight", "launched_buckets", "on_device", "step_begin",

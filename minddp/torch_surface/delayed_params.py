@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ..broadcast import broadcast_coalesced
 from ..guards import step
 from ..guards.local_gradients import LocalGradients
+from ..messages import SHADOWED, wait_for
 from ..reducer import weakly
-from ..waiting import SHADOWED, wait_for
+from ..start import broadcast_coalesced
 
 
 class DelayedAllReduce(step.Guarded):

@@ -1,13 +1,13 @@
 """What ``ddp._get_ddp_logging_data()`` returns: torch's keys, with values read off the reducer.
 
-Counts and sizes are plain integers, lists are text, times are nanoseconds. Runtime statistics are taken
-at the start of a forward, about the iteration before it: for the first ten iterations, then for every
-``sample_rate``-th.
+Counts and sizes are plain integers, lists are text, times are nanoseconds. All of it is found when somebody asks: a
+forward does nothing for it. Averages are of the last steps whose stamps are kept (32).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from .. import environment
-from ..config import Config
-from ..parameters import Parameters
+from ..averager import Averager
 from ..reducer import Reducer
 from ..timeline.step_times import on_device
 
-_ALWAYS_RECORDED = 10
+_ALWAYS_LOGGED = 10
 _TIMES = (
     "forward_compute_time",
     "backward_compute_time",
@@ -48,6 +47,7 @@ _BACKEND_ENVIRONMENT = {
     },
 }
 _GLOO_THREADS = 2
+_AVERAGED = 32  # steps; more are not kept
 _DTYPE_NAMES = {
     torch.float16: "c10::Half",
     torch.bfloat16: "c10::BFloat16",
@@ -93,42 +93,65 @@ def _backend_name(group: dist.ProcessGroup) -> str:
 
 
 class LoggingData:
-    """Collects the facts; kept by the module as ``ddp.logger``."""
+    """Finds the facts; kept by the module as ``ddp.logger``.
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        config: Config,
-        parameters: Parameters,
-        reducer: Reducer,
-        devices: tuple[list[int] | None, int | None],
-    ):
-        self._parameters = parameters.reduced
-        self._reducer = weakref.ref(reducer)
-        self._facts: dict[str, Any] = self._construction_facts(module, config, parameters, reducer, devices)
+    Args:
+        averager: the wrapper's. Kept weakly.
+        devices: the wrapper's ``device_ids`` and ``output_device``.
+    """
+
+    def __init__(self, averager: Averager, devices: tuple[list[int] | None, int | None]):
+        self._averager = weakref.ref(averager)
+        self._device_ids, self._output_device = devices
         self._sample_rate = 100
-        self._recorded = 0
-        self._sums = dict.fromkeys(_TIMES, 0)
+        self._noted: dict[str, Any] = {"bucket_sizes": _join(averager.reducer.bucket_nbytes())}
 
-    @staticmethod
-    def _construction_facts(
-        module: torch.nn.Module,
-        config: Config,
-        parameters: Parameters,
-        reducer: Reducer,
-        devices: tuple[list[int] | None, int | None],
-    ) -> dict[str, Any]:
-        group = reducer.group
+    @property
+    def comm_hook(self) -> str | None:
+        return self._noted.get("comm_hook")
+
+    def set(self, key: str, value: Any) -> None:
+        self._noted[key] = value
+
+    def set_sample_rate(self, rate: int) -> None:
+        self._sample_rate = rate
+
+    def set_error_and_log(self, message: str) -> None:
+        self._noted.update(has_error=1, error=message)
+
+    def note_rebuilt(self, reducer: Reducer) -> None:
+        buckets = reducer.buckets()
+        self._noted.update(
+            has_rebuilt_buckets=1,
+            rebuilt_bucket_sizes=_join(reducer.bucket_nbytes()),
+            prev_iteration_grad_ready_order_indices=_join(reducer.order_of_arrival),
+            rebuilt_per_bucket_param_indices=_join(" ".join(map(str, bucket)) for bucket in buckets),
+        )
+
+    def data(self) -> dict[str, Any]:
+        """Everything known, as one flat dict."""
+        averager = self._averager()
+        if averager is None:
+            return dict(self._noted)
+        reducer = averager.reducer
+        facts = {**self._facts(averager), **self._statistics(reducer, averager.parameters.reduced)}
+        facts["can_set_static_graph"] = bool(reducer._ddp_graph_static())
+        if averager.is_joining:
+            facts["join_uneven_inputs"] = 1
+        if error := reducer.last_error():
+            facts.update(has_error=1, error=error)
+        return {**facts, **self._noted}
+
+    def _facts(self, averager: Averager) -> dict[str, Any]:
+        config, parameters, group = averager.config, averager.parameters, averager.group
         backend = _backend_name(group)
-        device_ids, output_device = devices
         facts: dict[str, Any] = {
             "world_size": group.size(),
             "rank": group.rank(),
-            "iteration": 0,
-            "module_name": type(module).__name__,
+            "module_name": type(averager.module).__name__,
             "backend_name": backend,
-            "device_ids": _join(device_ids or []),
-            "output_device": -1 if output_device is None else output_device,
+            "device_ids": _join(self._device_ids or []),
+            "output_device": -1 if self._output_device is None else self._output_device,
             "broadcast_buffers": int(config.forward_sync_buffers),
             "bucket_cap_bytes": config.cap,
             "find_unused_parameters": int(config.find_unused_parameters),
@@ -137,10 +160,8 @@ class LoggingData:
             "dtypes": _join(sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in parameters.reduced})),
             "total_parameter_size_bytes": sum(p.nbytes for p in parameters.reduced),
             "num_parameter_tensors": len(parameters.reduced),
-            "bucket_sizes": _join(reducer.bucket_nbytes()),
             "is_multi_device_module": int(parameters.is_multi_device),
-            "has_sync_bn": int(any("SyncBatchNorm" in type(m).__name__ for m in module.modules())),
-            "num_buckets_reduced": 0,
+            "has_sync_bn": int(any("SyncBatchNorm" in type(m).__name__ for m in averager.module.modules())),
         }
         names = {**_ENVIRONMENT, **_BACKEND_ENVIRONMENT.get(backend, {})}
         facts.update(environment.torch_ddp_variables(names))
@@ -148,31 +169,22 @@ class LoggingData:
             facts["gloo_num_threads"] = _GLOO_THREADS
         return facts
 
-    @property
-    def comm_hook(self) -> str | None:
-        return self._facts.get("comm_hook")
-
-    def set(self, key: str, value: Any) -> None:
-        self._facts[key] = value
-
-    def set_sample_rate(self, rate: int) -> None:
-        self._sample_rate = rate
-
-    def note_join(self) -> None:
-        self._facts["join_uneven_inputs"] = 1
-
-    def set_error_and_log(self, message: str) -> None:
-        self._facts["has_error"] = 1
-        self._facts["error"] = message
-
-    def note_rebuilt(self, reducer: Reducer) -> None:
-        buckets = reducer.buckets()
-        self._facts.update(
-            has_rebuilt_buckets=1,
-            rebuilt_bucket_sizes=_join(reducer.bucket_nbytes()),
-            prev_iteration_grad_ready_order_indices=_join(reducer.order_of_arrival),
-            rebuilt_per_bucket_param_indices=_join(" ".join(map(str, bucket)) for bucket in buckets),
-        )
+    def _statistics(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+        last = reducer.last_step()
+        facts: dict[str, Any] = {"num_buckets_reduced": sum(b["launch_ns"] >= 0 for b in last["buckets"])}
+        # As with torch's class, where a forward logs the iteration before it: the first ten, then every n-th.
+        begun = last["forward_begin_ns"] > last["finalize_end_ns"]
+        iteration = max(reducer.iteration() - (not begun), 0)
+        if iteration > _ALWAYS_LOGGED:
+            iteration = max(_ALWAYS_LOGGED, iteration - iteration % self._sample_rate)
+        facts["iteration"] = iteration
+        times = [times_of(step) for step in reducer.recent_steps(_AVERAGED)] if iteration else []
+        if times:
+            facts |= times[-1]
+            facts |= {f"avg_{key}": sum(t[key] for t in times) // len(times) for key in _TIMES if key in times[-1]}
+            unused = [p for p, ready in zip(parameters, last["ready_ns"]) if ready < 0]
+            facts["unused_parameter_size"] = sum(p.nbytes for p in unused)
+        return facts
 
     # --- torch's names: forks of its class call them in methods of their own ---
 
@@ -185,7 +197,7 @@ class LoggingData:
         has_sync_bn: bool,
         static_graph: bool,
     ) -> None:
-        self._facts.update(
+        self._noted.update(
             module_name=module_name,
             device_ids=_join(device_ids),
             output_device=output_device,
@@ -195,14 +207,11 @@ class LoggingData:
         )
 
     def set_runtime_stats_and_log(self) -> None:
-        """Records the iteration before, when it is its turn and no forward has done so."""
-        if (reducer := self._reducer()) is not None:
-            self.before_forward(reducer)
+        """Nothing is to be done: statistics are found when they are asked for."""
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         """What is known, as torch's two maps, of text and of numbers."""
-        reducer = self._reducer()
-        facts = self._facts if reducer is None else self.data(reducer)
+        facts = self.data()
         return SimpleNamespace(
             strs_map={key: value for key, value in facts.items() if isinstance(value, str)},
             ints_map={key: int(value) for key, value in facts.items() if not isinstance(value, str)},
@@ -212,38 +221,7 @@ class LoggingData:
         self.set("comm_hook", comm_hook)
 
     def _set_uneven_input_join(self) -> None:
-        self.note_join()
+        self.set("join_uneven_inputs", 1)
 
     def _set_static_graph(self) -> None:
         self.set("static_graph", 1)
-
-    def before_forward(self, reducer: Reducer) -> None:
-        """Records the iteration before this forward, when it is its turn."""
-        iteration = reducer.iteration()
-        if iteration == self._facts["iteration"] or iteration == 0:
-            return
-        if iteration <= _ALWAYS_RECORDED or iteration % self._sample_rate == 0:
-            self._record(reducer, iteration)
-
-    def _record(self, reducer: Reducer, iteration: int) -> None:
-        step = reducer.last_step()
-        times = times_of(step)
-        self._recorded += 1
-        self._facts["iteration"] = iteration
-        self._facts.update(times)
-        for key in [key for key in _TIMES if key in times]:
-            self._sums[key] += times[key]
-            self._facts[f"avg_{key}"] = self._sums[key] // self._recorded
-        unused = [i for i, ready in enumerate(step["ready_ns"]) if ready < 0]
-        self._facts["unused_parameter_size"] = sum(self._parameters[i].nbytes for i in unused)
-        self._facts["num_buckets_reduced"] = sum(b["launch_ns"] >= 0 for b in step["buckets"])
-
-    def data(self, reducer: Reducer) -> dict[str, Any]:
-        """Everything known, as one flat dict."""
-        facts = dict(self._facts)
-        step = reducer.last_step()
-        facts["num_buckets_reduced"] = sum(b["launch_ns"] >= 0 for b in step["buckets"])
-        facts["can_set_static_graph"] = bool(reducer._ddp_graph_static())
-        if error := reducer.last_error():
-            facts.update(has_error=1, error=error)
-        return facts

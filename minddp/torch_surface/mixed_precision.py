@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Variable
 
 from .. import _C
-from ..members import every_name
+from ..parameters import every_name
 
 
 def _full_precision(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 
 from ..config import warn_about_static_and_unused
-from ..members import all_parameters
+from ..parameters import all_parameters
 from ..torch_base import fill
 from .shown import shown
 
@@ -137,7 +137,7 @@ class TorchNames:
 
     def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
         """Facts and statistics under torch's keys; see :mod:`minddp.torch_surface.logging_data`."""
-        return _log_of(self).data(self._minddp_averager.reducer)
+        return _log_of(self).data()
 
     def _set_ddp_runtime_logging_sample_rate(self: Any, sample_rate: int) -> None:
         if sample_rate < 1:
@@ -171,7 +171,7 @@ class TorchNames:
             self._minddp_averager.has_rebuilt_buckets = False
 
     def _set_ddp_sink_clone(self: Any, val: bool) -> None:
-        """Whether outputs that are joined (``joined_outputs.py``) have memory of their own."""
+        """Whether outputs that are joined (``outputs.py``) have memory of their own."""
         self._ddp_sink_clone = val
 
     # --- the module's parameters ---

@@ -129,9 +129,7 @@ class TorchSurface(events.Observer):
     def reducer_made(self, reducer: Any, before: Any) -> None:
         averager, ddp = self.averager, self._ddp()
         devices = None if ddp is None else (ddp.device_ids, ddp.output_device)
-        self.logger = LoggingData(
-            averager.module, averager.config, averager.parameters, reducer, devices or (None, None)
-        )
+        self.logger = LoggingData(averager, devices or (None, None))
         self._note_sharers(reducer)
         if self.mixed is None:  # it keeps the parameters' two precisions, and asks for the reducer of the moment
             parameters = averager.parameters
@@ -190,12 +188,6 @@ class TorchSurface(events.Observer):
         if ddp is not None and not ddp._lazy_init_ran:
             ddp._lazy_init()
 
-    def before_forward(self, joining: bool) -> None:
-        if self.logger is not None:
-            self.logger.before_forward(self.averager.reducer)
-            if joining:
-                self.logger.note_join()
-
     def inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.mixed is not None:
             inputs, kwargs = _cast_forward_inputs(self.mixed.param_dtype, *inputs, **kwargs)
@@ -227,7 +219,7 @@ class TorchSurface(events.Observer):
 
     def joined(self, now: bool) -> None:
         if self.logger is not None and now:
-            self.logger.note_join()
+            self.logger._set_uneven_input_join()
 
     def shadowed(self, synchronized: bool, by_all: bool) -> None:
         if self.delayed is not None:  # whose collective does not mind no_sync

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .. import _C
 from .._C import wire as native
-from .._functions import wrapper_of
+from ..functions import wrapper_of
 from . import DTYPES, Wire
 
 BLOCK, BLOCK_BYTES = 256, 260

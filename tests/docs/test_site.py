@@ -16,7 +16,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 import pytest
 
 from docs.website.layout import sections
-from minddp._functions import FUNCTIONS
+from minddp.functions import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "docs" / "html"

@@ -11,8 +11,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.joined_outputs import join_outputs
-from minddp.outputs import find_tensors
+from minddp.outputs import find_tensors, join_outputs
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import MODES, batch, gradients, those_that_differ
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import minddp
-from minddp._functions import FUNCTIONS
+from minddp.functions import FUNCTIONS
 from minddp.testing import run_ranks
 from minddp.torch_surface.names import TorchNames
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import minddp
-from minddp.broadcast import broadcast_coalesced
+from minddp.start import broadcast_coalesced
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 

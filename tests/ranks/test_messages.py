@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minddp import messages, waiting
+from minddp import messages
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.ranks.own_group import OwnGroup
@@ -30,7 +30,7 @@ def test_through_a_groups_own_class_in_python(rank, world_size):
     for i in range(200):
         assert messages.gather_objects(rank + i, group) == [i + r for r in range(world_size)]
         message = torch.tensor([rank + i])
-        waiting.broadcast_from(group, message, 1, "the message")
+        messages.broadcast_from(group, message, 1, "the message")
         assert message.item() == 1 + i
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minddp import waiting
+from minddp import messages
 from minddp.buckets import (
     Agreed,
     agree_on_order,
@@ -142,6 +142,6 @@ class _Group:
 def test_something_else_than_an_order_is_named(monkeypatch):
     """A forward that rank 0 alone runs broadcasts buffers, which rank 1 takes for the order that it waits for."""
     buffers = torch.tensor([5, 2, 0, 7])
-    monkeypatch.setattr(waiting, "broadcast_from", lambda group, message, *_: message.copy_(buffers))
+    monkeypatch.setattr(messages, "broadcast_from", lambda group, message, *_: message.copy_(buffers))
     with pytest.raises(RuntimeError, match="rank 1 got something else.*Run it on all ranks"):
         agree_on_order(Agreed([1], [0], as_torch=False, token=3), _Group(), "cpu")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import minddp
-from minddp import waiting
+from minddp import messages
 from minddp.wire import format as wire
 from tests.reducer.late import LateGroup
 
@@ -346,7 +346,7 @@ def check_late(names: list[str], device: str) -> list[str]:
             extension.load().seed(seed)
             extension.load().take_races()
         # What Python waits for is watched as a group of torch's own is: waited for through its future.
-        watched = mock.patch.object(waiting, "_on_stall", return_value=lambda seconds, error: None)
+        watched = mock.patch.object(messages, "_on_stall", return_value=lambda seconds, error: None)
         with watched if futures_order else contextlib.nullcontext():
             found = train(program, device, LateGroup(device, futures_order, blocks=futures_order))
         races = extension.load().take_races() if device == extension.NAME else []
