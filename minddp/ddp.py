@@ -3,6 +3,8 @@
 What always holds: the constructor either returns a module that is ready on every rank, or raises on every
 rank. It subclasses torch's class so that ``isinstance`` checks and torch's distributed checkpoint take it
 for one, but runs none of its code: every method is defined here (a test makes torch's raise).
+
+tutorials/mini_ddp.py has the idea in 20 lines, then in 100: read it first.
 """
 
 from __future__ import annotations
