@@ -35,16 +35,12 @@ void EarlierSums::refuse(size_t index) {
   const auto may_hold = [&](size_t i) { return results_[i].is(state().parameters[i].grad()); };
   if (!may_hold(index)) return;
   std::vector<size_t> asked;
-  std::vector<at::Tensor> gradients;
-  for (size_t i = 0; i < state().parameters.size(); ++i) {
-    if (!may_hold(i)) continue;
-    asked.push_back(i);
-    gradients.push_back(state().parameters[i].grad());
-  }
-  const std::vector<bool> nonzero = have_values(gradients);
-  for (size_t k = 0; k < asked.size(); ++k)
-    if (!nonzero[k]) results_[asked[k]] = SeenGradient();
-  if (may_hold(index)) state().fail(errors::summed_again(state().rank, state().names[index]));
+  for (size_t i = 0; i < state().parameters.size(); ++i)
+    if (may_hold(i)) asked.push_back(i);
+  const std::vector<char> holds = with_values(state().parameters, asked);
+  for (size_t i : asked)
+    if (!holds[i]) results_[i] = SeenGradient();
+  if (holds[index]) state().fail(errors::summed_again(state().rank, state().names[index]));
 }
 
 }  // namespace minddp

@@ -40,16 +40,13 @@ class GradStates : public Case {
 
   void on(Moment moment) override {
     if (moment == Moment::kNewBuckets) states_.resize(state().parameters.size());
-    if (moment == Moment::kForwardBegin || moment == Moment::kFinalizing) forget_interruption();
+    if (moment == Moment::kForwardBegin || moment == Moment::kFinalizing) interrupted_in_ = kNone;
     if (moment == Moment::kBackward) look_before_backward();
     if (moment == Moment::kIterationBegin && state().backward.makes_graph && on_graph_)
       std::exchange(on_graph_, nullptr)();
     if (moment == Moment::kBackwardEnd) note_partial();
     if (moment == Moment::kAveraged && !state().iteration.outside_grad) note_averages();
-    if (moment == Moment::kGivenUp) {
-      interrupted_in_ = ended_in_ = kNone;
-      forget_gradients();
-    }
+    if (moment == Moment::kGivenUp) interrupted_in_ = ended_in_ = kNone;
   }
 
   bool follows_gradients() const override { return true; }
@@ -120,7 +117,8 @@ class GradStates : public Case {
   // An iteration has ended in backward number `backward` or later, and no local gradient has come since. If a later
   // backward has failed, `.grad` must also be as it was when that backward began.
   bool averaged_since(size_t index, int backward) const {
-    if (state().iteration.phase != Phase::kIdle || state().used_map.used_nowhere(index)) return false;
+    if (state().iteration.phase != Phase::kIdle || state().used_map.used_nowhere(index) || ended_in_ == kNone)
+      return false;
     const bool untouched = states_[index].seen.is_unchanged(state().parameters[index].grad());
     return !state().used[index] && ended_in_ >= backward && (ended_in_ > interrupted_in_ || untouched);
   }
@@ -133,18 +131,9 @@ class GradStates : public Case {
       if (are(i, states_[i])) found.push_back(i);
     return found;
   }
-  // Of these parameters, those whose `.grad` holds a value other than zero.
-  std::vector<char> with_values(const std::vector<size_t>& indices) const {
-    std::vector<char> found(states_.size(), 0);
-    std::vector<at::Tensor> gradients;
-    for (size_t i : indices) gradients.push_back(state().parameters[i].grad());
-    if (gradients.empty()) return found;
-    const std::vector<bool> values = have_values(gradients);
-    for (size_t k = 0; k < indices.size(); ++k) found[indices[k]] = values[k];
-    return found;
-  }
 
   void look_before_backward() {
+    for (GradState& grad : states_) grad.is_taken = false;
     if (state().iteration.phase == Phase::kIncomplete) return find_taken();
     if (state().backward.origin == Origin::kLocal) return find_averages();
     if (!state().backward.is_synchronized() || is_interrupted()) return;  // keep what was there before that one
@@ -157,10 +146,7 @@ class GradStates : public Case {
   // A backward has left the iteration incomplete. Another one may bring the same gradients again, where their buckets
   // have not left.
   void note_partial() {
-    for (GradState& grad : states_) {
-      grad.is_taken = false;
-      grad.partial.reset();
-    }
+    for (GradState& grad : states_) grad.partial.reset();
     const auto& reducer = static_cast<const Reducer&>(state());
     if (state().is_alone() || state().used_map.absence_is_fine() || reducer.missing().empty()) return;
     for (size_t bucket = state().iteration.next_bucket; bucket < state().buckets.size(); ++bucket)
@@ -181,8 +167,7 @@ class GradStates : public Case {
     std::vector<size_t> there;
     for (size_t i : changed)
       if (state().parameters[i].grad().defined()) there.push_back(i);
-    const std::vector<char> keeps = with_values(there);
-    for (GradState& grad : states_) grad.is_taken = false;
+    const std::vector<char> keeps = with_values(state().parameters, there);
     for (size_t i : changed) states_[i].is_taken = !keeps[i] && states_[i].partial.item<bool>();
   }
   // A local backward begins. Programs zero gradients through `.data` as well, of which torch's count knows nothing:
@@ -192,7 +177,7 @@ class GradStates : public Case {
       const at::Tensor& now = state().parameters[i].grad();
       return grad.base == GradState::kMixed ? grad.seen.is(now) : grad.is_average && grad.seen.is_unchanged(now);
     });
-    const std::vector<char> keeps = with_values(found);
+    const std::vector<char> keeps = with_values(state().parameters, found);
     for (size_t i = 0; i < states_.size(); ++i) {
       GradState& grad = states_[i];
       grad.base = !keeps[i] ? GradState::kUnknown : std::max(grad.base, GradState::kAverage);
@@ -210,17 +195,6 @@ class GradStates : public Case {
       grad.bypassed_in = kNone;
       grad.is_average = now.defined();
       if (now.defined()) grad.seen = now;
-    }
-  }
-  void forget_interruption() {
-    if (is_interrupted()) forget_gradients();
-    interrupted_in_ = kNone;
-  }
-  void forget_gradients() {
-    for (GradState& grad : states_) {
-      grad.seen = SeenGradient();
-      grad.is_average = grad.is_taken = false;
-      grad.partial.reset();
     }
   }
 

@@ -54,13 +54,16 @@ inline at::Tensor has_values(const at::Tensor& gradient) {
   return (gradient.is_sparse() ? gradient.coalesce().values() : gradient).any();
 }
 
-// The same of many, on the host, which waits for a device once. REQUIRES: at least one.
-inline std::vector<bool> have_values(const std::vector<at::Tensor>& gradients) {
+// By parameter: whether it is one of `indices`, and its `.grad`, which is defined then, holds such a value. The host
+// waits for a device once.
+inline std::vector<char> with_values(const std::vector<at::Tensor>& parameters, const std::vector<size_t>& indices) {
+  std::vector<char> found(parameters.size(), 0);
   std::vector<at::Tensor> answers;
-  for (const at::Tensor& gradient : gradients) answers.push_back(has_values(gradient).to(gradients[0].device()));
+  for (size_t i : indices) answers.push_back(has_values(parameters[i].grad()).to(parameters[indices[0]].device()));
+  if (answers.empty()) return found;
   const at::Tensor all = at::stack(answers).cpu();
-  const bool* begin = all.const_data_ptr<bool>();
-  return std::vector<bool>(begin, begin + all.numel());
+  for (size_t k = 0; k < indices.size(); ++k) found[indices[k]] = all.const_data_ptr<bool>()[k];
+  return found;
 }
 
 }  // namespace minddp

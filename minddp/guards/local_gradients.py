@@ -17,15 +17,17 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..logs import log
 from . import times
+from .buffer_sizes import Sizes
 
 _PATIENCE = 5  # looks: for the word of a rank that may not be about to step
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
@@ -173,20 +175,25 @@ class LocalGradients:
 
     def _compare(self) -> Differ | None:
         begin = time.monotonic()
-        for rank in self._others():
-            key = "{}/{}/{}".format(*self._asked, rank)
-            word = self._await(rank, key, begin)
+        for rank, word, theirs in self._words("{}/{}".format(*self._asked)):
             if word is Word.PASSED:
                 return Differ(list(self._mine), self._rank, rank, time.monotonic() - begin)
             if word is Word.OPEN and not self._has_told:
                 self._has_told = True
                 log.warning(_NO_WORD, self._rank, next(iter(self._mine)), rank, time.monotonic() - begin)
             if word is Word.SAID:
-                theirs = json.loads(self._store.get(key))
                 differing = [name for name, mine in self._mine.items() if not _alike(mine, theirs.get(name))]
                 if differing:
                     return Differ(differing, self._rank, rank)
         return None
+
+    def _words(self, what: str) -> Iterator[tuple[int, Word, Any]]:
+        """Of each other rank, as soon as that is known: what it has said."""
+        begin = time.monotonic()
+        for rank in self._others():
+            key = f"{what}/{rank}"
+            word = self._await(rank, key, begin)
+            yield rank, word, json.loads(self._store.get(key)) if word is Word.SAID else None
 
     def _await(self, rank: int, key: str, begin: float) -> Word:
         """Waits for a rank's word: some looks, while nobody knows whether it comes."""
@@ -207,6 +214,25 @@ class LocalGradients:
                 time.sleep(pause)
                 slept += pause
         return Word.SAID
+
+    # --- buffers that have other sizes than before ---
+
+    def check_buffers(self, number: int, before: Sizes, mine: Sizes) -> None:
+        """Before the copy of this number. A rank that has gone on without a word has those sizes that all had before.
+
+        Raises:
+            RuntimeError: another rank's are not ``mine``.
+        """
+        if self._is_alone:
+            return
+        with suppress(dist.DistNetworkError):
+            self._say(f"buffers/{number}", json.dumps(mine))
+            for rank, word, said in self._words(f"buffers/{number}"):
+                theirs = before if word is Word.PASSED else said or mine
+                for name in {**mine, **theirs}:
+                    (here, shape), (there, other) = (sizes.get(name, [None, "missing"]) for sizes in (mine, theirs))
+                    if here != there:
+                        raise RuntimeError(_BUFFERS.format(name, shape, self._rank, other, rank))
 
     # --- steps that an exception has ended ---
 
@@ -243,6 +269,12 @@ _NO_WORD = (
     "optimizer.step() on rank %d uses gradients that DistributedDataParallel has not averaged, of "
     "'%s' among others. Rank %d has said nothing about its own for %.0f s: it may step later, or not at all. The "
     "step goes on, and so do later ones after as long a wait. If that rank's differ, the replicas drift apart."
+)
+
+_BUFFERS = (
+    "DistributedDataParallel: the ranks' buffers have other sizes by now, and cannot be copied before this forward: "
+    "'{}' is {} on rank {}, {} on rank {}. Give it one size on all ranks (that of the longest batch, say), or name "
+    "it in _ddp_params_and_buffers_to_ignore; or pass forward_sync_buffers=False, if each rank may have its own."
 )
 
 _NOT_ALL_STEPPED = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from numbers import Integral, Real
@@ -15,6 +16,7 @@ from .._C import guards as cases
 from ..logs import log
 from ..reducer import Plan, weakly
 from . import adopted_backwards, step, watchdog
+from .buffer_sizes import BufferSizes
 from .check import compare
 from .finite_check import FiniteCheck
 from .local_gradients import LocalGradients
@@ -69,6 +71,8 @@ class Guards(events.Observer):
         self.words: Any = None
         self.finite: FiniteCheck | None = None
         self.steps = StepCheck(self)
+        self._ddp = weakref.ref(ddp)
+        self._copies = 0  # forwards with a copy of the buffers
         self._token: str | None = None
         self._has_warned_of_adopted = self._has_warned_of_graph = False
         self._unchecked = 0  # iterations since replicas were compared
@@ -109,6 +113,7 @@ class Guards(events.Observer):
     def reducer_made(self, reducer: Any, before: Any) -> None:
         averager, parameters = self.averager, self.averager.parameters
         self.changes = ModuleChanges(averager.module, parameters.named, parameters.reduced)
+        self._sizes = BufferSizes(averager.module, parameters.buffers)
         streams = parameters.device.type != "cpu"
         self.inspector = StallInspector(self._group, reducer, parameters.names, self.settings.desync_timeout, streams)
         has_store = dist.is_initialized() and not averager.has_foreign_group
@@ -161,11 +166,19 @@ class Guards(events.Observer):
         self.inspector.take_back()
         if step.interrupted(self.steps.last_averages):
             self.words.note_interrupted(averager.reducer.iteration())
+        self._check_buffers()
         if self.settings.check_replicas_every is not None and not joining:
             self._unchecked += 1
             if self._unchecked >= self.settings.check_replicas_every:
                 self._unchecked = 0
                 compare(averager.module, averager.parameters, averager.group)
+
+    def _check_buffers(self) -> None:
+        ddp: Any = self._ddp()
+        if ddp.will_sync_module_buffers() and "buffer_hook" not in vars(ddp):
+            self._copies += 1
+            if (sizes := self._sizes.look()) is not None:
+                self.averager.report_failure(lambda: self.words.check_buffers(self._copies, *sizes))
 
     def after_forward(self, outputs: list[torch.Tensor], synchronized: bool) -> None:
         """What is not in the reducer must not get a gradient in the backward that follows."""
