@@ -51,6 +51,7 @@ class Averager:
     Attributes:
         reducer: made by :meth:`rebuild`.
         hook: ``(state, hook)`` as registered, or ``(None, builtin type)``; None: the reducer's own all-reduce.
+        has_foreign_group: the group is written in Python. It may do anything, and change its size.
         has_rebuilt_buckets: buckets follow the order of arrival.
         is_joining: the last synchronized forward ran inside of ``join()``.
         watch: called while a collective of backward does not end: see :meth:`watch_waits`.
@@ -91,6 +92,7 @@ class Averager:
         if before is not None:
             before.detach()
         self.config, self.group = config or self.config, group or self.group
+        self.has_foreign_group = type(self.group) is not dist.ProcessGroup
         self.has_rebuilt_buckets = False
         plan = Plan(
             list(self.parameters.reduced),
@@ -99,7 +101,7 @@ class Averager:
             self.group,
             self.config,
             always_reduce=self.has_foreign_group or environment.always_reduce(),
-            reduce_dtype=builtin_dtype(self.hook),
+            reduce_dtype=None if self.hook is None else builtin_dtype(self.hook),
         )
         for call in self.observers.planning:
             call(plan)
@@ -123,11 +125,6 @@ class Averager:
         and when it has failed with ``error``. May raise. Held by the caller."""
         self.watch = weakly(watch)
         self.reducer.set_callbacks(on_stall=self.watch)
-
-    @property
-    def has_foreign_group(self) -> bool:
-        """A process group written in Python, which may do anything, and change its size."""
-        return type(self.group) is not dist.ProcessGroup
 
     # --- the communication hook ---
 
@@ -237,7 +234,11 @@ class Averager:
         """Raises if the last synchronized backward left something undone, or cannot have ended."""
         for call in self.observers.checking:
             call()
-        self.report_failure(self.reducer.check_finished)
+        try:
+            self.reducer.check_finished()
+        except RuntimeError as error:
+            self.failed(error, "backward")
+            raise
 
     def report_failure(self, check: Callable[[], Result]) -> Result:
         """``check()``; what it raises is reported to the ranks that will wait for this one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -71,7 +72,7 @@ class Config:
         """The cap of the bucket that is launched last, which nothing hides; None: as the others."""
         return DEFAULT_LAST_BUCKET_BYTES if self.default_caps else None
 
-    @property
+    @cached_property
     def graph_mode(self) -> _C.GraphMode:
         """What it means that a gradient does not come."""
         if self.static_graph:

@@ -113,6 +113,9 @@ class Guards(events.Observer):
     def reducer_made(self, reducer: Any, before: Any) -> None:
         averager, parameters = self.averager, self.averager.parameters
         self.changes = ModuleChanges(averager.module, parameters.named, parameters.reduced)
+        # Mixed precision casts parameters itself. One rank alone cannot drift.
+        casts = averager.observers.settings.get("torch_surface") is not None
+        self._may_change = not casts and (self._group.size() > 1 or averager.has_foreign_group)
         self._sizes = BufferSizes(averager.module, parameters.buffers)
         streams = parameters.device.type != "cpu"
         self.inspector = StallInspector(self._group, reducer, parameters.names, self.settings.desync_timeout, streams)
@@ -152,7 +155,8 @@ class Guards(events.Observer):
     # --- a forward ---
 
     def checking(self) -> None:
-        self.inspector.check_lost()  # what follows may wait for the device
+        if self.inspector.lost is not None:  # what follows may wait for the device
+            self.inspector.check_lost()
         if self.finite is not None:
             self.finite.check()
 
@@ -161,16 +165,15 @@ class Guards(events.Observer):
             self.inspector.check_lost()
 
     def before_forward(self, joining: bool) -> None:
-        averager = self.averager
         self.inspector.note_forward()
-        self.inspector.take_back()
         if step.interrupted(self.steps.last_averages):
-            self.words.note_interrupted(averager.reducer.iteration())
+            self.words.note_interrupted(self.averager.reducer.iteration())
         self._check_buffers()
         if self.settings.check_replicas_every is not None and not joining:
             self._unchecked += 1
             if self._unchecked >= self.settings.check_replicas_every:
                 self._unchecked = 0
+                averager = self.averager
                 compare(averager.module, averager.parameters, averager.group)
 
     def _check_buffers(self) -> None:
@@ -182,21 +185,13 @@ class Guards(events.Observer):
 
     def after_forward(self, outputs: list[torch.Tensor], synchronized: bool) -> None:
         """What is not in the reducer must not get a gradient in the backward that follows."""
-        averager = self.averager
-        # Mixed precision casts parameters itself. One rank alone cannot drift.
-        if not synchronized or self._casts() or not (self._group.size() > 1 or averager.has_foreign_group):
-            return
-        found = self.changes.look()
+        found = self.changes.look() if synchronized and self._may_change else None
         if found is None:
             return
         # A parameter has a new autograd node, without our hook, if it was cast and cast back, or if something was
         # registered: a parametrization's original.
-        averager.reducer.renew_hooks()
+        self.averager.reducer.renew_hooks()
         self._changed.note([change.parameter for change in found], refusal(found))
-
-    def _casts(self) -> bool:
-        surface = self.averager.observers.get("torch_surface")
-        return surface is not None and surface.mixed is not None
 
     # --- backward ---
 

@@ -144,7 +144,9 @@ class StallInspector:
             self._dog.tell_later("an exception ended its backward", self.key)
 
     def note_forward(self) -> None:
-        """A forward begins, on this thread."""
+        """A forward begins, on this thread. What this rank has reported is over."""
+        if self._reported_as:
+            self.take_back()
         self._begun = self._begun[1], time.monotonic()
         if self._dog is not None:
             self._dog.note_forward()

@@ -407,8 +407,11 @@ def interrupted(averages: Callable[[], tuple[set[int], int]]) -> bool:
         averages: answers which parameters (``id``) have an average of the last backward, and when that ended
             (:func:`time.monotonic_ns`).
     """
-    found = [steps.leaves_unchanged(*averages()) for steps in list(_steps.values()) if steps.begun]
-    return any(found)
+    found = False
+    for steps in list(_steps.values()):
+        if steps.begun:
+            found |= steps.leaves_unchanged(*averages())
+    return found
 
 
 def _version(parameter: torch.Tensor) -> int:

@@ -43,10 +43,11 @@ class Timeline(events.Observer):
     name = "timeline"
 
     def planning(self, plan: Plan) -> None:
-        plan.add(Stamps(plan.parameters[0].device.type != "cpu"))
+        self._stamps = Stamps(plan.parameters[0].device.type != "cpu")
+        plan.add(self._stamps)
 
     def entering(self) -> None:
-        self.averager.reducer.arrive(step.spent_ns())
+        self._stamps.arrive(step.spent_ns())
 
     def before_forward(self, joining: bool) -> None:
         if recording.active:
