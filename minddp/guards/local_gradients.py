@@ -47,19 +47,23 @@ class Differ(RuntimeError):
     """Another rank has other gradients of ``names``, or has shown none for ``waited`` seconds."""
 
     def __init__(self, names: Sequence[str], rank: int, other: int, waited: float | None = None):
-        self.names, self.waited, self.how = names, waited, f"they differ from rank {other}'s"
+        self.names, self.rank, self.waited, self.how = names, rank, waited, f"they differ from rank {other}'s"
         if waited is not None:
             self.how = f"rank {other} has shown none for {waited:.0f} s"
-        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-        shown = ", ".join(f"'{name}'" for name in names[:10]) + more
-        super().__init__(
-            f"optimizer.step() on rank {rank} would use gradients that were never averaged, of {shown}: their "
-            f"backward ran through no forward of DistributedDataParallel's, but past it, and {self.how}. The "
-            "replicas would drift apart. Call the wrapper, ddp(...), instead of ddp.module(...) or one of its "
-            "methods; or zero these gradients before step(); or, to train each rank by itself on purpose, run "
-            "forward and backward inside of ddp.no_sync(). With static_graph=True, what no rank used in "
-            "the first iteration is never averaged: its local gradients count as such, too."
-        )
+        super().__init__(refusal(self))
+
+
+def refusal(found: Differ) -> str:
+    more = f" and {len(found.names) - 10} more" if len(found.names) > 10 else ""
+    shown = ", ".join(f"'{name}'" for name in found.names[:10]) + more
+    return (
+        f"optimizer.step() on rank {found.rank} would use gradients that were never averaged, of {shown}: their "
+        f"backward ran through no forward of DistributedDataParallel's, but past it, and {found.how}. The "
+        "replicas would drift apart. Call the wrapper, ddp(...), instead of ddp.module(...) or one of its "
+        "methods; or zero these gradients before step(); or, to train each rank by itself on purpose, run "
+        "forward and backward inside of ddp.no_sync(). With static_graph=True, what no rank used in "
+        "the first iteration is never averaged: its local gradients count as such, too."
+    )
 
 
 class LocalGradients:

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _C
 from ..logs import log
-from .local_gradients import Differ, has_values
+from .local_gradients import Differ, has_values, refusal
 
 
 class Guarded:
@@ -215,7 +215,7 @@ class StepCheck(Guarded):
                 if named[name][0] != "assigned" or error.waited is None:
                     differing.setdefault(named[name][0], []).append(name)
             if "bypassed" in differing and (self.averager.hook is None or self.averager.has_builtin_hook):
-                raise
+                raise RuntimeError(refusal(error)) from None
         for kind, which in differing.items():
             log.warning(_LOCAL, self.averager.group.rank(), which[:10], _SUSPECTS[kind], how)
         self._settled |= {*kinds.values()} - {"bypassed"} | differing.keys()
