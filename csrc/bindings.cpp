@@ -5,6 +5,7 @@
 #include "reducer/program_collectives.h"
 #include "reducer/reducer.h"
 
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <pybind11/chrono.h>
@@ -29,6 +30,8 @@ py::object without_gil(const Start& start) {
   return future ? py::cast(std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future))) : py::none();
 }
 
+std::string type_name(const py::object& object) { return py::str(py::type::of(object).attr("__name__")); }
+
 // Runs on an autograd thread and takes the GIL; see reducer.h for the order of locks.
 class PythonCommHook : public GradBucketHook {
  public:
@@ -44,25 +47,28 @@ class PythonCommHook : public GradBucketHook {
   c10::intrusive_ptr<Future> run(GradBucket& bucket) override {
     py::gil_scoped_acquire gil;
     py::object answer = hook_(state_, py::cast(bucket, py::return_value_policy::copy));
-    try {
-      return answer.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
-    } catch (const py::cast_error&) {
-      std::string type = py::str(py::type::of(answer).attr("__name__"));
-      TORCH_CHECK(false, "callback must return a torch.futures.Future object, but got ", type,
-          ": the communication hook's future holds one tensor; a hook that reduces nothing returns a completed one.");
-    }
+    // A cast alone would make a null pointer of None, which a hook without `return` gives.
+    if (py::isinstance<torch::jit::PythonFutureWrapper>(answer)) return answer.cast<PythonFuture>()->fut;
+    TORCH_CHECK(false, "callback must return a torch.futures.Future object, but got ", type_name(answer),
+        ": the communication hook's future holds one tensor; a hook that reduces nothing returns a completed one.");
   }
 
+  // An exception that was set on a future in Python is its value; only Python's wrapper of the future raises it.
   at::Tensor result(const c10::IValue& value) override {
-    if (value.isPyObject()) {
-      py::gil_scoped_acquire gil;
-      py::object object = torch::jit::toPyObject(value);
-      return (PyList_Check(object.ptr()) ? object.attr("__getitem__")(0) : object).cast<at::Tensor>();
+    if (value.isTensor()) return value.toTensor();
+    if (value.isTensorList() && !value.toTensorList().empty()) return value.toTensorVector()[0];
+    TORCH_CHECK(value.isPyObject(), "The communication hook's future holds a ", value.tagKind(),
+        ", expected a single tensor.");
+    py::gil_scoped_acquire gil;
+    py::object object = torch::jit::toPyObject(value);
+    if (PyExceptionInstance_Check(object.ptr())) {
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())), object.ptr());
+      throw py::error_already_set();
     }
-    if (value.isTensorList()) return value.toTensorVector()[0];
-    TORCH_CHECK(
-        value.isTensor(), "The communication hook's future holds a ", value.tagKind(), ", expected a single tensor.");
-    return value.toTensor();
+    if (PyList_Check(object.ptr()) && PyList_Size(object.ptr()) > 0) object = object.attr("__getitem__")(0);
+    TORCH_CHECK(THPVariable_Check(object.ptr()), "The communication hook's future holds a ", type_name(object),
+        ", expected a single tensor.");
+    return object.cast<at::Tensor>();
   }
 
  private:
@@ -299,7 +305,7 @@ void bind_reducer(py::module_& module) {
       .def("shadow_used_map", [](Reducer& reducer) { return without_gil([&] { return reducer.shadow_used_map(); }); })
       .def(
           "wait_after_backward", [](Reducer& r, const PythonFuture& future) { r.wait_after_backward(future->fut); },
-          py::arg("future"))
+          py::arg("future").none(false))
       .def(
           "set_skip_all_reduce_unused", [](Reducer& r, bool skips) { r.skip_all_reduce_unused = skips; },
           py::arg("skips"))
@@ -359,8 +365,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("backward_looks_ahead", [] { return GraphTaskNodes().looks_ahead(); });
   module.def("cpu_timeout", &cpu_timeout, py::arg("group"));
   module.def("set_look_seconds", [](double seconds) { look_seconds = seconds; }, py::arg("seconds"));
-  module.def("wait_for", &wait_for, Release(), py::arg("work"), py::arg("on_stall") = nullptr);
-  module.def("wait_for_future", &wait_for_future, py::arg("future"), py::arg("on_stall") = nullptr);
+  module.def("wait_for", &wait_for, Release(), py::arg("work").none(false), py::arg("on_stall") = nullptr);
+  module.def("wait_for_future", &wait_for_future, py::arg("future").none(false), py::arg("on_stall") = nullptr);
   module.def("group_allgather", &group_allgather, Release(), py::arg("group"), py::arg("outputs"), py::arg("input"),
       py::arg("on_stall") = nullptr);
   module.def("group_broadcast", &group_broadcast, Release(), py::arg("group"), py::arg("tensor"), py::arg("src"),

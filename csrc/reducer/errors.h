@@ -84,7 +84,7 @@ inline std::string wrong_gradient(
 
 inline std::string wrong_hook_result(int rank, size_t bucket, int64_t found, int64_t expected) {
   return c10::str("The communication hook's future for bucket ", bucket, " holds a tensor of ", found,
-      " elements, expected ", expected, ": one tensor, as large as bucket.buffer(). [rank ", rank, "]");
+      " elements in memory, expected ", expected, ": one tensor, as large as bucket.buffer(). [rank ", rank, "]");
 }
 
 }  // namespace minddp::errors

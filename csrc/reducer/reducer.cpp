@@ -3,6 +3,7 @@
 #include "errors.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/util/ScopeExit.h>
 
 namespace minddp {
@@ -317,6 +318,18 @@ void Reducer::finalize_backward() {
   end_iteration();
 }
 
+namespace {
+
+// A tensor on the meta device has no values, and a program may have shrunk a tensor's storage.
+bool has_memory(const at::Tensor& tensor) {
+  if (tensor.is_meta()) return false;
+  if (tensor.layout() != at::kStrided || tensor.key_set().has(c10::DispatchKey::Python)) return true;
+  return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+             tensor.storage_offset()) <= tensor.storage().nbytes();
+}
+
+}  // namespace
+
 void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& used_anywhere) {
   Bucket& bucket = *buckets[index];
   const Flight& flight = bucket.flight();
@@ -328,7 +341,10 @@ void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& use
   // A process group's own future holds pairs of real numbers.
   if (at::isComplexType(bucket.dtype()) && !result.is_complex())
     result = at::view_as_complex(result.reshape({-1, 2}));
-  if (result.numel() != bucket.numel()) fail(errors::wrong_hook_result(rank, index, result.numel(), bucket.numel()));
+  if (result._is_zerotensor()) result = at::zeros(result.sizes(), result.options());
+  if (result.numel() != bucket.numel() || !has_memory(result))
+    fail(errors::wrong_hook_result(rank, index, has_memory(result) ? result.numel() : 0, bucket.numel()));
+  if (result.device() != bucket.device()) result = result.to(bucket.device());
   notify(BucketMoment::kUnpack, index);
   if (!optimizer_in_backward) {
     bucket.unpack(result, scale, used_anywhere);

@@ -281,28 +281,56 @@ def _hook_errors(rank, world_size):
     twice.register_comm_hook(calls, lambda state, bucket: (state.append(1), allreduce_hook(None, bucket))[1])
     _warm(twice, rank)
     assert calls
-    nothing = _ddp()
-    nothing.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    with pytest.raises(RuntimeError, match="callback must return a torch.futures.Future object, but got Tensor"):
-        nothing(_data(rank)).sum().backward()
-    raising = _ddp()
 
-    def fails(state, bucket):
-        raise KeyError("the hook's own error")
 
-    raising.register_comm_hook(None, fails)
-    with pytest.raises(KeyError, match="the hook's own error"):
-        raising(_data(rank)).sum().backward()
-    short = _ddp()
+def _future(value):
+    future = torch.futures.Future()
+    (future.set_exception if isinstance(value, Exception) else future.set_result)(value)
+    return future
 
-    def shortens(state, bucket):
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer()[:3])
-        return future
 
-    short.register_comm_hook(None, shortens)
-    with pytest.raises(RuntimeError, match="bucket 0 holds a tensor of 3 elements"):
-        short(_data(rank)).sum().backward()
+def _shrunk(buffer):
+    buffer = buffer.clone()
+    buffer.untyped_storage().resize_(buffer.nbytes // 2)
+    return buffer
+
+
+def _raises(bucket):
+    raise KeyError("the hook's own error")
+
+
+_WRONG_HOOKS = {
+    "without return": (
+        lambda bucket: None,
+        RuntimeError,
+        "torch.futures.Future object, but got NoneType",
+    ),
+    "a tensor": (lambda bucket: bucket.buffer(), RuntimeError, "torch.futures.Future object, but got Tensor"),
+    "raises": (_raises, KeyError, "the hook's own error"),
+    "raises later": (lambda b: _future(b.buffer()).then(lambda _: _raises(b)), RuntimeError, "the hook's own error"),
+    "an exception": (lambda bucket: _future(KeyError("its own words")), KeyError, "its own words"),
+    "nothing": (lambda bucket: _future(None), RuntimeError, "future holds a NoneType, expected a single tensor"),
+    "a tuple": (lambda b: _future((b.buffer(),)), RuntimeError, "future holds a tuple, expected a single tensor"),
+    "no tensors": (lambda bucket: _future([]), RuntimeError, "future holds a list, expected a single tensor"),
+    "short": (lambda b: _future(b.buffer()[:3]), RuntimeError, "bucket 0 holds a tensor of 3 elements in memory"),
+    "meta": (lambda b: _future(b.buffer().to("meta")), RuntimeError, "holds a tensor of 0 elements in memory"),
+    "shrunk": (lambda b: _future(_shrunk(b.buffer())), RuntimeError, "holds a tensor of 0 elements in memory"),
+}
+
+
+def _wrong_hooks(rank, world_size):
+    for kind, (hook, error, words) in _WRONG_HOOKS.items():
+        ddp = _ddp()
+        ddp.register_comm_hook(None, lambda state, bucket, hook=hook: hook(bucket))
+        with pytest.raises(error, match=words):
+            ddp(_data(rank)).sum().backward()
+            pytest.fail(kind)
+    healthy = [(torch.Tensor.double, 1), (lambda b: [b, b], 1), (lambda b: torch._efficientzerotensor(b.shape), 0)]
+    for right, factor in healthy:
+        ddp = _ddp()
+        ddp.register_comm_hook(None, lambda state, bucket, right=right: _future(right(bucket.buffer())))
+        ddp(_data(rank)).sum().backward()
+        _check(ddp, [factor * gradient for gradient in _local_grads(ddp.module, [_data(rank)], torch.sum)])
 
 
 def _join(rank, world_size):
@@ -368,7 +396,7 @@ CASES = [
     _views_are_windows_on_the_buckets,
     _buckets_can_be_released, _sum_and_predivide, _weighted, _weight_errors,
     _an_unused_parameter_is_reported_before_step, _ignored_at_the_root, _builtin_hook_of_half_precision,
-    _hook_errors, _join, _torch_is_not_used,
+    _hook_errors, _wrong_hooks, _join, _torch_is_not_used,
 ]  # fmt: skip
 
 
