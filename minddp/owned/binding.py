@@ -61,7 +61,7 @@ class Binding:
         """``act()``; the other ranks, which will wait for this one, are given the text of what it raises."""
         try:
             return act()
-        except Exception as error:
+        except BaseException as error:
             if self._averager is not None:
                 self._averager.failed(error, "backward")
             raise

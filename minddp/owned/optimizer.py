@@ -245,13 +245,24 @@ class Owned(torch.optim.Optimizer):
         exchange = self._exchange_of_now(binding)
         binding.report(lambda: self._check(binding))
         self._consolidated, self._has_state = None, True
+        try:
+            failed = binding.report(lambda: self._step_and_send(binding, exchange))
+        except BaseException:  # Ctrl-C, or a lost rank: what is under way may still write to the exchange's memory
+            self._exchange = self._reduced = None
+            raise
+        if failed is not None:
+            raise failed
+        return loss
+
+    def _step_and_send(self, binding: Binding, exchange: Exchange | None) -> Exception | None:
+        """Returns what a parameter's step has raised: all is sent first, or the ranks would no longer be in step."""
         failed: Exception | None = None
         with torch.no_grad(), binding.collective():
             for index, steppers in enumerate(self._steppers):
                 for stepper in steppers:
                     try:
                         stepper.step()
-                    except Exception as error:  # raised when all is sent, or the ranks would no longer be in step
+                    except Exception as error:
                         failed = failed or error
                 if exchange is not None:
                     exchange.send(index)
@@ -259,19 +270,18 @@ class Owned(torch.optim.Optimizer):
                 exchange.finish()
             for stepper in (stepper for steppers in self._steppers for stepper in steppers):
                 stepper.show()
-        if failed is not None:
-            raise failed
-        return loss
+        return failed
 
     def _check(self, binding: Binding) -> None:
         binding.check_synchronized()
-        if [id(p) for p in self._parameters()] != self._known:
+        parameters = self._parameters()
+        if [id(p) for p in parameters] != self._known:
             raise RuntimeError(
                 f"minddp.Owned.step() on rank {binding.rank}: param_groups has other parameters than the ranks "
                 "agreed on. Add parameters by add_param_group(), on every rank; to leave some out, make a new Owned."
             )
         if binding.ranks > 1:
-            mine = [p for p in self._parameters() if self._owners[p] == binding.rank and id(p) not in self._sent]
+            mine = [p for p in parameters if self._owners[p] == binding.rank and id(p) not in self._sent]
             if left := [str(tuple(p.shape)) for p in mine if p.grad is not None]:
                 raise RuntimeError(
                     f"minddp.Owned.step() on rank {binding.rank}: {len(left)} parameters have a gradient that "

@@ -1,6 +1,7 @@
 """minddp.Owned beside the plain optimizers, in the same ranks: the same bits, shares of states, errors by name."""
 
 import copy
+import datetime
 import io
 import random
 
@@ -283,6 +284,34 @@ def test_a_rank_that_leaves_a_step_out_is_named():
     with pytest.raises(RankError) as caught:
         run_ranks(leaves_a_step_out, 2)
     assert "rank 1 will not take part in the parameters that their owners have stepped" in caught.value.failures[0]
+
+
+class Interrupted(OwnRule):
+    """Ctrl-C comes in the second step of rank 1."""
+
+    def step(self, closure=None):
+        super().step()
+        if self.steps == 2 and dist.get_rank() == 1:
+            raise KeyboardInterrupt
+
+
+@on_ranks(2)
+def test_an_interrupted_step_is_reported_and_leaves_nothing_under_way(rank, world_size):
+    module, store = Net(), dist.distributed_c10d._get_default_store()
+    ddp = minddp.DistributedDataParallel(module)
+    owned = Owned(ddp, [(module.parameters(), Interrupted, {"lr": 0.01})])
+    for error in (None, (minddp.LostPeer, KeyboardInterrupt)[rank]):
+        ddp(torch.ones(2, 12)).sum().backward()
+        if error is None:
+            owned.step()
+            continue
+        with pytest.raises(error) as caught:
+            owned.step()
+    assert rank == 1 or "KeyboardInterrupt" in str(caught.value)
+    assert owned._exchange is None
+    if rank == 0:
+        store.set("named", "")
+    store.wait(["named"], datetime.timedelta(seconds=20))
 
 
 def refuses(rank, world_size):
