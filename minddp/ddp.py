@@ -168,6 +168,8 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
 
     def _minddp_observe(self, settings: dict[str, Any]) -> None:
         self._minddp_observers = events.Observers(self, settings)
+        if self._minddp_config.auto_tune and self._minddp_observers.get("planner") is None:
+            raise events.left_out("planner", 'bucket_cap_mb="auto"')
         for call in self._minddp_observers.constructing:
             call(self)
 
@@ -629,6 +631,8 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_minddp_names" not in state:
+            return self._minddp_load_torchs(state)  # torch's class has pickled it
         state = dict(state)
         state.pop("broadcast_buffers", None)
         hook, names, settings = (state.pop(f"_minddp_{name}") for name in ("hook", "names", "settings"))

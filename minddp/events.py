@@ -266,15 +266,20 @@ def parse(options: Mapping[str, Any]) -> dict[str, Any]:
     for companion in _registered.values():
         for name, default in companion.options.items():
             if name in left and left.pop(name) != default:
-                raise TypeError(
-                    "DistributedDataParallel: MINDDP_PLAIN or MINDDP_WITHOUT leaves out the companion "
-                    f"{companion.name!r}, which has the argument {name!r}: attach it, or leave the argument out."
-                )
+                raise left_out(companion.name, repr(name))
     for name in left:
         raise TypeError(
             f"DistributedDataParallel has no argument {name!r}: no companion of {sorted(settings)} takes it."
         )
     return settings
+
+
+def left_out(companion: str, argument: str) -> TypeError:
+    """The error of a wrapper that was given an argument of a companion that is not attached."""
+    return TypeError(
+        f"DistributedDataParallel: MINDDP_PLAIN or MINDDP_WITHOUT leaves out the companion {companion!r}, which has "
+        f"the argument {argument}: attach it, or leave the argument out."
+    )
 
 
 def all_options() -> dict[str, Any]:

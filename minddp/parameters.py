@@ -8,7 +8,6 @@ without a word. Torch asks each of ``named_modules()`` for what is its own; here
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -108,7 +107,7 @@ class Parameters:
         left_alone = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
         known = _all_names(module)
         if unknown := sorted(left_alone - known):
-            # Libraries prefix names they cannot know to be there. Torch takes them all, also if warnings are errors.
+            # Libraries prefix names they cannot know to be there. Torch takes them all.
             told = "_ddp_params_and_buffers_to_ignore names %s, but the module has no such parameter or buffer."
             log.warning(told, unknown)
         named = list(delayed or ())
@@ -212,10 +211,10 @@ class Parameters:
             n for n, p in registered(self._module) if p.requires_grad and id(p) not in known and n not in ignored
         ]
         if hidden:
-            warnings.warn(
-                f"DistributedDataParallel: {hidden[:10]} require gradients, but neither named_parameters() nor any "
-                "of named_modules() tells of them: their gradients are not averaged.",
-                stacklevel=6,
+            log.warning(
+                "DistributedDataParallel: %s require gradients, but neither named_parameters() nor any of "
+                "named_modules() tells of them: their gradients are not averaged.",
+                hidden[:10],
             )
 
     def _look_at_devices(self) -> None:

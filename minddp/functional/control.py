@@ -2,19 +2,19 @@
 
 They travel through the group's own CPU backend. A group without one (``init_process_group("nccl")``) gets a Gloo
 group of the same ranks at its first call, once all of them have said that Gloo finds a network interface. Where one
-has none, the numbers travel on the device, and a warning says so: each call then waits until the device comes to it.
+has none, the numbers travel on the device, and the log says so: each call then waits until the device comes to it.
 ``init_process_group("cpu:gloo,cuda:nccl")`` needs neither.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from ..logs import log
 from ..messages import gather_objects, wait_for
 
 __all__ = ["all_gather_ints", "ints_from_root", "supports"]
@@ -79,7 +79,7 @@ def _companion(group: Any) -> Any:
     refusals = gather_objects(_gloo_refuses(), group)
     reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(refusals) if reason]
     if reasons:
-        warnings.warn(_without_gloo(reasons), RuntimeWarning, stacklevel=2)
+        log.warning(_without_gloo(reasons))
         return None
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-import warnings
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -394,7 +393,7 @@ class AutoTuner:
             self._samples = self._measure_alone()
         move = self._broadcast(self._next_move(times) if self._decides() else None)
         if move.failure is not None and self._decides():
-            warnings.warn(f'bucket_cap_mb="auto" gave up and keeps the default buckets: {move.failure}', stacklevel=4)
+            log.warning('bucket_cap_mb="auto" gave up and keeps the default buckets: %s', move.failure)
         if move.buckets != self._reducer.buckets():
             self._reducer.set_buckets(move.buckets)
         self.settled = move.plan is not None or move.failure is not None

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..logs import log
 from ..planner.documents import write_whole
 from .step_times import Stamps, flight, launched_buckets, step_begin, waits
 
 
 def write(path: str, parts: list[dict[str, Any]], world_size: int) -> None:
-    """Writes the whole file or nothing, and warns about what it lacks."""
+    """Writes the whole file or nothing, and logs what it lacks."""
     missing = sorted(set(range(world_size)) - {part["rank"] for part in parts})
     if missing:
-        warnings.warn(f"trace {path}: rank(s) {missing} did not hand in their part in time", stacklevel=3)
+        log.warning("trace %s: rank(s) %s did not hand in their part in time", path, missing)
     unaligned = [part["rank"] for part in parts if part["offset_ns"] is None]
     if unaligned:
-        warnings.warn(f"trace {path}: the clock of rank(s) {unaligned} could not be measured", stacklevel=3)
+        log.warning("trace %s: the clock of rank(s) %s could not be measured", path, unaligned)
     document = {
         "traceEvents": list(_events(parts)),
         "displayTimeUnit": "ms",

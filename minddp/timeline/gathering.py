@@ -6,12 +6,13 @@ import json
 import os
 import platform
 import time
-import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+
+from ..logs import log
 
 _PINGS = 16
 
@@ -57,7 +58,7 @@ class Ranks:
             self.store.set(f"part{self.rank}", zlib.compress(json.dumps(part).encode()))
             self._answer_pings(timeout)
         except RuntimeError as error:  # rank 0, and the store with it, has gone
-            warnings.warn(f"trace: rank {self.rank} could not hand in its part: {error}", stacklevel=3)
+            log.warning("trace: rank %d could not hand in its part: %s", self.rank, error)
         return None
 
     def _receive(self, timeout: timedelta) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ Overview
 
 What always holds
     With no trace open, ``active`` is False and nothing here runs. Closing runs no collective and never
-    waits longer than its timeout: a rank that is missing is named in the file and in a warning.
+    waits longer than its timeout: a rank that is missing is named in the file and in the log.
 
 Clocks
     Stamps are CLOCK_MONOTONIC. Ranks in one boot of one kernel read the same clock, so nothing is added
@@ -24,7 +24,6 @@ from __future__ import annotations
 import atexit
 import os
 import time
-import warnings
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,6 +32,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import environment, lifetime  # noqa: F401  registers its exit handler first, so that it runs after the trace's
+from ..logs import log
 from .chrome import write
 from .gathering import Ranks, this_process
 from .step_times import ended, step_begin
@@ -139,7 +139,7 @@ class Trace:
         try:
             self.close()
         except OSError as error:
-            warnings.warn(f"MINDDP_TRACE: the trace could not be written: {error}", stacklevel=2)
+            log.warning("MINDDP_TRACE: the trace could not be written: %s", error)
 
     def add(self, ddp: Any) -> None:
         """Keeps ``ddp``'s last step, if it is new."""
@@ -203,14 +203,14 @@ def after_step(ddp: Any) -> None:
 
 
 def _open_from_environment() -> None:
-    """``MINDDP_TRACE=path``: a trace of the whole process, closed at its exit; a warning where it cannot be."""
+    """``MINDDP_TRACE=path``: a trace of the whole process, closed at its exit; the log says if it cannot be."""
     path = environment.trace_path()
     if not path:
         return
     try:
         opened = Trace(path, _DEFAULT_STEPS)
     except OSError as error:
-        warnings.warn(f"MINDDP_TRACE: this process takes no trace. {error}", stacklevel=2)
+        log.warning("MINDDP_TRACE: this process takes no trace. %s", error)
         return
     atexit.register(opened.__enter__().close_if_used)
 

@@ -30,6 +30,7 @@ class TorchSurface(events.Observer):
         logger: what ``ddp.logger`` is.
         mixed: with ``mixed_precision``, what swaps parameters between their two precisions.
         delayed: with ``delay_all_reduce_named_params``, their one collective.
+        is_complete: the wrapper's construction is over.
     """
 
     name = "torch_surface"
@@ -43,6 +44,7 @@ class TorchSurface(events.Observer):
         self.mixed: MixedPrecision | None = None
         self.delayed: DelayedAllReduce | None = None
         self._token: str | None = None
+        self.is_complete = False
 
     def listens(self, event: str) -> bool:
         return event != "inputs" or self.settings is not None
@@ -166,6 +168,7 @@ class TorchSurface(events.Observer):
                 other.yield_ownership(wrapped.reduced)
         by_index = wrapped.debug_mapping(wrapped.reduced)
         ddp._ddp_init_helper(wrapped.reduced, wrapped.expect_sparse(), by_index, config.static_graph)
+        self.is_complete = True
 
     def named(self, token: str) -> None:
         if self.delayed is not None and self._token is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import warnings
 
 import pytest
 import torch
@@ -12,13 +11,13 @@ import torch.distributed as dist
 from minddp import functional as F
 from minddp.functional import arguments, control
 from minddp.testing import run_ranks
+from tests.faults.logged import logged
 
 
 def _calls(rank: int, size: int, without: tuple[int, ...]) -> tuple[list[float], list[str], str, bool]:
     """Collectives of a group that is taken for one of a device alone; Gloo refuses on the ranks ``without``."""
     made = []
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.MonkeyPatch.context() as patch, logged() as caught:
         patch.setattr(control, "supports", lambda group, device: False)
         patch.setattr(arguments, "control", types.SimpleNamespace(supports=lambda group, device: True))
         new_group = dist.new_group
@@ -34,7 +33,7 @@ def _calls(rank: int, size: int, without: tuple[int, ...]) -> tuple[list[float],
         results += F.all_gather(torch.full((rank + 1,), float(rank))).tolist()
         with pytest.raises(F.CollectiveError) as error:
             F.all_reduce(torch.ones(1 + rank))
-    return results, [str(warning.message) for warning in caught], str(error.value), bool(made)
+    return results, caught, str(error.value), bool(made)
 
 
 @pytest.mark.parametrize("without", [(), (1,)])

@@ -512,3 +512,22 @@ def test_an_unpickled_wrapper_logs_its_hook(rank, world_size):
             ddp.register_comm_hook(None, hook)
         names.append([d._get_ddp_logging_data()["comm_hook"] for d in (ddp, pickle.loads(pickle.dumps(ddp)))])
     assert all(before == after and before for before, after in names)
+
+
+@on_ranks(2)
+def test_a_wrapper_that_torchs_class_has_pickled(rank, world_size):
+    """Loaded where minddp's class stands in the place of torch's, it trains on as torch's does."""
+    theirs = torch.nn.parallel.DistributedDataParallel(mlp(), find_unused_parameters=True, bucket_cap_mb=3)
+    theirs.note = "the program's own"
+    theirs.eval()
+    data = pickle.dumps(theirs)
+    minddp.install()
+    try:
+        ours = pickle.loads(data)
+    finally:
+        minddp.uninstall()
+    assert type(ours) is DDP and not ours.training and ours.note == "the program's own"
+    assert ours.find_unused_parameters and ours._minddp_config.caps == (3 << 20,)
+    for ddp in (theirs, ours):
+        ddp(batch(rank)).sum().backward()
+    assert all(torch.allclose(p.grad, q.grad) for p, q in zip(theirs.parameters(), ours.parameters()))

@@ -112,6 +112,15 @@ def test_tuning_rests_while_ranks_may_run_out_of_data():
     assert results[0][:2] == (False, True)
 
 
+def leaves_the_planner_out(rank, world_size):
+    with pytest.raises(TypeError, match="leaves out the companion 'planner', which has the argument bucket_cap_mb"):
+        minddp.DistributedDataParallel(Mixed(), bucket_cap_mb="auto")
+
+
+def test_auto_without_the_planner_is_refused():
+    run_ranks(leaves_the_planner_out, 1, env={"MINDDP_WITHOUT": "planner"})
+
+
 @pytest.mark.all
 def test_the_command_writes_a_plan_that_the_model_takes(tmp_path, monkeypatch):
     models = (

@@ -1,7 +1,6 @@
 """The tuner's agreement over real ranks, on a reducer whose times are made up and differ by rank."""
 
 import logging
-import warnings
 
 import pytest
 import torch
@@ -123,14 +122,13 @@ def tune_alone_fails(rank, world_size):
 
         autotune.PlanSearch, original = Broken, autotune.PlanSearch
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with logged() as caught:
             train(reducer, tuner)
     finally:
         if rank == 0:
             autotune.PlanSearch = original
     assert reducer.buckets() == FakeReducer(rank).buckets()
-    return tuner.settled, tuner.plan, reducer.iteration, [str(w.message) for w in caught]
+    return tuner.settled, tuner.plan, reducer.iteration, caught
 
 
 def test_a_failure_of_rank_0s_search_ends_the_tuning_on_every_rank():

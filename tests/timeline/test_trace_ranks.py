@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from minddp.testing import free_port, run_ranks
 from minddp.timeline import Trace, gathering, recording
+from tests.faults.logged import logged
 
 SKEW_NS = 5_000_000_000
 
@@ -100,13 +100,12 @@ def _ends_early(rank: int, world_size: int, path: str, ending: str, early: int) 
 
 
 def _only_rank_0(rank: int, world_size: int, path: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with logged() as caught:
         if rank == 0:
             with Trace(path, 10, timedelta(seconds=0.5)):
                 pass
     dist.barrier()
-    return [str(warning.message) for warning in caught]
+    return caught
 
 
 def _group_gone(rank: int, world_size: int, path: str, store_path: str) -> None:

@@ -10,7 +10,6 @@ nothing happens.
 # Old Pythons read this, too: no newer syntax, and no `typing`, whose import takes long.
 import os
 import sys
-import warnings
 from importlib.machinery import PathFinder
 
 _FOLDER = os.path.dirname(__file__)
@@ -55,7 +54,7 @@ def _import_minddp(torch):
     except ImportError:  # it is not built for this Python, or not for its torch
         pass
     except Exception as error:  # whatever it is, this may not end a program that has asked for nothing
-        warnings.warn(f"minddp.install() has not reached this process: {error!r}")  # noqa: B028
+        print(f"minddp.install() has not reached this process: {error!r}", file=sys.stderr)
 
 
 sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
