@@ -100,8 +100,8 @@ class Reducer(_C.Reducer):
         plain = plan.plain_dtypes()
         dtypes = plain if plan.dtypes is None else plan.dtypes
         # Caps count bytes as if every gradient were sent whole: fewer bytes make no fewer buckets.
-        self._nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(plan.parameters, plain)]
-        self.wire_nbytes = self._nbytes if plan.wire_nbytes is None else plan.wire_nbytes
+        self.nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(plan.parameters, plain)]
+        self.wire_nbytes = self.nbytes if plan.wire_nbytes is None else plan.wire_nbytes
         self.kinds: list[Hashable] = [
             (p.dtype, p.device, name if sparse else "", dtype)
             for p, name, sparse, dtype in zip(plan.parameters, plan.names, plan.sparse, dtypes)
@@ -162,28 +162,28 @@ class Reducer(_C.Reducer):
         """
         config = self.config
         if self._as_torch or config.lists_caps:
-            return unordered_buckets(self._nbytes, self.kinds, config.torch_caps)
-        if sum(self._nbytes) <= max(FIRST_BUCKET_BYTES, config.torch_caps[0]):
-            return unordered_buckets(self._nbytes, self.kinds, [sys.maxsize])
-        return self._assign(range(len(self._nbytes))[::-1], [])
+            return unordered_buckets(self.nbytes, self.kinds, config.torch_caps)
+        if sum(self.nbytes) <= max(FIRST_BUCKET_BYTES, config.torch_caps[0]):
+            return unordered_buckets(self.nbytes, self.kinds, [sys.maxsize])
+        return self._assign(range(len(self.nbytes))[::-1], [])
 
     def _assign(self, arrived: Sequence[int], absent: Sequence[int]) -> Buckets:
         # What never arrived would hold up what did, so the two do not share buckets.
         config = self.config
         alone = config.alone_from(self.device.type) or math.inf
-        caps = config.caps_for(sum(self._nbytes))
+        caps = config.caps_for(sum(self.nbytes))
         kinds: list[Hashable] = [
-            (kind, i) if nbytes >= alone else kind for i, (kind, nbytes) in enumerate(zip(self.kinds, self._nbytes))
+            (kind, i) if nbytes >= alone else kind for i, (kind, nbytes) in enumerate(zip(self.kinds, self.nbytes))
         ]
         return [
             bucket
             for order in (arrived, absent)
-            for bucket in assign_buckets(self._nbytes, kinds, order, caps, config.last_cap)
+            for bucket in assign_buckets(self.nbytes, kinds, order, caps, config.last_cap)
         ]
 
     def _assign_as_torch(self, arrived: Sequence[int], absent: Sequence[int]) -> Buckets:
         full = sys.maxsize
-        sizes = [full if sparse else nbytes for sparse, nbytes in zip(self._sparse, self._nbytes)]
+        sizes = [full if sparse else nbytes for sparse, nbytes in zip(self._sparse, self.nbytes)]
         return torchs_buckets(sizes, self.kinds, [*arrived, *sorted(absent)], self.config.torch_caps)
 
     def _rebuild_buckets(self, collective: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
@@ -210,6 +210,18 @@ class Reducer(_C.Reducer):
         assign = self._assign_as_torch if agreed.as_torch else self._assign
         self._cut(assign(agreed.arrived, agreed.absent))
         return True
+
+    def buckets_to_come(self) -> Buckets:
+        """Those of now; or, before they are cut along the order of arrival, as if the last gradient came first."""
+        if self.is_settled:
+            return self.buckets()
+        assign = self._assign_as_torch if self.is_as_torch else self._assign
+        return assign(range(len(self.nbytes))[::-1], [])
+
+    @property
+    def is_as_torch(self) -> bool:
+        """Buckets are cut as torch's class cuts them."""
+        return self._as_torch or self._has_hook
 
     def set_buckets(self, buckets: Buckets) -> None:
         """Re-plans; the caller makes all ranks do the same between the same iterations.

@@ -165,6 +165,7 @@ class Guards(events.Observer):
             self.inspector.check_lost()
 
     def before_forward(self, joining: bool) -> None:
+        self.steps.check_compiled_steps()
         self.inspector.note_forward()
         if step.interrupted(self.steps.last_averages):
             self.words.note_interrupted(self.averager.reducer.iteration())

@@ -62,6 +62,10 @@ class Guarded:
         """Whether it came through this one's forward, in that backward or a later one."""
         return False
 
+    def note_versions(self) -> set[int]:
+        """Before an optimizer's first compiled step."""
+        return set()
+
     def yield_ownership(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another has been made around some of ``parameters``: it cares for them."""
 
@@ -108,6 +112,7 @@ class StepCheck(Guarded):
         self._guards = weakref.ref(guards)
         self._process = os.getpid()
         self._settled: set[str] = set()  # kinds of local gradients that are asked about no more
+        self._versions: dict[int, int] = {}  # of the parameters, at the last forward after a step was compiled
 
     @property
     def guards(self) -> Any:
@@ -140,6 +145,18 @@ class StepCheck(Guarded):
         skips = self.guards.finite is not None and self.guards.finite.check()
         self.averager.report_failure(lambda: self._check_local(stepped, others))
         return skips
+
+    def note_versions(self) -> set[int]:
+        """``id`` of each parameter that has been written to since this was called before."""
+        averager = self.averager
+        before, self._versions = self._versions, {id(p): _version(p) for p in averager.parameters.reduced}
+        return {key for key, version in self._versions.items() if before.get(key, version) != version}
+
+    def check_compiled_steps(self) -> None:
+        """At a forward: looks at the gradients that compiled steps may have used. What must be refused for certain
+        is refused at each forward anyway."""
+        if _has_compiled and (stepped := self.note_versions()) and self.may_refuse_step() and self._has_others():
+            self._check_local(stepped, [other for other in watched() if other is not self], is_certain=False)
 
     def _has_others(self) -> bool:
         """Whether there are ranks whose parameters could become others than this one's: not in a group of one, nor
@@ -189,10 +206,11 @@ class StepCheck(Guarded):
         """Parameters, by index, whose gradients this rank may have alone, and why."""
         return {i: kind for i, kind in self.averager.reducer.suspects() if kind not in self._settled}
 
-    def _check_local(self, stepped: set[int], others: Sequence[Guarded]) -> None:
+    def _check_local(self, stepped: set[int], others: Sequence[Guarded], is_certain: bool = True) -> None:
         """Raises if gradients that bypassed the wrapper differ between ranks. If others do that a program may have
-        left local, it says so in the log: the program may have made warnings errors."""
+        left local, or if it is not certain that they are stepped, it says so in the log."""
         reducer, parameters = self.averager.reducer, self.averager.parameters.reduced
+        is_certain = is_certain and (self.averager.hook is None or self.averager.has_builtin_hook)
         kinds = {i: kind for i, kind in self._suspects().items() if not self._is_averaged(i, parameters[i], others)}
         bypassed = dict(reducer.bypassed() if "bypassed" not in self._settled else ())
         for i, backward in bypassed.items():
@@ -214,7 +232,7 @@ class StepCheck(Guarded):
             for name in error.names:  # a rank that shows none may have averages, where no forward waits
                 if named[name][0] != "assigned" or error.waited is None:
                     differing.setdefault(named[name][0], []).append(name)
-            if "bypassed" in differing and (self.averager.hook is None or self.averager.has_builtin_hook):
+            if "bypassed" in differing and is_certain:
                 raise RuntimeError(refusal(error)) from None
         for kind, which in differing.items():
             log.warning(_LOCAL, self.averager.group.rank(), which[:10], _SUSPECTS[kind], how)
@@ -247,7 +265,7 @@ _SUSPECTS = {
     "assigned": "no backward has brought them, but torch.autograd.grad and an assignment perhaps, and a forward of "
     "the wrapper's waits for its backward. Call backward(), or average them; or run that forward under no_sync().",
     "bypassed": "their backward ran past the wrapper, or the communication hook leaves gradients local.",
-}  # the last is a suspicion with a communication hook of the program's; otherwise it is certain, and raises
+}  # the last is a suspicion with a communication hook of the program's, or after a compiled step; otherwise it raises
 
 
 # --- torch's hooks on all optimizers ---
@@ -262,7 +280,23 @@ def _look_at_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+_has_compiled = False
+
+
+def _note_compiled() -> None:
+    """A compiled step calls nobody: from now on each forward looks at what steps have done before it."""
+    global _has_compiled
+    _has_compiled = True
+    for guarded in watched():
+        guarded.note_versions()
+
+
+_note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():  # what Dynamo traces of this is only what follows
+        return _note_compiled()
     closure, steps = _closure_of(optimizer, args, kwargs), _steps_of(optimizer)
     if closure is None:
         _check(optimizer)
@@ -280,6 +314,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     _steps_of(optimizer).end()
     closure = _closure_of(optimizer, args, kwargs)
     if closure is not None and not isinstance(closure, _FUNCTIONS):
@@ -301,9 +337,9 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 def _closure_of(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """The closure that a step was called with, if it makes gradients that are asked for. What else an optimizer of
-    the user's takes in its place, a module say, is none; Dynamo traces the program's own closure, and no stand-in."""
+    the user's takes in its place, a module say, is none."""
     given = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if given is None or torch.compiler.is_compiling() or not callable(given):
+    if given is None or not callable(given):
         return None
     stepped = _parameters(optimizer)
     if all(stepped.isdisjoint(guarded.parameter_ids()) for guarded in watched()):

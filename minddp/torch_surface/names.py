@@ -17,6 +17,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 from ..config import MIB, warn_about_static_and_unused
 from ..parameters import Parameters, all_parameters
 from ..torch_base import TorchBase, fill
+from .graph_splits import cap_of_graphs
 from .shown import shown
 
 
@@ -92,6 +93,12 @@ class TorchNames:
     @shown
     def _has_rebuilt_buckets(self: Any) -> bool:
         return self._minddp_averager is not None and self._minddp_averager.has_rebuilt_buckets
+
+    @shown
+    def bucket_bytes_cap(self: Any) -> int:
+        """While forward runs torch.compile reads it, and splits the module's graph by it."""
+        averager, active = self._minddp_averager, self._get_active_ddp_module() is self
+        return cap_of_graphs(averager) if active and averager is not None else self._minddp_config.cap
 
     @shown
     def bucket_bytes_cap_list(self: Any) -> list[int]:

@@ -73,7 +73,7 @@ class TorchSurface(events.Observer):
         ddp.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
         ddp.batched_grad_copy = config.batched_grad_copy
         ddp.mixed_precision = self.settings
-        ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default = config.cap, config.default_caps
+        ddp.bucket_bytes_cap_default = config.default_caps
         ddp._lazy_init_ran = ddp._use_python_reducer = False
 
     def _localize_shards(self, ddp: Any) -> None:

@@ -1,19 +1,23 @@
 """torch.compile, inside the wrapper and around it: eager's numbers, graphs split where torch's are."""
 
 import copy
+import warnings
 
+import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from minddp import DistributedDataParallel
+from tests.faults.logged import logged
 from tests.on_ranks import on_ranks
 
 
-class Net(nn.Module):
+class Layers(nn.Module):
     """Not nn.Sequential itself: dynamo begins in no frame of torch's own, so torch's DDP would not compile that."""
 
-    def __init__(self):
+    def __init__(self, layers):
         super().__init__()
-        self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(600, 600), nn.Tanh())])
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, x):
         return self.layers(x)
@@ -21,13 +25,8 @@ class Net(nn.Module):
 
 @on_ranks(2, timeout=900)
 def test_both_orders_split_graphs_as_torch_does(rank, world_size):
-    import torch
-    import torch._dynamo
-
-    from minddp import DistributedDataParallel
-
     torch.manual_seed(0)
-    base = Net()
+    base = Layers([layer for _ in range(4) for layer in (nn.Linear(600, 600), nn.Tanh())])
     counts = {}
     results = {}
 
@@ -63,3 +62,42 @@ def test_both_orders_split_graphs_as_torch_does(rank, world_size):
     counts = {" ".join(key): count for key, count in counts.items()}
     assert counts["minddp around"] == counts["torch around"] > 1, counts
     assert counts["minddp inside"] == counts["torch inside"] > 1, counts
+
+
+@on_ranks(2)
+def test_graphs_follow_the_buckets(rank, world_size):
+    """By default, and with several caps nearly; one cap below the 1 MiB that Dynamo asks for is none to it."""
+    arguments = {5: {}, 4: {"bucket_cap_mb_list": [1, 4, 2]}, 8: {"bucket_cap_mb": 0.5}}
+    for expected, caps in arguments.items():
+        graphs = []
+        ddp = DistributedDataParallel(Layers([nn.Linear(512, 512) for _ in range(8)]), **caps)
+        torch._dynamo.reset()
+        compiled = torch.compile(ddp, backend=lambda graph, inputs, graphs=graphs: graphs.append(1) or graph)
+        for _ in range(3):
+            compiled(torch.ones(2, 512)).sum().backward()
+        assert len(graphs) == len(ddp.reducer.buckets()) == expected, caps
+
+
+@on_ranks(2)
+def test_a_compiled_step_is_one_graph_and_is_looked_at_before_the_next_forward(rank, world_size):
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer, graphs = torch.optim.SGD(ddp.parameters(), 0.1), []
+    torch._dynamo.reset()
+    step = torch.compile(optimizer.step, backend=lambda graph, inputs: graphs.append(1) or graph)
+
+    def local_and_alike():
+        (ddp.module.weight.square().sum() + ddp.module.bias.square().sum()).backward()
+
+    def local():
+        ddp.module(torch.full((2, 4), 1.0 + rank)).sum().backward()
+
+    with warnings.catch_warnings(), logged() as texts:
+        warnings.filterwarnings("error", message=".*Dynamo.*")
+        for makes_gradients in (lambda: ddp(torch.ones(2, 4)).sum().backward(), local_and_alike, local):
+            assert not texts
+            optimizer.zero_grad()
+            makes_gradients()
+            step()
+            ddp(torch.ones(2, 4)).sum().backward()
+    assert len(graphs) == 1
+    assert "uses gradients of this rank alone, of ['weight']: their backward ran past the wrapper" in texts[0]
