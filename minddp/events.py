@@ -74,6 +74,10 @@ class Observer:
         """
         return dict(values)
 
+    @classmethod
+    def construction_failed(cls, group: Any, error: BaseException) -> None:
+        """This rank's constructor raises ``error``; ``group`` is the wrapper's. Must not raise."""
+
     # Construction. All ranks construct together: these may raise on all ranks alike.
 
     def constructing(self, ddp: Any) -> None:
@@ -183,7 +187,7 @@ class Observer:
 EVENTS = tuple(
     name
     for name, value in vars(Observer).items()
-    if inspect.isfunction(value) and not name.startswith("_") and name not in ("parse", "listens")
+    if inspect.isfunction(value) and not name.startswith("_") and name != "listens"
 )
 _registered: dict[str, type[Observer]] = {}
 
@@ -272,6 +276,17 @@ def parse(options: Mapping[str, Any]) -> dict[str, Any]:
             f"DistributedDataParallel has no argument {name!r}: no companion of {sorted(settings)} takes it."
         )
     return settings
+
+
+@contextmanager
+def construction(group: Any) -> Iterator[None]:
+    """Inside, a wrapper of ``group`` is made: companions hear of it if that fails."""
+    try:
+        yield
+    except BaseException as error:
+        for companion in registered():
+            companion.construction_failed(group, error)
+        raise
 
 
 def left_out(companion: str, argument: str) -> TypeError:

@@ -51,7 +51,8 @@ class Wait(NamedTuple):
 
     ``here``: this rank in the default group, whose numbers all texts use. ``others``: the group's other ranks.
     ``hook``: the communication hook that sends what is waited for, if one does. ``given_up``: the last iteration that
-    this rank gave up.
+    this rank gave up. ``fails_as``: the name under which another rank reports that it will not come; empty: the
+    wrapper's.
     """
 
     awaited: Awaited
@@ -59,6 +60,7 @@ class Wait(NamedTuple):
     others: tuple[int, ...]
     hook: str = ""
     given_up: int = 0
+    fails_as: str = ""
 
 
 class Fact(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -91,7 +91,15 @@ class Guards(events.Observer):
     # --- construction ---
 
     def constructing(self, ddp: Any) -> None:
-        watchdog.current(self._group)  # from now on this rank can be asked where it is
+        dog = watchdog.current(self._group)  # from now on this rank can be asked where it is
+        if dog is not None:
+            dog.constructor_begins(self._group.group_name)
+
+    @classmethod
+    def construction_failed(cls, group: Any, error: BaseException) -> None:
+        with suppress(Exception):  # the process group may be gone
+            if (dog := watchdog.current(group)) is not None:
+                dog.constructor_failed(group.group_name, error)
 
     def compared(self, parameters: Any) -> Mapping[str, Any]:
         refuse_torchs_class(self._group, [parameter.device for parameter in parameters.reduced])

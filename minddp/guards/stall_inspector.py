@@ -310,13 +310,16 @@ def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> N
     timeout = None if None in patient else max(patient)
     wrapper, number = _owner.collective or (group.group_name, 0)
     awaited = Awaited(wrapper, collective=number, what=what, joins=what == messages.SHADOWED)
-    look_into(dog, group, _wait(group, awaited), seconds, error, timeout)
+    fails_as = dog.constructor_of(group.group_name) if _owner.constructs else ""
+    look_into(dog, group, _wait(group, awaited)._replace(fails_as=fails_as), seconds, error, timeout)
 
 
 class _Owner(threading.local):
-    """Which wrapper's collective this thread waits in, by name and number; and that wrapper's ``desync_timeout``."""
+    """Which wrapper's collective this thread waits in, by name and number, or whether that wrapper is being made; and
+    its ``desync_timeout``."""
 
     collective: tuple[str, int] | None = None
+    constructs = False
     patience: tuple[float | None, ...] = ()
 
 
@@ -327,12 +330,12 @@ _owner = _Owner()
 def waits_of(collective: tuple[str, int] | None, desync_timeout: float | None) -> Iterator[None]:
     """Inside, this thread's waits are those of ``collective``, by its wrapper's name and its number, or of a wrapper
     that is being made (None); and as patient as that wrapper's ``desync_timeout`` says."""
-    outer = _owner.collective, _owner.patience
-    _owner.collective, _owner.patience = collective, (desync_timeout,)
+    outer = _owner.collective, _owner.constructs, _owner.patience
+    _owner.collective, _owner.constructs, _owner.patience = collective, collective is None, (desync_timeout,)
     try:
         yield
     finally:
-        _owner.collective, _owner.patience = outer
+        _owner.collective, _owner.constructs, _owner.patience = outer
 
 
 messages.set_watcher(_watch)

@@ -70,7 +70,8 @@ class Watchdog:
         self._sent = threading.Condition()
         self._outbox: list[Report] = []
         self._told: dict[str, str] = {}  # what this rank has reported and not taken back: words, by wrapper
-        self._later: tuple[float, str, str] | None = None  # when what is to be reported of which wrapper
+        self._later: dict[str, tuple[float, str]] = {}  # when what is to be reported, by wrapper
+        self._constructors: dict[str, int] = {}  # how many have failed here since all ranks were in one, by group
         self._inspectors: dict[int, weakref.ref[Any]] = {}  # StallInspectors, one a wrapper
         self._wait: tuple[float, Wait] | None = None  # when this rank was last known to wait, and for what
         self.words = ""  # of the last exception that the program may have handled, for those who ask
@@ -115,7 +116,8 @@ class Watchdog:
             wait: at most so many seconds until it has been reported: the process may be about to end.
         """
         with self._lock:
-            self._later = None
+            for wrapper in wrappers or list(self._later):
+                self._later.pop(wrapper, None)
             for wrapper in sorted(set(wrappers)) or [""]:
                 if wrapper not in self._told and "" not in self._told:
                     words = words if wrapper else next(iter(self._told.values()), words)
@@ -126,19 +128,43 @@ class Watchdog:
             with self._sent:
                 self._sent.wait_for(lambda: self.lost or not self._outbox, wait)
 
-    def tell_later(self, words: str, wrapper: str) -> None:
+    def tell_later(self, words: str, wrapper: str, seconds: float = _TEXT_SECONDS) -> None:
         """:meth:`tell`, unless more is known in a moment: the exception may end the program, and has a text then."""
-        self._later = time.monotonic() + _TEXT_SECONDS, words, wrapper
+        with self._lock:
+            self._later[wrapper] = time.monotonic() + seconds, words
         self._wake.set()
 
     def take_back(self, wrapper: str) -> None:
         """What was told of ``wrapper`` has passed."""
         with self._lock:
-            if self._later is not None and self._later[2] == wrapper:
-                self._later = None
+            self._later.pop(wrapper, None)
             if self._told.pop(wrapper, None) is not None:
                 self._outbox.append(self._message("", wrapper, over=True))
         self._wake.set()
+
+    # Ranks may fail in a constructor alike, and try again: what one of them reports must not end the next attempt of
+    # another. So failures are numbered, and a rank that has failed n times heeds another rank's failure n + 1 alone.
+
+    def constructor_of(self, group: str, number: int = 0) -> str:
+        """The name under which ranks report that a constructor in ``group`` has failed, for the ``number``-th time
+        since all ranks were in one together; 0: once more than on this rank."""
+        return f"{group}/constructor {number or self._constructors.get(group, 0) + 1}"
+
+    def constructor_begins(self, group: str) -> None:
+        """Others may wait for this one: what earlier ones have reported has passed."""
+        for number in range(self._constructors.get(group, 0)):
+            self.take_back(self.constructor_of(group, number + 1))
+
+    def constructor_is_met(self, group: str) -> None:
+        """All ranks are in one."""
+        self._constructors.pop(group, None)
+
+    def constructor_failed(self, group: str, error: BaseException) -> None:
+        """Reported unless the program tries again soon."""
+        words = f"its constructor of DistributedDataParallel ended with {location.exception_text(error)}"
+        self._constructors[group] = self._constructors.get(group, 0) + 1
+        for number in range(self._constructors[group]):
+            self.tell_later(words, self.constructor_of(group, number + 1), times.SETTLED * times.look)
 
     def waits(self, wait: Wait) -> None:
         """This rank waits, as of now."""
@@ -156,7 +182,7 @@ class Watchdog:
     def facts(self, wait: Wait) -> list[Fact]:
         """What is known about the ranks that are waited for, without asking anybody but this machine's kernel."""
         with self._lock:
-            return [self._fact(rank, wait.awaited.wrapper) for rank in wait.others]
+            return [self._fact(rank, wait.fails_as or wait.awaited.wrapper) for rank in wait.others]
 
     def _fact(self, rank: int, wrapper: str) -> Fact:
         process, failure = self.processes.get(rank), self._failure(rank, wrapper)
@@ -195,7 +221,8 @@ class Watchdog:
             reports.publish(self._report())
             while not self._stopping and self._group_is_there() and reports.has_store():
                 self._turn()
-                self._wake.wait(0.1 * times.look if self._outbox or self._later else reports.interval)
+                due = min((at for at, _ in list(self._later.values())), default=math.inf) - time.monotonic()
+                self._wake.wait(0.1 * times.look if self._outbox else min(max(due, 0.0), reports.interval))
                 self._wake.clear()
             if not self._stopping and "" not in self._told:
                 self._leave("it has destroyed its process group")
@@ -248,8 +275,9 @@ class Watchdog:
 
     def _tell_what_is_due(self, now: float) -> None:
         with self._lock:
-            if self._later is not None and self._later[0] <= now:
-                self.tell(*self._later[1:])
+            for wrapper, (due, words) in list(self._later.items()):
+                if due <= now:
+                    self.tell(words, wrapper)
 
     def _leave(self, words: str) -> None:
         """Without an exception; after one that the program has caught, that has a part in it."""
@@ -344,9 +372,11 @@ def current(group: Any) -> Watchdog | None:
 
 
 def introduce(group: Any, processes: Sequence[Process]) -> None:
-    """Keeps who the ranks of ``group`` are, by rank: while somebody is missing the store may not answer."""
+    """All ranks of ``group`` are in a constructor. Keeps who they are, by rank: while somebody is missing the store
+    may not answer."""
     dog = current(group)
     if dog is not None:
+        dog.constructor_is_met(group.group_name)
         dog.know(dict(zip(dist.get_process_group_ranks(group), processes)))
 
 
