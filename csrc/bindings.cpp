@@ -309,9 +309,7 @@ void bind_reducer(py::module_& module) {
       .def(
           "set_skip_all_reduce_unused", [](Reducer& r, bool skips) { r.skip_all_reduce_unused = skips; },
           py::arg("skips"))
-      .def(
-          "set_manual_finalization", [](Reducer& r, bool required) { r.manual_finalization = required; },
-          py::arg("required"))
+      .def_readwrite("manual_finalization", &Reducer::manual_finalization)
       .def(
           "set_scales", [](Reducer& r, double before, double after) { r.pre_scale = before, r.post_scale = after; },
           py::arg("before"), py::arg("after"))

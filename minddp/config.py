@@ -28,8 +28,7 @@ class Config:
 
     ``caps``: bytes, one entry a bucket, the last repeats. ``default_caps``: nobody chose them. ``lists_caps``:
     several were given, or one in ``bucket_cap_mb_list``. ``auto_tune``: a companion chooses them while training runs.
-    ``sync_buffers_at_start``: buffers are part of the first synchronization. ``manual_finalization``: no argument,
-    but an attribute of the wrapper, which may change.
+    ``sync_buffers_at_start``: buffers are part of the first synchronization.
     """
 
     caps: tuple[int, ...]
@@ -44,7 +43,6 @@ class Config:
     lazy_bucket_allocation: bool
     forward_sync_buffers: bool
     sync_buffers_at_start: bool
-    manual_finalization: bool = False
 
     @property
     def cap(self) -> int:

@@ -13,7 +13,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,11 +66,13 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         broadcast_buffers: deprecated by torch; use ``forward_sync_buffers``.
         init_sync: verify and broadcast parameters and buffers at construction.
         process_group: group to reduce over; default: the default group. Not with ``device_mesh``.
-        bucket_cap_mb: a bucket closes once it holds this many MiB. ``None``: a tenth of all gradients, between 2 and
-            25, and 1 for the last bucket, whose reduction nothing can hide; a gradient of 25 MiB (on the CPU: 4) has
-            a bucket of its own, which spares a copy. Torch's, 1 and then 25, with ``find_unused_parameters``, with a
-            communication hook, and where the program has collectives of its own in backward (SyncBatchNorm).
-            ``"auto"`` measures, re-plans.
+        bucket_cap_mb: the size in MiB at which a bucket is closed. ``None``, the default: there are about ten
+            buckets, each of a tenth of all gradients, but of 2 MiB at least and of 25 at most. The last one is closed
+            at 1 MiB, since no backward is left to hide its reduction. A gradient of 25 MiB or more (on the CPU of 4)
+            has a bucket of its own, which spares a copy. With ``find_unused_parameters``, with a communication hook,
+            and if the program has collectives of its own in backward (SyncBatchNorm), the default is torch's: 1 MiB,
+            then 25.
+            ``"auto"`` measures bucket sizes while training runs, and takes the best.
         find_unused_parameters: allow parameters that take no part in a backward. Costs no graph walk in forward:
             autograd's engine has found what takes part when backward begins.
         check_reduction: deprecated, without effect.
@@ -368,56 +369,6 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         finally:
             self.require_backward_grad_sync = before
             self._minddp_synchronizes()
-
-    @property
-    def require_manual_backward_finalization(self) -> bool:
-        """Whether the caller ends each synchronized backward, once, by :meth:`finalize_backward`.
-
-        Collectives begin as ever; what waits for them and writes to ``.grad`` is left to the caller, so that other
-        work can run beside them. Until then the next forward and ``optimizer.step()`` raise. Set it before forward.
-
-        Raises:
-            RuntimeError: set between a forward and the end of its backward, or where every parameter's reduction is
-                delayed.
-        """
-        return bool(self._minddp_config.manual_finalization)
-
-    @require_manual_backward_finalization.setter
-    def require_manual_backward_finalization(self, required: bool) -> None:
-        averager = self._minddp_averager
-        if averager is None:
-            self._minddp_check_not_delayed(bool(required))
-            return
-        averager.reducer._set_manual_finalization_required(bool(required))
-        averager.config = self._minddp_config = replace(averager.config, manual_finalization=bool(required))
-
-    @property
-    def should_finalize_after_backward(self) -> bool:
-        """Whether :meth:`finalize_backward` has to wait until the backward of the last forward has returned.
-
-        True for a module's first synchronized backward, which tells the order of gradients, and under
-        ``mixed_precision``. Else a hook in backward may call it too, once all gradients of the module are there.
-        """
-        if not self.require_manual_backward_finalization:
-            return False
-        return bool(self._minddp_averager.reducer._should_finalize_after_backward())
-
-    def finalize_backward(self) -> None:
-        """Waits for the collectives of a synchronized backward and writes the averages to ``.grad``. Exactly once.
-
-        Raises:
-            RuntimeError: ``require_manual_backward_finalization`` is not set, gradients are still to come, nothing is
-                to be finalized (under ``no_sync``, or a second time), or every parameter's reduction is delayed.
-        """
-        self._minddp_check_not_delayed(True)
-        self._minddp_averager.reducer._finalize_backward_manual()
-
-    def _minddp_check_not_delayed(self, required: bool) -> None:
-        if required and self._minddp_averager is None:
-            raise RuntimeError(
-                "Manual backward finalization is not supported when all DDP parameters use "
-                "delay_all_reduce_named_params: that reduction ends with backward."
-            )
 
     # ----------------------------------------------------------------------------------------
     # Buffers: rank 0's on every rank, before forward or after it; the last rank's once there was a join, as in torch

@@ -115,9 +115,7 @@ class Reducer(_C.Reducer):
         self.order_of_arrival: list[int] = []  # by which buckets were cut anew
         self.agreed_token = ""  # with new buckets: the same on all ranks, and no other reducer's
         self._has_hook, self._divisor = False, self.group.size()
-        self._manual_finalization = self.config.manual_finalization
         self._sends = after_last_launch
-        self.finalizes_late = False  # finalize_backward() always has to wait for the end of backward
         self.on_cut: Callable[[], None] = lambda: None  # called when gradients travel in other buckets
         self._rule: ScaleRule = _mean
         options = _C.ReducerOptions(
@@ -132,7 +130,6 @@ class Reducer(_C.Reducer):
             self.add(case)
         super().set_buckets(self._first_buckets())
         self.set_skip_all_reduce_unused(self.config.skip_all_reduce_unused_params)
-        self.set_manual_finalization(self.config.manual_finalization)
         outlive(self, self.group)
         self.set_callbacks(after_last_launch=weakly(self._after_last_launch))
         self._set_scales()
@@ -238,15 +235,6 @@ class Reducer(_C.Reducer):
         super().set_buckets(buckets)
         self.on_cut()
 
-    # Torch's names for what is here under others.
-    _run_comm_hook = _C.Reducer.run_hook
-    _remove_autograd_hooks = _C.Reducer.remove_hooks
-    _check_reducer_finalized = _C.Reducer.check_finished
-    _reset_state = _C.Reducer.abort_iteration
-
-    def prepare_for_forward(self) -> None:
-        """Nothing is to be done; callers of :meth:`prepare_for_backward` call it."""
-
     def detach(self) -> None:
         """Lets go of the parameters: another reducer takes them, or none."""
         self.remove_hooks()
@@ -255,55 +243,6 @@ class Reducer(_C.Reducer):
     def _after_last_launch(self) -> None:
         for send in self._sends:
             send()
-
-    # --- the end of a backward, where it is the caller's ---
-
-    def _set_manual_finalization_required(self, required: bool) -> None:
-        """Whether each synchronized backward is ended by :meth:`_finalize_backward_manual`, not by itself.
-
-        Raises:
-            RuntimeError: a backward is expected, running or not finalized.
-        """
-        if required != self._manual_finalization and self.expects_backward():
-            raise RuntimeError(
-                "require_manual_backward_finalization cannot be changed after forward while a backward pass is "
-                f"expected or in progress. Set it before forward, or after backward finalization. {self._here}"
-            )
-        self._manual_finalization = required
-        self.set_manual_finalization(required)
-
-    def _should_finalize_after_backward(self) -> bool:
-        """Whether buckets are launched at the end of the next backward only: the first one tells the order."""
-        return self.finalizes_late or not self.has_recorded()
-
-    def _finalize_backward_manual(self) -> None:
-        """Waits for the collectives of a backward and writes the averages; in a hook of it, or after it.
-
-        Raises:
-            RuntimeError: nothing is to be finalized, or some gradients are not there yet.
-        """
-        if not self._manual_finalization:
-            raise RuntimeError(
-                "finalize_backward() called but manual backward finalization is not required. Set "
-                f"require_manual_backward_finalization to true first. {self._here}"
-            )
-        if self.phase() == _C.Phase.IDLE:
-            raise RuntimeError(
-                "finalize_backward() called but no gradient reduction requires finalization. This can happen if "
-                f"no_sync() is active or finalize_backward() was already called for this backward pass. {self._here}"
-            )
-        if not self.ready_to_finalize():
-            missing = ", ".join(self.names[i] for i in self.missing()) or "none"
-            raise RuntimeError(
-                "finalize_backward() called before all DDP buckets were ready. Call it when all parameters have "
-                "their gradients; where should_finalize_after_backward was true after forward, after backward() has "
-                f"returned. Parameters without a gradient so far: {missing}. {self._here}"
-            )
-        self.finalize_backward_manual()
-
-    @property
-    def _here(self) -> str:
-        return f"[rank {self.group.rank()}]"
 
     # --- scales ---
 

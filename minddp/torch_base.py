@@ -70,8 +70,9 @@ for _name, _value in list(vars(_TorchDDP).items()):
         setattr(TorchBase, _name, _in_the_place_of(_name, _value))
 
 
-def fill(names: type) -> None:
-    """Gives the wrapper what is defined in ``names``, under torch's names, in the place of what raises."""
+def fill(names: type, owner: type = TorchBase) -> None:
+    """Gives the wrapper what is defined in ``names``, under torch's names, in the place of what raises; or another
+    class, ``owner``."""
     for name, value in vars(names).items():
         if name not in ("__module__", "__doc__", "__dict__", "__weakref__", "__qualname__"):
-            setattr(TorchBase, name, value)
+            setattr(owner, name, value)

@@ -9,11 +9,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-import torch.distributed as dist
-
+from ..config import DEFAULT_LAST_BUCKET_BYTES as _FIRST  # torch's class's first: Dynamo asks for as much
 from ..logs import log
-
-_FIRST: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # Dynamo asks for a cap of at least as much
 
 
 def cap_of_graphs(averager: Any) -> int:

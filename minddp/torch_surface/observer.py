@@ -17,7 +17,7 @@ from ..guards import step
 from ..parameters import but_for
 from ..reducer import Plan, Stage, weakly
 from ..timeline.observer import Stamps
-from . import names  # noqa: F401  gives the wrapper torch's names
+from . import finalization, names  # noqa: F401  give the wrapper torch's names
 from .delayed_params import DelayedAllReduce
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
@@ -141,6 +141,7 @@ class TorchSurface(events.Observer):
                 self.settings, averager.module, parameters.module_parameters, buffers, moved
             )
         reducer.finalizes_late = self.mixed is not None  # parameters change back at the end of backward
+        reducer.manual_finalization = ddp is not None and ddp.require_manual_backward_finalization
 
     def _note_sharers(self, reducer: Any) -> None:
         """Other wrappers of some of these parameters: a backward through theirs is not this one's."""
