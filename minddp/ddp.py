@@ -43,7 +43,6 @@ _NO_RANGE = nullcontext()
 _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024
 # Given up when the interpreter ends; `device` and the like stay.
 _GIVEN_UP = ("process_group", "_minddp_averager", "_minddp_observers")
-_TIED_TO_GROUP = (*_GIVEN_UP, "_minddp_wrapped")  # made anew if the module is unpickled or copied
 
 
 def _run_module(module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
@@ -564,40 +563,9 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
     def join_process_group(self) -> Any:
         return self.process_group
 
-    # ----------------------------------------------------------------------------------------
-    # Pickles and copies, which have a reducer of their own; and the wrapper's end
-    # ----------------------------------------------------------------------------------------
-
     def _minddp_let_go(self) -> None:
         """Of the process group and all that works with it; nothing can be done with the wrapper any more."""
         self.__dict__.update(dict.fromkeys(_GIVEN_UP))
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not dist.group.WORLD:
-            raise RuntimeError(
-                "DDP pickling is only supported with the default process group: construct without "
-                "process_group= to pickle or copy the wrapper, or save ddp.module.state_dict()."
-            )
-        state = {name: value for name, value in self.__dict__.items() if name not in _TIED_TO_GROUP}
-        state["broadcast_buffers"] = self.forward_sync_buffers
-        state["_minddp_hook"] = None if self._minddp_averager is None else self._minddp_averager.hook
-        state["_minddp_names"] = self._minddp_wrapped.for_copies()
-        state["_minddp_settings"] = self._minddp_observers.settings
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_minddp_names" not in state:
-            return self._minddp_load_torchs(state)  # torch's class has pickled it
-        state = dict(state)
-        state.pop("broadcast_buffers", None)
-        hook, names, settings = (state.pop(f"_minddp_{name}") for name in ("hook", "names", "settings"))
-        self.process_group = choose_group(None, None)
-        super().__setstate__(state)
-        self._minddp_observe(settings)
-        self._minddp_wrapped = Parameters.like(self.module, names)
-        self._minddp_average(None, copied=True)
-        if hook is not None and self._minddp_averager is not None:
-            self._minddp_averager.set_hook(*hook)
 
 
 def complete_signature() -> None:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 
-from ..config import MIB, warn_about_static_and_unused
+from ..config import warn_about_static_and_unused
 from ..parameters import Parameters, all_parameters
-from ..torch_base import TorchBase, fill
+from ..torch_base import fill
 from .graph_splits import cap_of_graphs
 from .shown import shown
 
@@ -39,13 +39,6 @@ def _collected(ddp: Any) -> Parameters:
     found = copy.copy(ddp._minddp_wrapped)
     found.collect()
     return found
-
-
-# The constructor's arguments that torch's class keeps under their names.
-_ARGUMENTS = (
-    "device_ids", "output_device", "dim", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
-    "skip_all_reduce_unused_params", "batched_grad_copy", "lazy_bucket_allocation", "mixed_precision",
-)  # fmt: skip
 
 
 class TorchNames:
@@ -169,37 +162,6 @@ class TorchNames:
         averager.hook, self.static_graph = None, static_graph
         self._minddp_config = dataclasses.replace(averager.config, static_graph=static_graph)
         averager.rebuild(self._minddp_config)
-
-    def _minddp_load_torchs(self: Any, state: dict[str, Any]) -> None:
-        """Becomes what torch's class has pickled as ``state``: made anew with its arguments, and all other attributes
-        as they were.
-
-        Raises:
-            RuntimeError: some of its parameters' reduction was delayed, of which the state does not say until when.
-        """
-        if state.get("_delay_all_reduce_params"):
-            raise RuntimeError(
-                "DistributedDataParallel: a wrapper of torch's class with delay_all_reduce_named_params cannot be "
-                "loaded as one of minddp's. Save ddp.module.state_dict() there, and load it into a module here."
-            )
-        caps = [cap / MIB for cap in state.get("bucket_bytes_cap_list", ())]
-        cap = None if caps or state.get("bucket_bytes_cap_default", True) else state["bucket_bytes_cap"] / MIB
-        named = {name: state[name] for name in _ARGUMENTS if name in state}
-        buffers = state.get("forward_sync_buffers", state.get("broadcast_buffers", True))
-        # A subclass's constructor has arguments of its own.
-        base: Any = next(cls for cls in type(self).__mro__ if cls.__base__ is TorchBase)
-        base.__init__(
-            self,
-            state["_modules"]["module"],
-            **named,
-            bucket_cap_mb=cap,
-            bucket_cap_mb_list=caps or None,
-            forward_sync_buffers=buffers,
-            init_sync=False,
-        )
-        own = vars(self).keys() - vars(torch.nn.Module()).keys()
-        more = {name: value for name, value in state.items() if name not in own and not hasattr(type(self), name)}
-        vars(self).update(more)
 
     def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
         """Facts and statistics under torch's keys; see :mod:`minddp.torch_surface.logging_data`."""

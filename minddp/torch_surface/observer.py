@@ -17,7 +17,7 @@ from ..guards import step
 from ..parameters import but_for
 from ..reducer import Plan, Stage, weakly
 from ..timeline.observer import Stamps
-from . import finalization, names  # noqa: F401  give the wrapper torch's names
+from . import copies, finalization, names  # noqa: F401  give the wrapper torch's names
 from .delayed_params import DelayedAllReduce
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
