@@ -1,9 +1,10 @@
 // Case: may an optimizer use this gradient? Where each parameter's gradient has come from, and so whether it is this
 // rank's alone or an average.
 //
-// A backward is identified by its number (ReducerState::arrived_in). A `.grad` is recognized by SeenGradient: as it
-// was when it got an average, when a synchronized backward began, or when such a backward left the iteration
-// incomplete.
+// A backward is identified by its number (ReducerState::arrived_in). One SeenGradient for each parameter recognizes
+// its
+// `.grad`: as it was when it got an average, when it bypassed the wrapper, when a synchronized backward began, or
+// when such a backward left the iteration incomplete; whichever was the last.
 #pragma once
 
 #include "errors.h"
@@ -11,7 +12,6 @@
 #include "reducer/reducer.h"
 #include "seen_gradient.h"
 
-#include <algorithm>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -19,16 +19,19 @@
 namespace minddp {
 
 struct GradState {
-  int bypassed_in = -1;          // the last backward that bypassed the wrapper; none once the gradient is averaged
-  SeenGradient bypassed_grad;    // the `.grad` of `bypassed_in`; the program may have replaced it since
+  enum What {
+    kUnknown,
+    kAverage,    // the last average
+    kUntouched,  // the same, and nobody had written to it when the local backward that runs began
+    kMixed,      // the same, and a local gradient that was added to it
+    kBypassed,   // it has bypassed the wrapper
+  } what = kUnknown;
+  SeenGradient seen;             // while `.grad` is this one, it is `what`
+  int bypassed_in = -1;          // kBypassed: the last backward that did
   bool outside_no_sync = false;  // see suspects()
-  SeenGradient seen;        // `.grad` at the last of the moments above; while an interruption is noted, at its begin
-  bool is_average = false;  // `seen` is what has got the last average
-  // What a local backward adds to: nothing that is known, an average that nobody has written to since, or one that a
-  // local gradient was added to.
-  enum Base { kUnknown, kAverage, kMixed } base = kUnknown;
   at::Tensor partial;  // whether `seen` held a value, which awaits the rest of its iteration; undefined: it does not
   bool is_taken = false;  // it did, and was removed or zeroed before the backward that runs
+  bool is(What kind, const at::Tensor& now) const { return what == kind && seen.is(now); }
 };
 
 class GradStates : public Case {
@@ -53,13 +56,13 @@ class GradStates : public Case {
   void after_accumulation(size_t index) override {
     GradState& grad = states_[index];
     if (state().bypasses(index)) {
+      grad.what = GradState::kBypassed;
       grad.bypassed_in = current_graph_task();
-      grad.bypassed_grad = state().parameters[index].grad();
+      grad.seen = state().parameters[index].grad();
     }
     if (state().backward.origin != Origin::kLocal) return;
     if (state().sync_enabled) grad.outside_no_sync = true;
-    if (grad.base == GradState::kAverage && grad.seen.is(state().parameters[index].grad()))
-      grad.base = GradState::kMixed;
+    if (grad.is(GradState::kUntouched, state().parameters[index].grad())) grad.what = GradState::kMixed;
   }
 
   void on_arrival(size_t index) override {
@@ -83,14 +86,13 @@ class GradStates : public Case {
   // --- what is asked before optimizer.step()
 
   bool is_interrupted() const { return interrupted_in_ != kNone; }
-  // Parameters whose gradient bypassed the wrapper, each with that backward's number; only while `.grad` is still
-  // that one. If another wrapper shares the parameter, the gradient may have come through that one: then that
-  // wrapper's arrived_in is at least this number, and the caller drops the entry.
+  // Parameters whose gradient bypassed the wrapper, each with that backward's number. If another wrapper shares the
+  // parameter, the gradient may have come through that one: then that wrapper's arrived_in is at least this number,
+  // and the caller drops the entry.
   std::vector<std::pair<size_t, int>> bypassed() const {
     std::vector<std::pair<size_t, int>> found;
     for (size_t i = 0; i < states_.size(); ++i)
-      if (states_[i].bypassed_in != kNone && states_[i].bypassed_grad.is(state().parameters[i].grad()))
-        found.emplace_back(i, states_[i].bypassed_in);
+      if (states_[i].is(GradState::kBypassed, now(i))) found.emplace_back(i, states_[i].bypassed_in);
     return found;
   }
   // Parameters whose gradient this rank may have alone by mistake, and why. "left_local": the forward ran under
@@ -99,16 +101,15 @@ class GradStates : public Case {
   // these either.
   std::vector<std::pair<size_t, const char*>> suspects() const {
     std::vector<std::pair<size_t, const char*>> found;
-    const auto is_seen = [&](size_t i) { return states_[i].seen.is(state().parameters[i].grad()); };
-    const auto is_assigned = [&](size_t i) {
-      return state().parameters[i].grad().defined() && !state().used[i] && !(states_[i].is_average && is_seen(i));
+    const auto is_brought = [&](size_t i) {
+      return state().used[i] || (states_[i].what != GradState::kUnknown && states_[i].seen.is(now(i)));
     };
     for (size_t i = 0; i < states_.size(); ++i)
       if (states_[i].outside_no_sync)
         found.emplace_back(i, "left_local");
-      else if (states_[i].base == GradState::kMixed && is_seen(i))
+      else if (states_[i].is(GradState::kMixed, now(i)))
         found.emplace_back(i, "mixed");
-      else if (state().forwards.awaits_backward() && is_assigned(i))
+      else if (state().forwards.awaits_backward() && now(i).defined() && !is_brought(i))
         found.emplace_back(i, "assigned");
     return found;
   }
@@ -119,18 +120,12 @@ class GradStates : public Case {
   bool averaged_since(size_t index, int backward) const {
     if (state().iteration.phase != Phase::kIdle || state().used_map.used_nowhere(index) || ended_in_ == kNone)
       return false;
-    const bool untouched = states_[index].seen.is_unchanged(state().parameters[index].grad());
+    const bool untouched = states_[index].seen.is_unchanged(now(index));
     return !state().used[index] && ended_in_ >= backward && (ended_in_ > interrupted_in_ || untouched);
   }
 
  private:
-  template <class Predicate>
-  std::vector<size_t> those(const Predicate& are) const {
-    std::vector<size_t> found;
-    for (size_t i = 0; i < states_.size(); ++i)
-      if (are(i, states_[i])) found.push_back(i);
-    return found;
-  }
+  const at::Tensor& now(size_t index) const { return state().parameters[index].grad(); }
 
   void look_before_backward() {
     for (GradState& grad : states_) grad.is_taken = false;
@@ -138,9 +133,8 @@ class GradStates : public Case {
     if (state().backward.origin == Origin::kLocal) return find_averages();
     if (!state().backward.is_synchronized() || is_interrupted()) return;  // keep what was there before that one
     for (size_t i = 0; i < states_.size(); ++i) {
-      const at::Tensor& now = state().parameters[i].grad();
-      states_[i].is_average &= states_[i].seen.is(now);
-      if (now.defined()) states_[i].seen = now;
+      if (!states_[i].seen.is(now(i))) states_[i].what = GradState::kUnknown;
+      if (now(i).defined()) states_[i].seen = now(i);
     }
   }
   // A backward has left the iteration incomplete. Another one may bring the same gradients again, where their buckets
@@ -151,50 +145,50 @@ class GradStates : public Case {
     if (state().is_alone() || state().used_map.absence_is_fine() || reducer.missing().empty()) return;
     for (size_t bucket = state().iteration.next_bucket; bucket < state().buckets.size(); ++bucket)
       for (const Bucket::Slot& slot : *state().buckets[bucket]->slots()) {
-        const at::Tensor& now = slot.parameter.grad();
-        if (!state().iteration.arrivals[slot.index] || !now.defined()) continue;
         GradState& grad = states_[slot.index];
-        grad.seen = now;
-        grad.is_average = false;
-        grad.partial = has_values(now);
+        if (!state().iteration.arrivals[slot.index] || !now(slot.index).defined()) continue;
+        if (!grad.seen.is(now(slot.index))) grad.what = GradState::kUnknown;
+        grad.seen = now(slot.index);
+        grad.partial = has_values(now(slot.index));
       }
   }
   // Whoever has written to it, to scale it, has not taken it: one that was written to is read, once.
   void find_taken() {
-    const auto changed = those([&](size_t i, const GradState& grad) {
-      return grad.partial.defined() && !grad.seen.is_unchanged(state().parameters[i].grad());
-    });
-    std::vector<size_t> there;
-    for (size_t i : changed)
-      if (state().parameters[i].grad().defined()) there.push_back(i);
+    std::vector<size_t> changed, there;
+    for (size_t i = 0; i < states_.size(); ++i) {
+      if (!states_[i].partial.defined() || states_[i].seen.is_unchanged(now(i))) continue;
+      changed.push_back(i);
+      if (now(i).defined()) there.push_back(i);
+    }
     const std::vector<char> keeps = with_values(state().parameters, there);
     for (size_t i : changed) states_[i].is_taken = !keeps[i] && states_[i].partial.item<bool>();
   }
   // A local backward begins. Programs zero gradients through `.data` as well, of which torch's count knows nothing:
   // so what looks like an average is read.
   void find_averages() {
-    const auto found = those([&](size_t i, const GradState& grad) {
-      const at::Tensor& now = state().parameters[i].grad();
-      return grad.base == GradState::kMixed ? grad.seen.is(now) : grad.is_average && grad.seen.is_unchanged(now);
-    });
-    const std::vector<char> keeps = with_values(state().parameters, found);
+    std::vector<size_t> found;
     for (size_t i = 0; i < states_.size(); ++i) {
       GradState& grad = states_[i];
-      grad.base = !keeps[i] ? GradState::kUnknown : std::max(grad.base, GradState::kAverage);
+      if (grad.what == GradState::kUntouched) grad.what = GradState::kAverage;
+      const bool is_average = grad.what == GradState::kAverage && grad.seen.is_unchanged(now(i));
+      if (is_average || grad.is(GradState::kMixed, now(i))) found.push_back(i);
     }
+    const std::vector<char> keeps = with_values(state().parameters, found);
+    for (size_t i : found)
+      if (!keeps[i])
+        states_[i].what = GradState::kUnknown;
+      else if (states_[i].what == GradState::kAverage)
+        states_[i].what = GradState::kUntouched;
   }
   // All that was accumulated is averaged now, except what is never averaged.
   void note_averages() {
     ended_in_ = state().iteration.last_backward;
     for (size_t i = 0; i < states_.size(); ++i) {
       GradState& grad = states_[i];
-      const at::Tensor& now = state().parameters[i].grad();
       grad.outside_no_sync = false;
-      grad.base = GradState::kUnknown;
       if (state().used_map.used_nowhere(i)) continue;
-      grad.bypassed_in = kNone;
-      grad.is_average = now.defined();
-      if (now.defined()) grad.seen = now;
+      grad.what = now(i).defined() ? GradState::kAverage : GradState::kUnknown;
+      if (now(i).defined()) grad.seen = now(i);
     }
   }
 
