@@ -69,7 +69,7 @@ class Reports:
         self.port: int | None = store.port if isinstance(store, dist.TCPStore) else None
         self._host = store.host if isinstance(store, dist.TCPStore) else ""
         self._store: Any = None
-        self._rank, self._size, self._clock, self._known = rank, size, clock, known
+        self.rank, self._size, self._clock, self._known = rank, size, clock, known
         self.interval = max(times.look, 3 * size / REQUESTS_A_SECOND)
         self.patience = 2 * (self.interval + times.look)  # in which a rank that can answer does
         self._question, self._read = 0, 0  # the last question, and how many failures this rank has read
@@ -88,8 +88,8 @@ class Reports:
         What ranks have left on a store in an earlier default group says nothing about this one. A process that takes
         another's place counts as those do that have gone on, if the store is a new one.
         """
-        process = self._known[self._rank]
-        era = client.add(f"minddp/watch/groups/{self._rank}/{process.pid}/{process.started}", 1)
+        process = self._known[self.rank]
+        era = client.add(f"minddp/watch/groups/{self.rank}/{process.pid}/{process.started}", 1)
         if self._file is not None:
             client.set_timeout(_FILE_TIMEOUT)
         self._store = dist.PrefixStore(f"minddp/watch/{era}", client)
@@ -136,13 +136,13 @@ class Reports:
         self._see(reports)
 
     def publish(self, report: Report) -> None:
-        self._store.set(f"report/{self._rank}", self._signed(report | {"question": self._question}))
+        self._store.set(f"report/{self.rank}", self._signed(report | {"question": self._question}))
 
     def tell(self, failure: Report) -> None:
         self._store.set(f"failures/{self._store.add('failures', 1)}", self._signed(failure))
 
     def _signed(self, what: Report) -> str:
-        return json.dumps({"rank": self._rank, "process": self._known[self._rank], "at": processes.now(), **what})
+        return json.dumps({"rank": self.rank, "process": self._known[self.rank], "at": processes.now(), **what})
 
     def of(self, rank: int) -> tuple[Report | None, bool]:
         """What a rank has answered since this one waits, and whether it is silent: it has not answered for long."""
@@ -177,12 +177,12 @@ class Reports:
                 break
             self._read += 1
             found.append(json.loads(*self._get(key)))
-        return [each for each in found if each["rank"] != self._rank and self.is_believed(each["rank"], each)]
+        return [each for each in found if each["rank"] != self.rank and self.is_believed(each["rank"], each)]
 
     def is_believed(self, rank: int, entry: Report) -> bool:
         """Whether a rank of this group has written ``entry``, and not one of before that had its number."""
-        process, mine = Process(*entry["process"]), self._known[self._rank]
-        if rank == self._rank:
+        process, mine = Process(*entry["process"]), self._known[self.rank]
+        if rank == self.rank:
             return True
         if rank in self._known:
             return process == self._known[rank]

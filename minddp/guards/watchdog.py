@@ -37,6 +37,12 @@ _EXIT_SECONDS = 1.0
 _TEXT_SECONDS = 0.25  # in which an exception that nobody catches ends the program, and is reported with its text
 
 
+_GARBAGE = (
+    "Rank %d hears nothing of the other ranks from now on, and tells them nothing: something else than a rank of "
+    "minddp's has written to its keys in the process group's store (%s)."
+)
+
+
 class _Thread(threading.Thread):
     """A program that joins all threads at its end need not wait for this one, which lives as long as the group."""
 
@@ -236,8 +242,10 @@ class Watchdog:
                 self._leave("it has destroyed its process group")
             if self._outbox and reports.takes_a_last_word():
                 self._send()
-        except (dist.DistError, RuntimeError, OSError, ValueError):
+        except (dist.DistError, RuntimeError, OSError):
             pass  # the store is gone, and with it all that could be said here
+        except (ValueError, LookupError, TypeError) as error:
+            log.warning(_GARBAGE, reports.rank, error)
         finally:
             self.lost, self.client = True, None
             reports.close()

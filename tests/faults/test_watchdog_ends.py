@@ -16,6 +16,7 @@ from torch import nn
 from minddp import DistributedDataParallel as DDP
 from minddp.guards import times, watchdog
 from minddp.testing import RankPool, free_port, run_ranks
+from tests.faults.logged import logged
 from tests.on_ranks import on_ranks
 
 SECONDS = 120  # less than a store's own timeout
@@ -139,3 +140,16 @@ def _host_ends_first(rank, world_size, port):
 def test_a_host_that_ends_first_is_asked_for_nothing():
     """Torch's store would write a C++ stack to stderr at the end of a healthy program."""
     assert run_ranks(_host_ends_first, 2, free_port(), backend=None, env={"GLOO_SOCKET_IFNAME": "lo"}) == ["", ""]
+
+
+@on_ranks(2)
+def test_garbage_in_the_store_ends_a_watchdog_with_a_word_and_nothing_else(rank, world_size):
+    with times.faster(0.05), logged() as texts:
+        ddp = DDP(nn.Linear(4, 4))
+        dog, store = watchdog.current(dist.group.WORLD), dist.distributed_c10d._get_default_store()
+        store.set("minddp/watch/1/asked", "garbage")
+        while not dog.lost:
+            time.sleep(0.05)
+        for _ in range(3):
+            ddp(torch.ones(1, 4)).sum().backward()
+    assert "has written to its keys" in texts[0]
