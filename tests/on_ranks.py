@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from minddp.testing import run_ranks
+from minddp.testing import RankPool, run_ranks
 
 
 class Call:
@@ -46,3 +46,12 @@ def on_ranks(*sizes: int, **options: Any) -> Callable[[Callable[..., None]], Cal
         return pytest.mark.parametrize("world_size", sizes)(test) if len(sizes) > 1 else test
 
     return decorate
+
+
+def on_own_ranks(fn: Callable[..., Any], world_size: int = 2, *arguments: Any, **options: Any) -> list[Any]:
+    """:func:`run_ranks` on ranks that end with the call: a collective that never ends stays behind in theirs."""
+    pool = RankPool(world_size)
+    try:
+        return pool.run(fn, *arguments, **options)
+    finally:
+        pool.close()

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
 from minddp import _C, events
-from minddp.buckets import assign_buckets
 from minddp.config import make_config
 
 FLAGS = "gradient_as_bucket_view skip_all_reduce_unused_params batched_grad_copy lazy_bucket_allocation".split()
@@ -106,10 +105,6 @@ def _raises(rank: int) -> None:
 def test_same_programs_same_numbers_as_with_torchs_class() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_both, (os.path.join(folder, "store"),), 2)
-
-
-def test_buckets_fill_in_the_order_of_arrival_and_the_last_is_small() -> None:
-    assert assign_buckets([4, 4, 4, 4], [0] * 4, [3, 2, 1, 0], [8], last_cap=4) == [[3], [2, 1], [0]]
 
 
 def test_arguments_are_checked_once() -> None:

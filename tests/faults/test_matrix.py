@@ -5,15 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.lab.faults.__main__ import CI_CELLS
-from tests.lab.faults.program import FAULTS, PLACES
-
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_the_cells_are_representative():
-    for position, values in enumerate((FAULTS, PLACES, (2, 3), (0, 1), ("gloo", "shm"))):
-        assert {cell[position] for cell in CI_CELLS} == set(values)
 
 
 def _can_cut():

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from minddp.testing import RankError, RankPool
-from tests.faults.logged import logged
+from minddp import DistributedDataParallel
+from minddp.testing import RankError
+from tests.on_ranks import on_own_ranks
 
 
 class Two(nn.Module):
@@ -24,8 +26,6 @@ class Two(nn.Module):
 
 
 def _unused_on_one_rank(rank, world_size):
-    from minddp import DistributedDataParallel
-
     ddp = DistributedDataParallel(Two())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     x = torch.randn(2, 4)
@@ -41,10 +41,6 @@ def _unused_on_one_rank(rank, world_size):
 
 
 def _hook_raises_on_one_rank(rank, world_size):
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    from minddp import DistributedDataParallel
-
     ddp = DistributedDataParallel(Two())
 
     def hook(state, bucket):
@@ -62,48 +58,13 @@ def _hook_raises_on_one_rank(rank, world_size):
         ddp(torch.randn(2, 4), False).sum().backward()
 
 
-def _slow_peer(rank, world_size):
-    from minddp import DistributedDataParallel
-    from minddp.guards import times
-
-    with times.faster(0.2), logged() as said:
-        ddp = DistributedDataParallel(Two())
-        if rank == 1:
-            time.sleep(5)
-        ddp(torch.ones(2, 4), False).sum().backward()
-    grad = ddp.module.used.weight.grad.clone()
-    dist.broadcast(grad, 0)
-    assert torch.equal(grad, ddp.module.used.weight.grad)
-    return said
-
-
-def _run(fn):
-    """On ranks of their own: a collective that never ends stays behind in their process group."""
-    pool = RankPool(2)
-    try:
-        return pool.run(fn)
-    finally:
-        pool.close()
-
-
-def test_an_unused_parameter_on_one_rank_reaches_its_peers():
-    _run(_unused_on_one_rank)
-
-
-def test_a_hook_that_raises_reaches_its_peers():
-    _run(_hook_raises_on_one_rank)
-
-
-def test_a_slow_peer_is_named_and_waited_for():
-    waited, slow = _run(_slow_peer)
-    assert len(waited) == 1 and "rank 1 did not come yet" in waited[0]
-    assert slow == []
+@pytest.mark.parametrize("program", [_unused_on_one_rank, _hook_raises_on_one_rank])
+def test_why_a_rank_fails_reaches_its_peers(program):
+    on_own_ranks(program)
 
 
 def _lost_before_a_forward(rank, world_size, how):
     """Rank 0 waits for nothing: what it hears, it hears at a forward. So it is where backward waits for nobody."""
-    from minddp import DistributedDataParallel
-
     ddp = DistributedDataParallel(Two())
     x = torch.randn(2, 4)
     for _ in range(2):  # the second forward has a collective, the new buckets
@@ -145,13 +106,10 @@ def _no_more_data(_):
 @pytest.mark.parametrize("how, words", [("killed", "is gone"), ("raises", "says: an exception ended its backward")])
 def test_a_forward_hears_of_lost_peers(how, words):
     """On a device with streams a collective is over for the host when it is enqueued: nobody waits in backward."""
-    pool = RankPool(2)
     try:
-        heard = pool.run(_lost_before_a_forward, how)[0]
+        heard = on_own_ranks(_lost_before_a_forward, 2, how)[0]
     except RankError as error:
         if how != "killed":
             raise
         heard = error.results[0]
-    finally:
-        pool.close()
     assert re.search(rf"(?i)rank 1 will not take part in the reduction of iteration \d+\. rank 1 .*{words}", heard)

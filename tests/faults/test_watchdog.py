@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,9 +18,10 @@ from torch import nn
 import minddp
 import minddp.shm
 from minddp.guards import times
-from minddp.testing import RankPool, free_port
+from minddp.testing import free_port
 from tests.faults.logged import logged
 from tests.forked import Program
+from tests.on_ranks import on_own_ranks
 
 LOOK = 0.05  # of the guards, in seconds
 DESYNC_TIMEOUT = 100 * LOOK  # longer than a healthy rank's step takes on a machine with much else to do
@@ -108,8 +110,6 @@ def _all_wait(rank, world_size, port):
 
         def hook(state, bucket):
             future = torch.futures.Future()
-            import threading
-
             threading.Timer(75 * LOOK, future.set_result, [bucket.buffer()]).start()
             return future
 
@@ -139,11 +139,7 @@ def _store_host():
 
 
 def _run(fn, *args, world_size=2):
-    pool = RankPool(world_size)
-    try:
-        return pool.run(fn, *args, backend=None, grace=60)
-    finally:
-        pool.close()
+    return on_own_ranks(fn, world_size, *args, backend=None, grace=60)
 
 
 def test_ranks_that_do_not_come():
@@ -202,37 +198,6 @@ def test_a_rank_that_has_fewer_batches_and_ends_well_has_ended_and_join_is_named
     assert "with ddp.join():" in told[1]
 
 
-def _waits_for_a_stopped_rank(rank, world_size, wait, text):
-    """Rank 1 is stopped until the others' ``wait()`` has raised ``text``."""
-    store, pids = dist.distributed_c10d._get_default_store(), [0] * world_size
-    dist.all_gather_object(pids, os.getpid())
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return
-    try:
-        with pytest.raises(minddp.LostPeer, match=text) as told:
-            wait()
-        assert told.value.lost_ranks == [1]
-    finally:
-        store.set(f"{rank} is told", "")
-        if rank == 0:
-            store.wait([f"{other} is told" for other in range(world_size) if other != 1])
-            os.kill(pids[1], signal.SIGCONT)
-
-
-def _stopped(rank, world_size, port):
-    with _group(rank, world_size, port, "stopped"):
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
-        _train(ddp, 2)
-        text = r"Rank 1 \(process \d+ on \S+\) is stopped \(SIGSTOP"
-        _waits_for_a_stopped_rank(rank, world_size, lambda: _train(ddp, 1), text)
-
-
-def test_a_stopped_rank_is_named_by_all():
-    with _store_host() as (_, port):
-        _run(_stopped, port, world_size=3)
-
-
 def _late_for_all(rank, world_size, port):
     """At the group's timeout the one rank is named that did not come, by all, however late they came themselves."""
     with _group(rank, world_size, port, "late", timeout=5):
@@ -252,25 +217,6 @@ def _late_for_all(rank, world_size, port):
 def test_at_the_groups_timeout_the_rank_that_did_not_come_is_named():
     with _store_host() as (_, port):
         _run(_late_for_all, port, world_size=3)
-
-
-def _shown_by_the_hook(rank, world_size, port):
-    """An exception that is caught, and shown by sys.excepthook, ends nobody; ranks here run in no <module>."""
-    with _group(rank, world_size, port, "shown"):
-        ddp = minddp.DistributedDataParallel(_net())
-        _train(ddp, 2)
-        if rank == 1:
-            try:
-                raise ValueError("a bad file, skipped")
-            except ValueError:
-                sys.excepthook(*sys.exc_info())
-            time.sleep(15 * LOOK)
-        _train(ddp, 2)
-
-
-def test_a_caught_exception_that_is_shown_ends_nobody():
-    with _store_host() as (_, port):
-        _run(_shown_by_the_hook, port)
 
 
 _SPAWNS = """

@@ -22,6 +22,7 @@ import minddp.shm
 import minddp.testing
 from tests.faults.test_watchdog import DESYNC_TIMEOUT, LOOK, _group, _net, _run, _store_host, _train
 from tests.forked import Program
+from tests.on_ranks import on_ranks
 
 
 def _in_a_thread(rank, world_size, port):
@@ -170,7 +171,8 @@ def test_a_group_of_shared_memory_that_was_given_up_goes():
         assert _run(_gives_up_and_lets_go, port)[0]
 
 
-def _two_with_nan(rank, world_size):
+@on_ranks(2)
+def test_two_wrappers_checks_under_one_optimizer(rank, world_size):
     """One has NaN on rank 0 only, the other on rank 1 only; what ranks tell of one is not taken for the other's."""
     trials = []
     for _ in range(8):
@@ -185,8 +187,4 @@ def _two_with_nan(rank, world_size):
             optimizer.step()
         trials.append([re.findall(r"on rank \d", str(one.message)) for one in caught])
         del kept
-    return trials
-
-
-def test_two_wrappers_checks_under_one_optimizer():
-    assert minddp.testing.run_ranks(_two_with_nan, 2) == [[[["on rank 0"], ["on rank 1"]]] * 8] * 2
+    assert trials == [[["on rank 0"], ["on rank 1"]]] * 8

@@ -14,18 +14,9 @@ from torch import nn
 import minddp
 import minddp.functional
 from minddp.guards import times
-from minddp.testing import RankPool
-from tests.faults.test_watchdog import (
-    DESYNC_TIMEOUT,
-    LOOK,
-    _group,
-    _net,
-    _run,
-    _store_host,
-    _train,
-    _waits_for_a_stopped_rank,
-)  # fmt: skip
+from tests.faults.test_watchdog import DESYNC_TIMEOUT, LOOK, _group, _net, _run, _store_host, _train
 from tests.faults.test_watchdog_patience import started
+from tests.on_ranks import on_own_ranks
 
 
 def _in_join(ddp):
@@ -61,6 +52,7 @@ def _wrapped(place):
 
 
 PLACES = {
+    "backward": lambda ddp: _train(ddp, 1),
     "join": _in_join,
     "without data": _without_data,
     "SyncBatchNorm": lambda ddp: _train(ddp, 1),
@@ -68,6 +60,24 @@ PLACES = {
     "another group": _in_another_group,
     "delayed": lambda ddp: _train(ddp, 1),
 }
+
+
+def _waits_for_a_stopped_rank(rank, world_size, wait, text):
+    """Rank 1 is stopped until the others' ``wait()`` has raised ``text``."""
+    store, pids = dist.distributed_c10d._get_default_store(), [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    try:
+        with pytest.raises(minddp.LostPeer, match=text) as told:
+            wait()
+        assert told.value.lost_ranks == [1]
+    finally:
+        store.set(f"{rank} is told", "")
+        if rank == 0:
+            store.wait([f"{other} is told" for other in range(world_size) if other != 1])
+            os.kill(pids[1], signal.SIGCONT)
 
 
 def _one_is_stopped(rank, world_size, port, place, backend):
@@ -79,18 +89,13 @@ def _one_is_stopped(rank, world_size, port, place, backend):
         _waits_for_a_stopped_rank(rank, world_size, lambda: PLACES[place](ddp), text)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_stopped_rank_is_named(place):
+@pytest.mark.parametrize(("place", "backend"), [*((place, "gloo") for place in PLACES), ("without data", "shm")])
+def test_a_stopped_rank_is_named(place, backend):
     with _store_host() as (_, port):
-        _run(_one_is_stopped, port, place, "gloo", world_size=3)
+        _run(_one_is_stopped, port, place, backend, world_size=3)
 
 
-def test_a_stopped_rank_is_named_within_join_over_shared_memory():
-    with _store_host() as (_, port):
-        _run(_one_is_stopped, port, "without data", "shm", world_size=3)
-
-
-def _another_wrappers_forward(rank, world_size, port):
+def _stands_still_in_another_wrappers_forward(rank, world_size, port):
     with _group(rank, world_size, port, "two"):
         first = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
         second = minddp.DistributedDataParallel(
@@ -110,12 +115,7 @@ def _another_wrappers_forward(rank, world_size, port):
             second(torch.ones(2, 4)).sum().backward()
 
 
-def test_a_rank_that_stands_still_in_another_wrappers_forward():
-    with _store_host() as (_, port):
-        _run(_another_wrappers_forward, port)
-
-
-def _of_two(rank, world_size, port):
+def _is_named_by_its_number_among_all(rank, world_size, port):
     with _group(rank, world_size, port, "subgroup"):
         group, store = dist.new_group([1, 2]), dist.distributed_c10d._get_default_store()
         if rank == 0:
@@ -137,12 +137,7 @@ def _of_two(rank, world_size, port):
         assert told.value.lost_ranks == [2]
 
 
-def test_ranks_of_a_group_are_named_by_their_numbers_among_all():
-    with _store_host() as (_, port):
-        _run(_of_two, port, world_size=3)
-
-
-def _interrupted(rank, world_size, port):
+def _an_interrupted_wait_holds_no_process(rank, world_size, port):
     with _group(rank, world_size, port, "interrupted"):
         ddp = minddp.DistributedDataParallel(_net())
         _train(ddp, 2)
@@ -160,9 +155,17 @@ def _interrupted(rank, world_size, port):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the end destroys
 
 
-def test_a_wait_that_is_interrupted_does_not_hold_the_process():
+@pytest.mark.parametrize(
+    ("program", "world_size"),
+    [
+        (_stands_still_in_another_wrappers_forward, 2),
+        (_is_named_by_its_number_among_all, 3),
+        (_an_interrupted_wait_holds_no_process, 2),
+    ],
+)
+def test_a_rank_that_does_not_come(program, world_size):
     with _store_host() as (_, port):
-        _run(_interrupted, port)
+        _run(program, port, world_size=world_size)
 
 
 _RAISES = """
@@ -230,8 +233,4 @@ def _another_thread_trains_on(rank, world_size):
 
 
 def test_a_thread_that_ends_holds_nobody_from_training_on():
-    pool = RankPool(2)
-    try:
-        pool.run(_another_thread_trains_on)
-    finally:
-        pool.close()
+    on_own_ranks(_another_thread_trains_on)

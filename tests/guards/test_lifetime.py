@@ -8,19 +8,22 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import minddp
 from minddp import lifetime
 from minddp.guards import location
-from minddp.testing import RankPool, run_ranks
+from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 
-def order_of_ends(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_the_group_goes_after_the_reducer(rank: int, world_size: int) -> None:
+    """A reducer that dropped a Gloo group's last reference under the GIL could hang."""
     ends: list[str] = []
     group = dist.new_group()
     ddp = minddp.DistributedDataParallel(torch.nn.Linear(3, 3), process_group=group)
@@ -32,12 +35,7 @@ def order_of_ends(rank: int, world_size: int) -> list[str]:
     del group, ddp
     gc.collect()
     del reducer  # the last that knows the group
-    return ends
-
-
-def test_the_group_goes_after_the_reducer() -> None:
-    """A reducer that dropped a Gloo group's last reference under the GIL could hang."""
-    assert run_ranks(order_of_ends, 2) == [["reducer", "group"]] * 2
+    assert ends == ["reducer", "group"]
 
 
 def _trial() -> list[weakref.ref[object]]:
@@ -54,14 +52,11 @@ def _trial() -> list[weakref.ref[object]]:
     return [weakref.ref(optimizer), weakref.ref(ddp), weakref.ref(ddp.module)]
 
 
-def _searches(rank: int, world_size: int) -> list[bool]:
+@on_ranks(1)
+def test_a_closure_keeps_no_optimizer_wrapper_or_module(rank: int, world_size: int) -> None:
     kept = _trial()
     gc.collect()
-    return [ref() is None for ref in kept]
-
-
-def test_a_closure_keeps_no_optimizer_wrapper_or_module() -> None:
-    assert run_ranks(_searches, 1) == [[True] * 3]
+    assert [ref() for ref in kept] == [None] * 3
 
 
 def _looked_at() -> weakref.ref[torch.nn.Module]:
@@ -79,41 +74,21 @@ def test_who_looks_at_threads_keeps_nothing_of_theirs() -> None:
         gc.enable()
 
 
-def _busy_at_the_end(rank: int, world_size: int) -> tuple[bool, bool]:
-    """A thread without the GIL, as one of a group's that waits for the processor on a busy machine. The wrapper is
-    gone, as one of a function that ``torch.multiprocessing.spawn`` runs."""
+@on_ranks(1)
+def test_the_end_waits_for_threads_that_want_to_run(rank: int, world_size: int) -> None:
+    """A thread without the GIL, as one of a group's that waits for the processor on a busy machine: with a fixed
+    moment Python was gone before it, and the process aborted. The wrapper is gone, as one of a function that
+    ``torch.multiprocessing.spawn`` runs."""
     minddp.DistributedDataParallel(torch.nn.Linear(3, 3))(torch.ones(2, 3)).sum().backward()
     work = threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 150_000), daemon=True)
     work.start()
-    was_alive = work.is_alive()
+    assert work.is_alive()
     lifetime._settle_groups()
-    return was_alive, work.is_alive()
-
-
-def test_the_end_waits_for_threads_that_want_to_run() -> None:
-    """With a fixed moment Python was gone before them, and the process aborted."""
-    assert run_ranks(_busy_at_the_end, 1) == [(True, False)]
-
-
-def _where_the_store_is(rank: int, world_size: int) -> str:
-    return str(dist.distributed_c10d._get_default_store().underlying_store.path)
-
-
-def test_ranks_keep_their_stores_files_until_they_end() -> None:
-    """A FileStore whose file goes while it ends, as a group's last thread may let it, ends the process."""
-    pool = RankPool(1)
-    try:
-        paths = [Path(pool.run(_where_the_store_is)[0]) for _ in range(2)]
-        assert paths[0] != paths[1] and all(path.parent.exists() for path in paths)
-    finally:
-        pool.close()
-    assert not paths[0].parent.exists()
+    assert not work.is_alive()
 
 
 def _power_sgd(rank: int, world_size: int) -> None:
     """Ends right after a backward whose hook's callbacks hold the group."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
     ddp = minddp.DistributedDataParallel(torch.nn.Linear(16, 16))
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=2, start_powerSGD_iter=2, use_error_feedback=False, warm_start=False
@@ -175,15 +150,12 @@ def test_a_destroyed_group_is_gone_before_the_interpreter(way: str, after_destro
     assert ended.stdout.splitlines() == [f"after destroy [{after_destroy}]", f"at exit [{at_exit}]"]
 
 
-def _looked_at_after_the_end(rank: int, world_size: int) -> tuple[str, list[str], bool]:
+@on_ranks(1)
+def test_a_wrapper_that_was_given_up_can_be_looked_at(rank: int, world_size: int) -> None:
     """As a handler of the program's does that runs after minddp's."""
     ddp = minddp.DistributedDataParallel(torch.nn.Linear(3, 3))
     ddp(torch.ones(2, 3)).sum().backward()
     ddp._minddp_let_go()
     ddp._clear_grad_buffer()
-    return str(ddp.device), sorted(ddp.state_dict()), ddp.process_group is None
-
-
-def test_a_wrapper_that_was_given_up_can_be_looked_at() -> None:
-    [seen] = run_ranks(_looked_at_after_the_end, 1)
-    assert seen == ("cpu", ["module.bias", "module.weight"], True)
+    assert str(ddp.device) == "cpu" and ddp.process_group is None
+    assert sorted(ddp.state_dict()) == ["module.bias", "module.weight"]

@@ -20,32 +20,19 @@ def _freeze(net):
     net[0].weight.requires_grad_(False)
 
 
-def _unfreeze(net):
-    net[0].weight.requires_grad_(True)
-
-
-def _replace(net):
-    net[2] = nn.Linear(4, 3)
-
-
-def _replace_parameter(net):
-    net[2].weight = nn.Parameter(torch.randn(3, 4))
-
-
 def _add(net):
     net.append(nn.Linear(3, 2))
 
 
-def _cast(net):
-    net.double()
-
-
 CHANGES = {
-    "unfreeze": (_unfreeze, r"'0.weight' requires a gradient now"),
-    "replace": (_replace, r"'2.weight' is new\n  '2.bias' is new"),
-    "replace_parameter": (_replace_parameter, r"'2.weight' is new"),
+    "unfreeze": (lambda net: net[0].weight.requires_grad_(True), r"'0.weight' requires a gradient now"),
+    "replace": (lambda net: net.register_module("2", nn.Linear(4, 3)), r"'2.weight' is new\n  '2.bias' is new"),
+    "replace_parameter": (
+        lambda net: net[2].register_parameter("weight", nn.Parameter(torch.randn(3, 4))),
+        r"'2.weight' is new",
+    ),
     "add": (_add, r"'4.weight' is new"),
-    "cast": (_cast, r"'2.weight' was torch.float32 on cpu, is torch.float64 on cpu"),
+    "cast": (nn.Module.double, r"'2.weight' was torch.float32 on cpu, is torch.float64 on cpu"),
 }
 
 
@@ -101,15 +88,12 @@ def test_refresh_takes_the_change_over(kind, count, kwargs):
     assert run_ranks(_change, 2, kind, kwargs, True) == [count] * 2
 
 
-def _frozen_is_unused(rank, world_size):
-    return _change(rank, world_size, "freeze", {"find_unused_parameters": True}, False)
-
-
 def test_freezing_is_no_change_where_unused_parameters_are_fine():
-    assert run_ranks(_frozen_is_unused, 2) == [6, 6]
+    assert run_ranks(_change, 2, "freeze", {"find_unused_parameters": True}, False) == [6, 6]
 
 
-def _elsewhere(rank, world_size):
+@on_ranks(2)
+def test_what_is_built_elsewhere_is_no_change_and_hooks_stay(rank, world_size):
     """Modules that are built meanwhile are no change; nor is a hook's state lost by refresh."""
     net = _net()
     ddp = minddp.DistributedDataParallel(net)
@@ -127,52 +111,27 @@ def _elsewhere(rank, world_size):
     minddp.refresh(ddp)
     before = len(seen)
     _step(net, ddp, rank, 5)
-    return len(seen) > before
+    assert len(seen) > before
 
 
-def test_what_is_built_elsewhere_is_no_change_and_hooks_stay():
-    assert run_ranks(_elsewhere, 2) == [True, True]
-
-
-def _one_rank_changes(rank, world_size):
+@on_ranks(2)
+def test_refresh_of_modules_that_differ_raises_on_every_rank(rank, world_size):
     net = _net()
     ddp = minddp.DistributedDataParallel(net)
     if rank == 1:
         _add(net)
-    minddp.refresh(ddp)
+    with pytest.raises(RuntimeError, match="the number of parameters differs"):
+        minddp.refresh(ddp)
 
 
-def test_refresh_of_modules_that_differ_raises_on_every_rank():
-    with pytest.raises(RankError, match="the number of parameters differs") as raised:
-        run_ranks(_one_rank_changes, 2)
-    assert sorted(raised.value.failures) == [0, 1]
-
-
-def _nothing_left(rank, world_size):
-    net = _net()
-    ddp = minddp.DistributedDataParallel(net)
-    net.requires_grad_(False)
-    minddp.refresh(ddp)
-
-
-def test_refresh_with_nothing_left_to_train():
-    with pytest.raises(RankError, match="doesn't have any parameter that requires a gradient"):
-        run_ranks(_nothing_left, 2)
-
-
-def _one_cast_of_many(rank, world_size):
+@on_ranks(1)
+def test_a_cast_shows_within_as_many_forwards_as_there_are_parameters(rank, world_size):
     net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(5)))
     ddp = minddp.DistributedDataParallel(net)
     net[3].half()
-    looks = [
-        ddp._minddp_observers.get("guards").changes.look() for _ in range(5)
-    ]  # at one parameter after each forward
-    found = [change.text for look in looks for change in look or ()]
-    return set(found) == {"'3.weight' was torch.float32 on cpu, is torch.float16 on cpu"}
-
-
-def test_a_cast_shows_within_as_many_forwards_as_there_are_parameters():
-    assert run_ranks(_one_cast_of_many, 1) == [True]
+    look = ddp._minddp_observers.get("guards").changes.look  # at one parameter after each forward
+    found = {change.text for _ in range(5) for change in look() or ()}
+    assert found == {"'3.weight' was torch.float32 on cpu, is torch.float16 on cpu"}
 
 
 # ---- replicas
@@ -220,19 +179,16 @@ def test_replicas_that_are_alike_even_in_their_nans():
     run_ranks(_drift, 2, "nan")
 
 
-def _many(rank, world_size):
+@on_ranks(2)
+def test_a_long_list_is_cut(rank, world_size):
     net = nn.Sequential(*(nn.Linear(1, 1) for _ in range(15)))
     ddp = minddp.DistributedDataParallel(net)
     with torch.no_grad():
         for p in net.parameters():
             p += rank
-    minddp.check_replicas(ddp)
-
-
-def test_a_long_list_is_cut():
     message = r"differ in 30 of 30 tensors:(\n  '\d+\.\w+': rank 0 \| rank 1){20}\n  and 10 more\n"
-    with pytest.raises(RankError, match=message):
-        run_ranks(_many, 2)
+    with pytest.raises(RuntimeError, match=message):
+        minddp.check_replicas(ddp)
 
 
 def _drifts(rank, world_size, every, noticed_at):
@@ -304,7 +260,7 @@ class _Layers(nn.Module):
         return x
 
 
-def _unseen(rank, world_size, change, raises, before=2, **mode):
+def _unseen(rank, world_size, change, raises, before=2, mode=None):
     """Where a gradient that never comes is no error."""
     torch.manual_seed(0)
     net = _Layers()
@@ -331,12 +287,8 @@ def test_changes_that_register_nothing(change, raises):
     assert run_ranks(_unseen, 2, change, raises) == [True, True]
 
 
-def _unseen_by_a_static_graph(rank, world_size):
-    return _unseen(rank, world_size, _cast_and_back, False, before=0, static_graph=True)
-
-
 def test_a_static_graph_does_not_take_a_lost_hook_for_an_unused_parameter():
-    assert run_ranks(_unseen_by_a_static_graph, 2) == [True, True]
+    assert run_ranks(_unseen, 2, _cast_and_back, False, 0, {"static_graph": True}) == [True, True]
 
 
 class _Named(nn.Module):

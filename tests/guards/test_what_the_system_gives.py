@@ -16,23 +16,20 @@ from torch import nn
 import minddp
 from minddp import environment, lifetime
 from minddp.guards import processes, times
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 _SET_NAME = 15  # prctl(2)
 
 
-def _with_odd_names(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_name_may_be_any_bytes(rank: int, world_size: int) -> None:
     """The kernel cuts a name to 15 bytes, in the middle of a character too."""
     ctypes.CDLL(None).prctl(_SET_NAME, "ааааааааа".encode()[:15])
     ddp = minddp.DistributedDataParallel(nn.Linear(2, 2))
     ddp(torch.ones(1, 2)).sum().backward()
     lifetime._others_run()
     assert processes.here().started
-    return processes.look(processes.here()).state
-
-
-def test_a_name_may_be_any_bytes() -> None:
-    assert run_ranks(_with_odd_names, 2) == ["running"] * 2
+    assert processes.look(processes.here()).state == "running"
 
 
 @pytest.mark.parametrize(("error", "state"), [(PermissionError, "elsewhere"), (ProcessLookupError, "gone")])
@@ -69,21 +66,19 @@ def test_a_process_whose_first_thread_has_ended_is_there(monkeypatch: pytest.Mon
         thread.join()
 
 
-def _joins_all(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_a_program_may_join_all_threads(rank: int, world_size: int) -> None:
     ddp = minddp.DistributedDataParallel(nn.Linear(2, 2))
     ddp(torch.ones(1, 2)).sum().backward()
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("minddp")]
     for thread in ours:
         thread.join()
-    return bool(ours)
+    assert ours
 
 
-def test_a_program_may_join_all_threads() -> None:
-    assert run_ranks(_joins_all, 2) == [True] * 2
-
-
+@on_ranks(2)
 @times.faster(0.2)
-def _handles_signals(rank: int, world_size: int) -> list[bool]:
+def test_a_signal_handler_may_compute_gradients_while_backward_waits(rank: int, world_size: int) -> None:
     """Rank 1 comes late; meanwhile a handler of rank 0's runs, and computes a gradient."""
     ddp, found = minddp.DistributedDataParallel(nn.Linear(2, 2)), []
 
@@ -103,14 +98,11 @@ def _handles_signals(rank: int, world_size: int) -> list[bool]:
             loss.backward()
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    return found
+    assert found == ([] if rank else [True])
 
 
-def test_a_signal_handler_may_compute_gradients_while_backward_waits() -> None:
-    assert run_ranks(_handles_signals, 2) == [[True], []]
-
-
-def _without_threads(rank: int, world_size: int) -> torch.Tensor:
+@on_ranks(2)
+def test_without_a_watchdog(rank: int, world_size: int) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -121,12 +113,7 @@ def _without_threads(rank: int, world_size: int) -> torch.Tensor:
         dist.destroy_process_group()
     finally:
         threading.Thread.start = start  # type: ignore[method-assign]
-    return ddp.module.weight.grad
-
-
-def test_without_a_watchdog() -> None:
-    for grad in run_ranks(_without_threads, 2):
-        torch.testing.assert_close(grad, torch.full((2, 2), 0.5))
+    torch.testing.assert_close(ddp.module.weight.grad, torch.full((2, 2), 0.5))
 
 
 def test_an_exception_before_a_prompt_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:

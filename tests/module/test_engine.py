@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import minddp
 from minddp.testing import run_ranks
+from tests.nets import OneOf
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import batch, mlp
 from tests.reducer.test_reducer_contracts import Complex
@@ -60,40 +61,20 @@ def _reducers_hooked_on(parameter):
 # ---- remaking
 
 
-def _refresh(ddp):
-    minddp.refresh(ddp)
-    return ddp
-
-
-def _static(ddp):
-    ddp._set_static_graph()
-    return ddp
-
-
-def _new_group(ddp):
-    ddp._update_process_group(dist.new_group())
-    return ddp
-
-
-def _builtin(ddp):
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    return ddp
-
-
-def _hook(ddp):
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    return ddp
+def _in_place(remake):
+    return lambda ddp: (remake(ddp), ddp)[1]
 
 
 def _unpickled(ddp):
     return pickle.loads(pickle.dumps(ddp))
 
 
-def _copied(ddp):
-    return copy.deepcopy(ddp)
-
-
-REMAKE = [_refresh, _static, _new_group, _builtin, _hook, _unpickled, _copied]
+_refresh = _in_place(minddp.refresh)
+_static = _in_place(DDP._set_static_graph)
+_new_group = _in_place(lambda ddp: ddp._update_process_group(dist.new_group()))
+_builtin = _in_place(lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE))
+_hook = _in_place(lambda ddp: ddp.register_comm_hook(None, default_hooks.allreduce_hook))
+REMAKE = [_refresh, _static, _new_group, _builtin, _hook, _unpickled, copy.deepcopy]
 ARGUMENTS = [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"check_finite": True}]
 
 
@@ -181,28 +162,6 @@ def test_a_weight_divides_once(rank, world_size):
         assert expected is None or ddp.module.weight.grad.item() == expected
 
 
-class OneOfTwo(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-
-    def forward(self, x, which):
-        return getattr(self, which)(x)
-
-
-@on_ranks(2)
-def test_a_sum_that_one_rank_adds_to(rank, world_size):
-    ddp = DDP(OneOfTwo(), reduction="sum", find_unused_parameters=True)
-    x = torch.ones(1, 1)
-    for _ in range(2):
-        ddp.zero_grad()
-        with ddp.no_sync():
-            ddp(x, "a").sum().backward()
-        ddp(x, "a" if rank == 0 else "b").sum().backward()
-        assert ddp.module.a.weight.grad.item() == world_size + 1
-        assert ddp.module.b.weight.grad.item() == world_size - 1
-
-
 # ---- plans
 
 
@@ -255,6 +214,10 @@ def _raise_after(backward_calls):
     return hook
 
 
+def _one_of_two():
+    return OneOf({name: nn.Linear(1, 1, bias=False) for name in "ab"})
+
+
 @on_ranks(2, 3)
 def test_after_an_exception_that_all_ranks_met(rank, world_size):
     for index in (-1, 0):  # before the first gradient of a backward, and in its midst
@@ -285,7 +248,7 @@ def test_after_an_exception_that_all_ranks_met(rank, world_size):
 
 @on_ranks(2)
 def test_an_unfinished_iteration_can_be_given_up(rank, world_size):
-    ddp = DDP(OneOfTwo())
+    ddp = DDP(_one_of_two())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.0)
     x = torch.ones(1, 1)
     for _ in range(2):
@@ -340,7 +303,7 @@ def test_sparse_gradients_on_one_rank_and_under_join(rank, world_size):
 @on_ranks(2)
 def test_the_finite_check_beside_skipped_buckets_and_join(rank, world_size):
     """The last bucket is skipped as unused; and ranks that are out of data take part in the question."""
-    ddp = DDP(OneOfTwo(), check_finite=True, find_unused_parameters=True, skip_all_reduce_unused_params=True,
+    ddp = DDP(_one_of_two(), check_finite=True, find_unused_parameters=True, skip_all_reduce_unused_params=True,
               bucket_cap_mb_list=[1e-6] * 2)  # fmt: skip
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for which in ("a", "b"):

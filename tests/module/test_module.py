@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
 from minddp.testing import run_ranks
@@ -89,15 +92,6 @@ def _second_backward(rank, world_size):
         _check(ddp, [2 * g for g in _mean_of(ddp.module, world_size, lambda r: [_data(r)])])
 
 
-def _several_forwards_one_backward(rank, world_size):
-    for arguments in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
-        ddp = _ddp(**arguments)
-        for step in range(3):
-            ddp.zero_grad()
-            (ddp(_data(rank, step)).pow(2).sum() + ddp(_data(rank, step + 50)).pow(2).sum()).backward()
-            _check(ddp, _mean_of(ddp.module, world_size, lambda r: [_data(r, step), _data(r, step + 50)]))
-
-
 def _bypassed_forward(rank, world_size):
     ddp = _ddp()
     optimizer = torch.optim.SGD(ddp.parameters(), 0.0)
@@ -174,8 +168,6 @@ def _weighted(rank, world_size):
     for hook in (None, "allreduce"):
         ddp = _ddp(reduction="weighted", gradient_as_bucket_view=rank >= 0)
         if hook:
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
             ddp.register_comm_hook(None, allreduce_hook)
         for step in range(3):
             ddp.zero_grad()
@@ -256,8 +248,6 @@ def _builtin_hook_of_half_precision(rank, world_size):
 
 
 def _hook_errors(rank, world_size):
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
     ddp = _ddp()
     with pytest.raises(TypeError, match="must be callable"):
         ddp.register_comm_hook(None, 3)
@@ -356,7 +346,6 @@ def _join(rank, world_size):
 
 def _torch_is_not_used(rank, world_size):
     """Every method of torch's class and reducer raises; training goes on all the same."""
-    from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
     def refuse(*args, **kwargs):
         raise AssertionError("a line of torch's DDP ran")
@@ -392,7 +381,7 @@ def _torch_is_not_used(rank, world_size):
 
 
 CASES = [
-    _where_forward_ran_decides, _second_backward, _several_forwards_one_backward, _bypassed_forward,
+    _where_forward_ran_decides, _second_backward, _bypassed_forward,
     _views_are_windows_on_the_buckets,
     _buckets_can_be_released, _sum_and_predivide, _weighted, _weight_errors,
     _an_unused_parameter_is_reported_before_step, _ignored_at_the_root, _builtin_hook_of_half_precision,
@@ -410,64 +399,56 @@ def test_three_ranks(case):
     run_ranks(case, 3)
 
 
-def _net(rank):
-    return Net()
+@on_ranks(2, 3)
+def test_where_the_division_is_decides_the_range(rank, world_size):
+    """float16 ends at 65,504: the sum of 40,000s is beyond it, their mean is not."""
+    mean = pytest.approx(40_000, rel=1e-2)
+    cases = [(40_000.0, None, mean), (40_000.0, 2.0, mean), (40_000.0, 1.0, float("inf")), (2e-7, 1024.0, 0.0)]
+    for value, factor, expected in [*cases, (2e-7, None, pytest.approx(2e-7, rel=0.5))]:
+        ddp = DDP(nn.Linear(1, 1, bias=False).half(), predivide_factor=factor)
+        ddp(torch.full((1, 1), value, dtype=torch.float16)).sum().backward()
+        assert ddp.module.weight.grad.item() == expected, (value, factor)
 
 
-def _frozen(rank):
-    return Net().requires_grad_(False)
-
-
-def _lazy(rank):
-    return nn.LazyLinear(3)
-
-
-def _unequal(rank):
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2 + rank))
-
-
-def _unequal_count(rank):
-    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(1 + rank)])
-
-
-def _unequal_dtype(rank):
-    return nn.Linear(4, 4, dtype=torch.float64 if rank else torch.float32)
-
-
-def _mixed_devices(rank):
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-
-
+MODULES = {
+    "net": lambda rank: Net(),
+    "frozen": lambda rank: Net().requires_grad_(False),
+    "lazy": lambda rank: nn.LazyLinear(3),
+    "unequal": lambda rank: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2 + rank)),
+    "unequal count": lambda rank: nn.Sequential(*[nn.Linear(4, 4) for _ in range(1 + rank)]),
+    "unequal dtype": lambda rank: nn.Linear(4, 4, dtype=torch.float64 if rank else torch.float32),
+    "mixed devices": lambda rank: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
+}
 BAD = [
-    (_frozen, {}, "RuntimeError.*doesn't have any parameter that requires a gradient"),
-    (_lazy, {}, "RuntimeError.*uninitialized parameters.*'weight'"),
-    (_mixed_devices, {}, r"ValueError.*same type of devices.*\['cpu', 'meta'\]"),
-    (_net, {"device_ids": [0]}, r"ValueError.*device_ids \[0\]"),
-    (_net, {"device_ids": [0, 1]}, "ValueError.*single element"),
-    (_net, {"output_device": 1}, "ValueError.*output_device 1"),  # 0 is none, as with torch's class
-    (_net, {"bucket_cap_mb": -1}, "ValueError.*bucket_cap_mb must be a finite number of MiB, 0 .* or more, got -1"),
-    (_net, {"bucket_cap_mb": "big"}, 'ValueError.*bucket_cap_mb.*"auto".*big'),
-    (_net, {"bucket_cap_mb": [1]}, "TypeError.*bucket_cap_mb must be a number"),
-    (_net, {"bucket_cap_mb_list": [1, -1]}, "ValueError.*bucket_cap_mb_list must be a finite number"),
-    (_net, {"reduction": "median"}, "ValueError.*reduction must be.*'median'"),
-    (_net, {"bucket_cap_mb": 1e308}, "ValueError.*bucket_cap_mb must be .* got 1e.308 .*less than 2"),
-    (_net, {"bucket_cap_mb_list": 25}, "TypeError.*bucket_cap_mb_list must be a list .* got 25"),
-    (_net, {"bucket_plan": "none.json"}, "FileNotFoundError.*bucket_plan cannot be read: No such file.*'none.json'"),
-    (_net, {"device_ids": 0}, "TypeError.*device_ids must be a list of one device, or None, got 0"),
-    (_net, {"device_mesh": 3}, "TypeError.*device_mesh must be a torch.distributed.DeviceMesh .* got 3"),
+    ("frozen", {}, "RuntimeError.*doesn't have any parameter that requires a gradient"),
+    ("lazy", {}, "RuntimeError.*uninitialized parameters.*'weight'"),
+    ("mixed devices", {}, r"ValueError.*same type of devices.*\['cpu', 'meta'\]"),
+    ("net", {"device_ids": [0]}, r"ValueError.*device_ids \[0\]"),
+    ("net", {"device_ids": [0, 1]}, "ValueError.*single element"),
+    ("net", {"output_device": 1}, "ValueError.*output_device 1"),  # 0 is none, as with torch's class
+    ("net", {"bucket_cap_mb": -1}, "ValueError.*bucket_cap_mb must be a finite number of MiB, 0 .* or more, got -1"),
+    ("net", {"bucket_cap_mb": "big"}, 'ValueError.*bucket_cap_mb.*"auto".*big'),
+    ("net", {"bucket_cap_mb": [1]}, "TypeError.*bucket_cap_mb must be a number"),
+    ("net", {"bucket_cap_mb_list": [1, -1]}, "ValueError.*bucket_cap_mb_list must be a finite number"),
+    ("net", {"reduction": "median"}, "ValueError.*reduction must be.*'median'"),
+    ("net", {"bucket_cap_mb": 1e308}, "ValueError.*bucket_cap_mb must be .* got 1e.308 .*less than 2"),
+    ("net", {"bucket_cap_mb_list": 25}, "TypeError.*bucket_cap_mb_list must be a list .* got 25"),
+    ("net", {"bucket_plan": "none.json"}, "FileNotFoundError.*bucket_plan cannot be read: No such file.*'none.json'"),
+    ("net", {"device_ids": 0}, "TypeError.*device_ids must be a list of one device, or None, got 0"),
+    ("net", {"device_mesh": 3}, "TypeError.*device_mesh must be a torch.distributed.DeviceMesh .* got 3"),
     (
-        _net,
+        "net",
         {"mixed_precision": torch.float16},
         "TypeError.*mixed_precision must be .*_MixedPrecision.* torch.float16",
     ),
-    *[(_net, {"predivide_factor": factor}, "ValueError.*predivide_factor") for factor in (0, "2", 1e39, 1e-39)],
-    *[(_net, {"reduce_dtype": d}, "TypeError.*reduce_dtype") for d in (torch.int8, torch.float8_e4m3fn, "half")],
-    (_net, {"reduce_dtype": torch.float64, "gradient_as_bucket_view": True}, "ValueError.*contradict"),
-    (_net, {"delay_all_reduce_named_params": []}, "ValueError.*at the same time"),
-    *[(_net, {"on_straggler": f}, "TypeError.*on_straggler must be a callable, or None") for f in (1, "print")],
-    (_unequal, {}, r"RuntimeError.*differ at parameter 2.*rank 0: '1.weight' \[2, 4\].*rank 1: '1.weight' \[3, 4\]"),
-    (_unequal_count, {}, "RuntimeError.*number of parameters differs.*rank 0: 2.*rank 1: 4"),
-    (_unequal_dtype, {}, "RuntimeError.*differ at parameter 0.*float32.*float64"),
+    *[("net", {"predivide_factor": factor}, "ValueError.*predivide_factor") for factor in (0, "2", 1e39, 1e-39)],
+    *[("net", {"reduce_dtype": d}, "TypeError.*reduce_dtype") for d in (torch.int8, torch.float8_e4m3fn, "half")],
+    ("net", {"reduce_dtype": torch.float64, "gradient_as_bucket_view": True}, "ValueError.*contradict"),
+    ("net", {"delay_all_reduce_named_params": []}, "ValueError.*at the same time"),
+    *[("net", {"on_straggler": f}, "TypeError.*on_straggler must be a callable, or None") for f in (1, "print")],
+    ("unequal", {}, r"RuntimeError.*differ at parameter 2.*rank 0: '1.weight' \[2, 4\].*rank 1: '1.weight' \[3, 4\]"),
+    ("unequal count", {}, "RuntimeError.*number of parameters differs.*rank 0: 2.*rank 1: 4"),
+    ("unequal dtype", {}, "RuntimeError.*differ at parameter 0.*float32.*float64"),
 ]
 
 
@@ -475,7 +456,7 @@ BAD = [
 def test_bad_input_raises_on_every_rank(rank, world_size):
     for make, arguments, match in BAD:
         try:
-            DDP(make(rank), **arguments)
+            DDP(MODULES[make](rank), **arguments)
             answer = "no error"
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
@@ -519,8 +500,6 @@ def test_no_process_group(rank, world_size):
 
 @on_ranks(2)
 def test_device_mesh(rank, world_size):
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (world_size,))
     with pytest.raises(RuntimeError, match="both process_group and device_mesh"):
         DDP(Net(), process_group=dist.group.WORLD, device_mesh=mesh)

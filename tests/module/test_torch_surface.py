@@ -19,6 +19,7 @@ import minddp
 from minddp.functions import FUNCTIONS
 from minddp.testing import run_ranks
 from minddp.torch_surface.names import TorchNames
+from tests.on_ranks import on_ranks
 
 OURS = minddp.DistributedDataParallel
 
@@ -165,11 +166,22 @@ def instances() -> Any:
     return both
 
 
-def test_every_attribute_is_here_or_left_out(instances: Any) -> None:
+@pytest.mark.parametrize(
+    ("what", "left_out"),
+    [
+        ("attributes", ATTRIBUTES_LEFT_OUT),
+        ("reducer", REDUCER_LEFT_OUT),
+        ("logger", {}),
+        ("keys at the start", {}),
+        ("keys", {}),
+    ],
+)
+def test_every_name_of_an_instance_is_here_or_left_out(instances: Any, what: str, left_out: dict[str, str]) -> None:
     theirs, ours = instances
-    missing = theirs["attributes"] - ours["all"]
-    assert missing <= set(ATTRIBUTES_LEFT_OUT), sorted(missing - set(ATTRIBUTES_LEFT_OUT))
-    assert not _public(missing)
+    missing = theirs[what] - ours["all" if what == "attributes" else what]
+    assert missing <= set(left_out), sorted(missing - set(left_out))
+    assert what == "reducer" or not _public(missing)
+    assert theirs["logged"] == ours["logged"] and "set_runtime_stats_and_log" in theirs["logger"]
 
 
 def _added(here: set[str], there: set[str]) -> set[str]:
@@ -183,43 +195,36 @@ def test_nothing_is_added_but_private_names(instances: Any) -> None:
     assert not _added(set(dir(OURS)), theirs["all"])
 
 
-def _functions(rank: int, world_size: int) -> Any:
-    """What is said where a function of the package is looked for in a wrapper; and without a wrapper."""
+@on_ranks(1)
+def test_what_minddp_adds_are_functions_of_the_package(rank: int, world_size: int) -> None:
+    """What is said where one is looked for in a wrapper, or called without one."""
 
     class Module(torch.nn.Linear):
         report = "the module's"
 
     ddp = OURS(Module(3, 3))
-    said = {}
     for name in FUNCTIONS:
         assert not hasattr(ddp, name)
-        with pytest.raises(AttributeError) as unknown:
+        with pytest.raises(AttributeError, match=rf"It is a function of the package: minddp\.{name}\(ddp\)$"):
             getattr(ddp, name)
-        said[name] = str(unknown.value)
     with pytest.raises(AttributeError) as unknown:
         _ = ddp.reports
     assert "minddp." not in str(unknown.value) and ddp.module.report == "the module's"
-    given = [TorchDDP(torch.nn.Linear(3, 3)), ddp.module, torch.nn.Sequential(ddp), None]
-    refused: list[str] = []
-    for name, each in zip(list(FUNCTIONS) * len(given), [each for each in given for _ in FUNCTIONS]):
-        arguments: dict[str, Any] = {"add_weight": {"weight": 1}, "load_wire_state": {"state": {}}}.get(name, {})
-        arguments = {"rank": 0} if name == "repair_replicas" else arguments
-        with pytest.raises(TypeError) as wrong:
-            getattr(minddp, name)(each, **arguments)
-        refused.append(str(wrong.value))
+    for given, out in (
+        (TorchDDP(torch.nn.Linear(3, 3)), "minddp.install()"),
+        (ddp.module, "Pass the wrapper around it"),
+        (torch.nn.Sequential(ddp), "is its submodule '0': pass that"),
+        (None, "got NoneType"),
+    ):
+        for name in FUNCTIONS:
+            arguments: dict[str, Any] = {"add_weight": {"weight": 1}, "load_wire_state": {"state": {}}}.get(name, {})
+            arguments = {"rank": 0} if name == "repair_replicas" else arguments
+            with pytest.raises(TypeError) as wrong:
+                getattr(minddp, name)(given, **arguments)
+            text = f"minddp.{name}: ddp must be a minddp.DistributedDataParallel, got"
+            assert str(wrong.value).startswith(text) and out in str(wrong.value)
     compiled = torch.compile(ddp, backend="eager")
     assert minddp.bucket_plan(compiled) == minddp.bucket_plan(ddp)
-    return said, refused
-
-
-def test_what_minddp_adds_are_functions_of_the_package() -> None:
-    [(said, refused)] = run_ranks(_functions, 1)
-    for name, text in said.items():
-        assert text.endswith(f"It is a function of the package: minddp.{name}(ddp)")
-    outs = ["minddp.install()", "Pass the wrapper around it", "is its submodule '0': pass that", "got NoneType"]
-    for i, text in enumerate(refused):
-        name, out = list(FUNCTIONS)[i % len(FUNCTIONS)], outs[i // len(FUNCTIONS)]
-        assert text.startswith(f"minddp.{name}: ddp must be a minddp.DistributedDataParallel, got") and out in text
 
 
 def test_the_page_and_the_package_list_the_functions() -> None:
@@ -233,19 +238,8 @@ def test_the_page_and_the_package_list_the_functions() -> None:
         _ = minddp.reports
 
 
-def test_every_name_of_the_reducer_is_here_or_left_out(instances: Any) -> None:
-    theirs, ours = instances
-    missing = theirs["reducer"] - ours["reducer"]
-    assert missing <= set(REDUCER_LEFT_OUT), sorted(missing - set(REDUCER_LEFT_OUT))
-
-
-def test_every_name_of_the_logger_is_here(instances: Any) -> None:
-    theirs, ours = instances
-    assert "set_runtime_stats_and_log" in theirs["logger"]
-    assert not theirs["logger"] - ours["logger"]
-
-
-def _forks(rank: int, world_size: int) -> Any:
+@on_ranks(1)
+def test_a_forks_forward_runs_and_is_logged(rank: int, world_size: int) -> None:
     """A forward as forks of torch's class have it, of several releases."""
 
     class Fork(OURS):  # type: ignore[misc,valid-type]
@@ -264,18 +258,7 @@ def _forks(rank: int, world_size: int) -> Any:
     for _ in range(3):
         ddp(torch.ones(1, 3)).sum().backward()
     maps, flat = ddp.logger._get_ddp_logging_data(), ddp._get_ddp_logging_data()
-    return maps.strs_map, maps.ints_map, flat
-
-
-def test_a_forks_forward_runs_and_is_logged() -> None:
-    [(texts, numbers, flat)] = run_ranks(_forks, 1)
+    texts, numbers = maps.strs_map, maps.ints_map
     assert texts["comm_hook"] == "mine" and texts["module_name"] == "Mine" and texts["device_ids"] == "0"
     assert numbers["join_uneven_inputs"] == 1 and numbers["iteration"] == 2 and numbers["avg_backward_comm_time"] >= 0
     assert {**texts, **numbers} == flat
-
-
-def test_every_key_of_the_logging_data_is_here(instances: Any) -> None:
-    theirs, ours = instances
-    assert theirs["keys at the start"] <= ours["keys at the start"]
-    assert theirs["keys"] <= ours["keys"]
-    assert theirs["logged"] == ours["logged"]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from minddp import DistributedDataParallel
 from minddp.testing import run_ranks
 
 
@@ -143,8 +144,6 @@ def _group_for_sparse():
 
 def _compare(rank, world_size, name, arguments):
     """Trains both; returns the largest difference, -1 where they agree bit for bit."""
-    from minddp import DistributedDataParallel
-
     warnings.simplefilter("ignore")
     worst = -1.0
     for set_to_none in (True, False):

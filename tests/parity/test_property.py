@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from minddp import DistributedDataParallel
 from tests.on_ranks import on_ranks
 
 EXAMPLES = int(os.environ.get("MINDDP_EXAMPLES", "500"))
@@ -68,8 +69,6 @@ def _average(model, world_size, used):
 
 
 def _one_case(seed, rank, world_size):
-    from minddp import DistributedDataParallel
-
     draw = random.Random(seed)
     torch.manual_seed(seed)
     net = RandomNet(draw)

@@ -59,11 +59,8 @@ def tune_and_pin(rank, world_size, folder):
     pinned = minddp.DistributedDataParallel(Mixed(), bucket_plan=BucketPlan.load(path))
     pinned_from_start = pinned.reducer.buckets()
     again = train(pinned, rank, STEPS)
-    try:
+    with pytest.raises(ValueError, match="made for another model"):
         minddp.DistributedDataParallel(Mixed(width=32), bucket_plan=plan)
-        refusal = None
-    except ValueError as error:
-        refusal = str(error)
     views = minddp.DistributedDataParallel(Mixed(), bucket_cap_mb="auto", gradient_as_bucket_view=True)
     views._minddp_observers.get("planner").tuner.settings = SETTINGS
     with_views = train(views, rank, STEPS, set_to_none=False)
@@ -75,7 +72,6 @@ def tune_and_pin(rank, world_size, folder):
         "buckets": [ddp.reducer.buckets(), pinned_from_start, pinned.reducer.buckets()],
         "dtypes": [{str(ddp._minddp_wrapped.reduced[i].dtype) for i in bucket} for bucket in ddp.reducer.buckets()],
         "notes": plan.notes,
-        "refusal": refusal,
     }
 
 
@@ -90,9 +86,6 @@ def test_tuning_changes_no_bit_on_two_ranks_and_its_plan_can_be_pinned(tmp_path)
     assert first["notes"] == second["notes"]
     assert [trial["name"] for trial in first["notes"]["trials"]][:2] == ["default", "uniform 0.01 MiB"]
     assert all(trial["step_seconds"] > 0 for trial in first["notes"]["trials"])
-    for result in results:
-        assert "made for another model" in result["refusal"]
-        assert "layers.0.weight (float32[64, 64] in the plan, float32[32, 32] here)" in result["refusal"]
 
 
 def join_while_tuning(rank, world_size):

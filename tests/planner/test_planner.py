@@ -102,22 +102,14 @@ def test_kinds_never_share_a_bucket_and_none_has_more_than_alone(instance, cost,
         assert plan_finish(mine, ready, nbytes, cost) <= latest + 1e-9
 
 
-def test_slack_joins_the_buckets_of_each_kind():
-    arguments = [k / 10 for k in range(10)], [1 << 20] * 10, LinearCost(0.05, 1e-8)
-    kinds = [k % 2 for k in range(10)]
-    tight = optimal_plan(*arguments, kinds=kinds)
-    loose = optimal_plan(*arguments, kinds=kinds, slack_seconds=10.0)
-    assert len(tight.buckets) > 2 == len(loose.buckets)
-    assert loose.finish_seconds <= tight.finish_seconds + 10.0
-
-
 def test_slack_is_kept_with_several_kinds():
-    for slack in (0.0, 0.003, 0.05, 1.0):
+    for slack in (0.0, 0.003, 0.05, 1.0, 10.0):
         arguments = [0.1 * k for k in range(40)], [1] * 40, LinearCost(0.01, 1e-3)
         tight = optimal_plan(*arguments, kinds=[k % 8 for k in range(40)])
         loose = optimal_plan(*arguments, kinds=[k % 8 for k in range(40)], slack_seconds=slack)
         assert loose.finish_seconds <= tight.finish_seconds + slack + 1e-9
         assert len(loose.buckets) <= len(tight.buckets)
+    assert len(loose.buckets) == 8 < len(tight.buckets), "those of each kind are joined"
 
 
 def test_numpys_numbers_are_numbers(tmp_path):
@@ -213,13 +205,6 @@ def test_a_plan_gives_its_models_indices_in_whatever_order_the_model_lists_them(
     plan = model_plan()
     assert plan.parameter_buckets(NAMES, SHAPES, DTYPES) == [[2], [1, 0]]
     assert plan.parameter_buckets(NAMES[::-1], SHAPES[::-1], DTYPES[::-1]) == [[0], [1, 2]]
-
-
-def test_a_plan_survives_its_file(tmp_path):
-    path = tmp_path / "plan.json"
-    model_plan().save(path)
-    assert BucketPlan.load(path) == model_plan()
-    assert os.listdir(tmp_path) == ["plan.json"]
 
 
 def test_another_models_plan_is_refused_by_name():

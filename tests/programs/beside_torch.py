@@ -69,7 +69,7 @@ def mlp() -> nn.Module:
 
 def batch(rank: int, i: int = 0) -> torch.Tensor:
     """That of a rank in its iteration ``i``, for :func:`mlp`."""
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank))
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank), dtype=torch.float32)
 
 
 def gradients(*modules: nn.Module) -> list[torch.Tensor | None]:
@@ -78,3 +78,31 @@ def gradients(*modules: nn.Module) -> list[torch.Tensor | None]:
 
 def weights(module: nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in module.parameters()]
+
+
+def trained(
+    ddp: nn.Module,
+    rank: int,
+    steps: int = 3,
+    loss: Callable[[int, Any], torch.Tensor] = lambda i, output: output.square().sum(),
+    parameters: Sequence[nn.Parameter] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    first: int = 0,
+) -> list[torch.Tensor | None]:
+    """Every gradient of some steps, and the weights.
+
+    Args:
+        loss: of the step's number and of what forward returned.
+        parameters: those of the module, where it does not name all of them.
+        optimizer: plain SGD without one.
+        first: the number of the first step, which chooses its batch.
+    """
+    parameters = list(parameters or ddp.module.parameters())
+    optimizer = optimizer or torch.optim.SGD(parameters, 0.1)
+    seen: list[torch.Tensor | None] = []
+    for i in range(first, first + steps):
+        optimizer.zero_grad()
+        loss(i, ddp(batch(rank, i))).backward()
+        seen += [None if p.grad is None else p.grad.clone() for p in parameters]
+        optimizer.step()
+    return seen + [p.detach().clone() for p in parameters]

@@ -18,6 +18,7 @@ import minddp
 from minddp.testing import free_port
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import batch, differ, mlp
+from tests.programs.test_same_program import Quantized
 
 pytestmark = pytest.mark.skipif(not rpc.is_available(), reason="torch was built without RPC")
 
@@ -44,6 +45,13 @@ def of_context(context, *modules):
     return found
 
 
+def reduced(loss, *modules):
+    """The same after a backward of ``loss()`` in a context of its own."""
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [loss()])
+        return of_context(context, *modules)
+
+
 MODES = {
     "default": {},
     "small": {"bucket_cap_mb_list": [1e-5] * 2},
@@ -58,9 +66,7 @@ def several_steps(wrap, rank):
     model, seen = wrap(mlp()), []
     model(batch(rank, 9)).sum().backward()
     for i in range(3):
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [model(batch(rank, i)).pow(2).sum()])
-            seen += of_context(context, model)
+        seen += reduced(lambda i=i: model(batch(rank, i)).pow(2).sum(), model)
     model(batch(rank, 10)).sum().backward()
     return seen + [p.grad.clone() for p in model.parameters()]
 
@@ -100,25 +106,6 @@ def with_a_remote_part(wrap, rank):
     return seen
 
 
-def checkpointed(wrap, rank):
-    model, seen = mlp(), []
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    ddp = wrap(Outer())
-    for i in range(3):
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [ddp(batch(rank, i)).sum()])
-            seen += of_context(context, model)
-    return seen
-
-
 def stepped_by_a_distributed_optimizer(wrap, rank):
     model = wrap(mlp())
     optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(p) for p in model.parameters()], lr=0.1)
@@ -127,18 +114,6 @@ def stepped_by_a_distributed_optimizer(wrap, rank):
             dist_autograd.backward(context, [model(batch(rank, i)).pow(2).sum()])
             optimizer.step(context)
     return [p.detach().clone() for p in model.parameters()]
-
-
-def attacked_between(wrap, rank):
-    """The gradient of the input, in a context, is no iteration."""
-    model = wrap(mlp())
-    for i in range(2):
-        x = batch(rank, i).requires_grad_()
-        (towards,) = torch.autograd.grad(model.module(x).sum(), x)
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [model(x.detach() + towards).sum()])
-            seen = of_context(context, model)
-    return seen
 
 
 class Referring(nn.Module):
@@ -153,9 +128,7 @@ class Referring(nn.Module):
 def outputs_behind_a_reference(wrap, rank):
     model = wrap(Referring())
     for i in range(3):
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [model(batch(rank, i)).local_value().sum()])
-            seen = of_context(context, model)
+        seen = reduced(lambda i=i: model(batch(rank, i)).local_value().sum(), model)
     return seen
 
 
@@ -219,9 +192,7 @@ def looked_at_and_cleared(wrap, rank):
         model[2].weight.grad = None
 
     handle = model[0].weight.register_hook(look)
-    with dist_autograd.context() as context:
-        dist_autograd.backward(context, [ddp(batch(rank)).sum()])
-        seen += of_context(context, model)
+    seen += reduced(lambda: ddp(batch(rank)).sum(), model)
     handle.remove()
     return seen
 
@@ -230,16 +201,13 @@ def two_wrappers_of_one_module(wrap, rank):
     model, seen = mlp(), []
     first, second = wrap(model), wrap(model)
     for i in range(3):
-        with dist_autograd.context() as context:
-            loss = first(batch(rank, i)).sum() + second(batch(rank, i + 7)).sum()
-            dist_autograd.backward(context, [loss])
-            seen += of_context(context, model)
+        seen += reduced(lambda i=i: first(batch(rank, i)).sum() + second(batch(rank, i + 7)).sum(), model)
     return seen
 
 
 PROGRAMS = [
-    several_steps, plain_backward_in_a_context, accumulated_in_one_context, with_a_remote_part, checkpointed,
-    stepped_by_a_distributed_optimizer, attacked_between, outputs_behind_a_reference, a_hook_of_the_users_raises,
+    several_steps, plain_backward_in_a_context, accumulated_in_one_context, with_a_remote_part,
+    stepped_by_a_distributed_optimizer, outputs_behind_a_reference, a_hook_of_the_users_raises,
     a_comm_hook_raises, looked_at_and_cleared, two_wrappers_of_one_module,
 ]  # fmt: skip
 # Torch's class raises; or the context's averages go to the bucket whose windows are the `.grad` of before.
@@ -308,9 +276,7 @@ def test_parameters_that_other_ranks_used_get_their_gradient_in_the_context(rank
     for i in range(4):
         which = (rank + i) % 2
         expected = mean_of_own(ddp.module, ddp.module(batch(rank, i), which).pow(2).sum())
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [ddp(batch(rank, i), which).pow(2).sum()])
-            assert not differ(expected, of_context(context, ddp)[::2])
+        assert not differ(expected, reduced(lambda w=which, i=i: ddp(batch(rank, i), w).pow(2).sum(), ddp)[::2])
         assert all(p.grad is None for p in ddp.parameters())
     step = ddp.reducer.last_step()
     body, rests = (ddp.reducer.names.index(name) for name in ("body.weight", "heads.2.weight"))
@@ -481,34 +447,11 @@ def test_what_cannot_be_reduced_is_refused_by_name(rank, world_size):
         assert not differ(expected, of_context(context, model)[::2])
 
 
-class _NoGradient(torch.autograd.Function):
-    """Gives None for the gradient of its second input."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class _Partly(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = mlp(), nn.Linear(2, 4)
-        self.idle = nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        return self.last(_NoGradient.apply(self.first(x), self.idle))
-
-
 @on_agents(2)
 def test_a_parameter_whose_gradient_is_none(rank, world_size):
     """As in a plain backward. Torch's class fails in an assert of its own."""
     for kwargs in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
-        model = _Partly()
+        model = Quantized()
         ddp = minddp.DistributedDataParallel(model, **kwargs)
         for i in range(3):
             with dist_autograd.context() as context:

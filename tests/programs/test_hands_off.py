@@ -6,27 +6,18 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import minddp
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
+from tests.programs.beside_torch import batch, mlp, weights
 
 BOTH = torch.nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel
 
 
-def _net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def _batch(step, rank=0):
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(step + 10 * rank))
-
-
 def _steps(ddp, optimizer, rank=0, dtype=torch.float32):
     for step in range(2):
-        ddp(_batch(step, rank).to(dtype)).sum().backward()
+        ddp(batch(rank, step).to(dtype)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return ddp
@@ -36,7 +27,7 @@ def _steps(ddp, optimizer, rank=0, dtype=torch.float32):
 
 
 def steps_in_backward(wrap):
-    ddp = wrap(_net())
+    ddp = wrap(mlp())
     optimizers = {p: torch.optim.SGD([p], 0.1) for p in ddp.parameters()}
 
     def step(parameter):
@@ -46,28 +37,28 @@ def steps_in_backward(wrap):
     for parameter in ddp.parameters():
         parameter.register_post_accumulate_grad_hook(step)
     for number in range(3):
-        ddp(_batch(number)).sum().backward()
+        ddp(batch(0, number)).sum().backward()
     return ddp
 
 
 def parameters_assigned(wrap):
-    ddp = wrap(_net())
+    ddp = wrap(mlp())
     _steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1))
     ddp.load_state_dict({name: value.clone() for name, value in ddp.state_dict().items()}, assign=True)
     return _steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1))
 
 
 def cast(wrap):
-    ddp = wrap(_net())
+    ddp = wrap(mlp())
     ddp.double()
     return _steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1), dtype=torch.float64)
 
 
 def two_backwards_of_one_graph(wrap):
-    ddp = wrap(_net(), gradient_as_bucket_view=True)
+    ddp = wrap(mlp(), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for step in range(2):
-        loss = ddp(_batch(step)).sum()
+        loss = ddp(batch(0, step)).sum()
         loss.backward(retain_graph=True)
         loss.backward()
         optimizer.step()
@@ -76,7 +67,7 @@ def two_backwards_of_one_graph(wrap):
 
 
 def past_the_wrapper(wrap):
-    ddp = wrap(_net())
+    ddp = wrap(mlp())
     _steps(ddp.module, torch.optim.SGD(ddp.parameters(), 0.1))
     return ddp
 
@@ -87,10 +78,10 @@ def exception_in_step(wrap):
             super().step(closure)
             raise ValueError
 
-    ddp = wrap(_net())
+    ddp = wrap(mlp())
     optimizer = Raises(ddp.parameters(), 0.1)
     for step in range(2):
-        ddp(_batch(step)).sum().backward()
+        ddp(batch(0, step)).sum().backward()
         with pytest.raises(ValueError):
             optimizer.step()
         optimizer.zero_grad()
@@ -112,12 +103,12 @@ def test_one_rank_alone(rank, world_size, program):
 @on_ranks(1)
 def test_two_wrappers_of_one_parameter_on_one_rank(rank, world_size):
     """Torch's class refuses it. On several ranks so does ours: one of the two would send the other's sum."""
-    net = _net()
+    net = mlp()
     first, second = [minddp.DistributedDataParallel(net, gradient_as_bucket_view=True) for _ in range(2)]
-    (first(_batch(0)).sum() + second(_batch(1)).sum()).backward()
+    (first(batch(0, 0)).sum() + second(batch(0, 1)).sum()).backward()
     mine = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
-    (net(_batch(0)).sum() + net(_batch(1)).sum()).backward()
+    (net(batch(0, 0)).sum() + net(batch(0, 1)).sum()).backward()
     assert all(torch.allclose(a, p.grad) for a, p in zip(mine, net.parameters()))
 
 
@@ -132,13 +123,13 @@ class Unhashable(torch.optim.SGD):
 
 
 def unhashable_optimizer(wrap, rank):
-    ddp = wrap(_net())
+    ddp = wrap(mlp())
     return _steps(ddp, Unhashable(ddp.parameters(), 0.1), rank)
 
 
 def forked_child(wrap, rank):
     """It trains its copy by itself: an evaluation that adapts, say."""
-    ddp = wrap(_net())
+    ddp = wrap(mlp())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     _steps(ddp, optimizer, rank)
     child = os.fork()
@@ -155,7 +146,7 @@ _kept = []
 
 
 def after_the_group(wrap, rank):
-    ddp = wrap(_net())
+    ddp = wrap(mlp())
     _kept.append(ddp)  # torch's holds the group, whose end waits, under the GIL, for a thread that wants the GIL
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     _steps(ddp, optimizer, rank)
@@ -165,7 +156,7 @@ def after_the_group(wrap, rank):
 
 
 def _beside(rank, world_size, program, wrap):
-    return [p.detach().clone() for p in program(wrap, rank).parameters()]
+    return weights(program(wrap, rank))
 
 
 @pytest.mark.parametrize("program", [unhashable_optimizer, forked_child, after_the_group])

@@ -14,9 +14,8 @@ from torch import nn
 
 import minddp
 from tests.on_ranks import on_ranks
-from tests.programs.beside_torch import MODES, those_that_differ
+from tests.programs.beside_torch import MODES, batch, those_that_differ, trained
 from tests.programs.other_collective import other_collective
-from tests.programs.test_own_classes import batch
 
 Found = namedtuple("Found", "first second")
 
@@ -40,27 +39,16 @@ class Heads(nn.Module):
         return self.pack(self.one(self.normal(self.a(h))), self.two(h))
 
 
-def trained(ddp, rank, loss, steps=4):
-    optimizer = torch.optim.SGD(ddp.module.parameters(), 0.1, momentum=0.9)
-    seen = []
-    for i in range(steps):
-        optimizer.zero_grad()
-        loss(i, ddp(batch(rank, i))).backward()
-        seen += [p.grad if p.grad is None else p.grad.clone() for p in ddp.module.parameters()]
-        optimizer.step()
-    return seen + [p.detach() for p in ddp.module.parameters()]
-
-
 def a_head_with_collectives_left_out_on_one_rank(cls, rank, **args):
     def loss(i, out):
         return out.second.square().sum() + (out.first.square().sum() if (i + rank) % 2 else 0)
 
-    return trained(cls(Heads(), **args), rank, loss)
+    return trained(cls(Heads(), **args), rank, 4, loss)
 
 
 def left_out_on_all_ranks(cls, rank, **args):
     net = Heads(lambda *out: OrderedDict(a=[out[0]], b=out[1]))
-    return trained(cls(net, **args), rank, lambda i, out: out["b"].sum())
+    return trained(cls(net, **args), rank, 4, lambda i, out: out["b"].sum())
 
 
 def how_often_hooks_run(cls, rank, **args):
@@ -70,7 +58,7 @@ def how_often_hooks_run(cls, rank, **args):
         node = layer.weight.view_as(layer.weight).grad_fn.next_functions[0][0]
         node.register_hook(lambda *_, i=i: calls.__setitem__(i, calls[i] + 1))
         layer.keeps = node
-    return [*trained(ddp, rank, lambda i, out: out.second.square().sum()), calls]
+    return [*trained(ddp, rank, 4, lambda i, out: out.second.square().sum()), calls]
 
 
 def an_output_changed_in_place_that_the_module_keeps(cls, rank, **args):
@@ -87,7 +75,7 @@ def an_output_changed_in_place_that_the_module_keeps(cls, rank, **args):
         out.first.add_(1.0)
         return (out.first * out.second).sum()
 
-    return trained(cls(Keeps(), **args), rank, loss)
+    return trained(cls(Keeps(), **args), rank, 4, loss)
 
 
 PROGRAMS = [

@@ -1,4 +1,4 @@
-"""Ranks whose collectives fit, though one goes another way: its own hook, an all-reduce by hand, its own head."""
+"""Ranks whose collectives fit, though one goes another way: its own hook, head or loss, an all-reduce by hand."""
 
 from __future__ import annotations
 
@@ -11,40 +11,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.programs.beside_torch import MODES, mlp, those_that_differ
-
-
-def _steps(ddp, rank, count=4, first=0):
-    seen = []
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for i in range(first, first + count):
-        optimizer.zero_grad()
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * i + rank), dtype=torch.float32)
-        ddp(x).square().sum().backward()
-        seen += [p.grad.clone() for p in ddp.module.parameters()]
-        optimizer.step()
-    return seen
+from tests.programs.beside_torch import MODES, batch, mlp, those_that_differ, trained
+from tests.programs.other_collective import SummedInBackward
 
 
 def hook_on_one_rank(cls, rank, **args):
     ddp = cls(mlp(), **args)
     if rank == 0:
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    return _steps(ddp, rank)
+    return trained(ddp, rank, steps=4)
 
 
 def hook_on_one_rank_later(cls, rank, **args):
     ddp = cls(mlp(), **args)
-    seen = _steps(ddp, rank)
+    seen = trained(ddp, rank, steps=4)
     if rank == 0:
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    return seen + _steps(ddp, rank, first=4)
+    return seen + trained(ddp, rank, steps=4, first=4)
 
 
 def all_reduce_by_hand(cls, rank, **args):
     """A rank without a batch sends zeros for its one bucket."""
     ddp = cls(mlp(), **args)
-    seen = _steps(ddp, rank)
+    seen = trained(ddp, rank, steps=4)
     ddp.zero_grad()
     if rank == 0:
         everything = torch.zeros(sum(p.numel() for p in ddp.parameters()))
@@ -72,30 +61,16 @@ def hook_in_a_thread(cls, rank, **args):
 
         ddp = cls(mlp(), **args)
         ddp.register_comm_hook(None, hook)
-        return _steps(ddp, rank)
+        return trained(ddp, rank, steps=4)
 
 
 def other_default_dtypes(cls, rank, **args):
     ddp = cls(mlp(), **args)
     torch.set_default_dtype([torch.float32, torch.float64][rank % 2])
     try:
-        return _steps(ddp, rank)
+        return trained(ddp, rank, steps=4)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-class _Summed(torch.autograd.Function):
-    """All-reduces in backward, as synchronized batch norm does."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad
 
 
 class _Heads(nn.Module):
@@ -109,7 +84,7 @@ class _Heads(nn.Module):
     def forward(self, x, uses_second, zero):
         x = self.body(x)
         second = self.second(x).square().sum() if uses_second else 0
-        first = self.first(_Summed.apply(x)).square().mean()
+        first = self.first(SummedInBackward.apply(x)).square().mean()
         if not uses_second and zero:  # made last, so its gradients come first
             second = sum(0 * p.sum() for p in self.second.parameters())
         return first + second
@@ -136,6 +111,28 @@ def term_times_zero(cls, rank, **args):
     return _head_of_one_rank(cls, rank, zero=True, **args)
 
 
+def _replaced(cls, rank, replacement, **args):
+    """One rank's loss goes past the wrapper's outputs, in the iteration that the others' go through: a loss that was
+    not finite and is replaced by a zero term of the parameters, an image without boxes, a retry through ``.module``.
+    """
+    ddp = cls(mlp(), **args)
+
+    def loss(i, output):
+        if i in (0, 2) and rank == 1:
+            return replacement(ddp, batch(rank, i))
+        return output.pow(2).mean()
+
+    return trained(ddp, rank, 4, loss)
+
+
+def a_zero_term(cls, rank, **args):
+    return _replaced(cls, rank, lambda ddp, x: 0.0 * sum(p.sum() for p in ddp.parameters()), **args)
+
+
+def a_retry_through_the_module(cls, rank, **args):
+    return _replaced(cls, rank, lambda ddp, x: ddp.module(0.5 * x).pow(2).mean(), **args)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_they_meet_as_with_torchs_class(world_size):
     programs = [hook_on_one_rank, hook_on_one_rank_later, hook_in_a_thread, other_default_dtypes]
@@ -144,3 +141,5 @@ def test_they_meet_as_with_torchs_class(world_size):
     assert not those_that_differ([all_reduce_by_hand], world_size)
     modes = {mode: MODES[mode] for mode in ("default", "views")}
     assert not those_that_differ([head_of_one_rank, term_times_zero], world_size, modes)
+    modes["find_unused"] = MODES["find_unused"]
+    assert not those_that_differ([a_zero_term, a_retry_through_the_module], world_size, modes)

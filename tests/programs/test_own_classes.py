@@ -18,6 +18,8 @@ from torch import nn
 import minddp
 from minddp.testing import run_ranks
 from tests.faults.logged import logged
+from tests.on_ranks import on_ranks
+from tests.programs import beside_torch
 from tests.programs.beside_torch import MODES, batch, those_that_differ
 
 
@@ -33,29 +35,12 @@ class Two(nn.Module):
 
 
 def trained(ddp, rank, steps=3):
-    """Every gradient of some steps, and the weights; also of what the module does not name."""
+    """With gradients and weights of what the module does not name, too."""
     parameters = [*ddp.module.a.parameters(), *ddp.module.b.parameters()]
-    optimizer = torch.optim.SGD(parameters, 0.1)
-    seen = []
-    for i in range(steps):
-        optimizer.zero_grad()
-        ddp(batch(rank, i)).square().sum().backward()
-        seen += [p.grad.clone() for p in parameters]
-        optimizer.step()
-    return seen + [p.detach() for p in parameters]
+    return beside_torch.trained(ddp, rank, steps, parameters=parameters)
 
 
 # --- steps of forward that are the program's own
-
-
-def overrides_run(cls, rank, **args):
-    """mmcv's MMDistributedDataParallel and its forks."""
-
-    class Own(cls):
-        def _run_ddp_forward(self, *inputs, **kwargs):
-            return 2 * self.module(*inputs, **kwargs)
-
-    return trained(Own(Two(), **args), rank)
 
 
 def overrides_all(cls, rank, **args):
@@ -82,6 +67,8 @@ def patches_the_instance(cls, rank, **args):
 
 
 def patches_the_class(cls, rank, **args):
+    """As mmcv's MMDistributedDataParallel and its forks: it calls the module itself."""
+
     class Own(cls):
         pass
 
@@ -114,12 +101,13 @@ def twice_told(cls, rank, **args):
     return trained(cls(Own(), **args), rank)
 
 
-def hidden_child(cls, rank, **args):
-    class Own(Two):
-        def named_parameters(self, prefix="", recurse=True):
-            yield from (pair for pair in nn.Module.named_parameters(self, prefix, recurse) if "b." not in pair[0])
+class Hides(Two):
+    def named_parameters(self, prefix="", recurse=True):
+        yield from (pair for pair in nn.Module.named_parameters(self, prefix, recurse) if "b." not in pair[0])
 
-    return trained(cls(Own(), **args), rank)
+
+def hidden_child(cls, rank, **args):
+    return trained(cls(Hides(), **args), rank)
 
 
 def told_by_a_child(cls, rank, **args):
@@ -195,14 +183,8 @@ class WeightDropout(nn.Module):
 
 def weight_dropout(cls, rank, **args):
     net = WeightDropout()
-    ddp, seen = cls(net, **args), []
     parameters = [net.raw, net.inner.bias, *net.b.parameters()]
-    for i in range(3):
-        ddp(batch(rank, i)).square().sum().backward()
-        seen += [p.grad.clone() for p in parameters]
-        for p in parameters:
-            p.grad = None
-    return seen
+    return beside_torch.trained(cls(net, **args), rank, parameters=parameters)
 
 
 # --- closures
@@ -394,13 +376,7 @@ class _Told(nn.Module):
 
 def all_told_and_none_registered(cls, rank, **args):
     module = _Told()
-    ddp = cls(module, **args)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    for i in range(3):
-        optimizer.zero_grad()
-        ddp(batch(rank, i)).square().sum().backward()
-        optimizer.step()
-    return [p.detach() for p in module.parameters()]
+    return beside_torch.trained(cls(module, **args), rank)
 
 
 class _Table(nn.Embedding):
@@ -458,7 +434,7 @@ def all_modules_are_asked(cls, rank, **args):
 
 
 ASKED = ["report", "last_step", "add_weight", "reduction", "parameter_names", "refresh"]
-STEPS = [writes_steps_anew, a_bucket_for_each_gradient, another_module_in_its_place, overrides_run, overrides_all]
+STEPS = [writes_steps_anew, a_bucket_for_each_gradient, another_module_in_its_place, overrides_all]
 STEPS += [patches_the_instance, patches_the_class, calls_the_steps, a_schedule_of_its_own, defaults_of_the_class]
 PARAMETERS = [twice_told, hidden_child, told_by_a_child, scripted, scripted_whole, weight_dropout]
 PARAMETERS += [all_told_and_none_registered, a_table_with_parameters_of_its_own]
@@ -475,11 +451,6 @@ def test_the_numbers_are_torchs(programs):
 def test_gradients_that_are_held():
     """Torch makes no views anew where it looks for unused parameters."""
     assert not those_that_differ([held_gradients], 2, HELD)
-
-
-class Hides(Two):
-    def named_parameters(self, prefix="", recurse=True):
-        yield from (pair for pair in nn.Module.named_parameters(self, prefix, recurse) if "b." not in pair[0])
 
 
 def _starts(rank, world_size):
@@ -518,17 +489,13 @@ class HidesModules(Two):
         yield from (pair for pair in super().named_modules(*arguments, **options) if pair[0] != "a")
 
 
-def _warnings(rank, world_size):
+@on_ranks(1)
+def test_what_trains_and_is_told_by_nobody_is_named(rank, world_size):
     with warnings.catch_warnings(), logged() as texts:
         warnings.simplefilter("error")  # with torch's class this program runs
         ddp = minddp.DistributedDataParallel(HidesModules())
         minddp.DistributedDataParallel(Hides())
-    return ddp._minddp_wrapped.names, texts
-
-
-def test_what_trains_and_is_told_by_nobody_is_named():
-    [(names, texts)] = run_ranks(_warnings, 1)
-    assert names == ["a.weight", "b.bias"]
+    assert ddp._minddp_wrapped.names == ["a.weight", "b.bias"]
     [text] = texts
     assert "'a.bias', 'b.weight'" in text and "not averaged" in text
 

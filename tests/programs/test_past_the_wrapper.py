@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import logging
 import threading
 import warnings
 
@@ -16,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import minddp
 from minddp.guards import times
 from minddp.testing import RankError, run_ranks, shutdown
+from tests.faults.logged import logged
+from tests.nets import OneOf
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import batch, mlp, those_that_differ, weights
 
@@ -48,32 +49,6 @@ def a_static_graph_is_that_of_its_own_outputs(wrap, rank):
     model(batch(rank, 1))
     past.pow(2).sum().backward()
     return [p.grad.clone() for p in net.parameters()]
-
-
-def a_static_graph_that_begins_under_no_sync(wrap, rank):
-    """A synchronized forward waits, and adopts the backward of one under no_sync."""
-    model = wrap(mlp(), static_graph=True)
-    model(batch(rank, 1))
-    with model.no_sync():
-        out = model(batch(rank))
-    out.pow(2).sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def penalty_then_probe(wrap, rank):
-    model = wrap(mlp())
-    for i in range(3):
-        model.zero_grad()
-        x = batch(rank, i).requires_grad_()
-        out = model(x)
-        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (out.pow(2).mean() + g.pow(2).mean()).backward()
-        _sgd(model).step()
-        model.zero_grad()
-        if rank == 0:
-            model.module(batch(rank)).sum().backward()
-            model.zero_grad()
-    return weights(model)
 
 
 def _penalized(model, rank, i):
@@ -132,24 +107,6 @@ def probe_in_another_thread(wrap, rank):
 class Box:
     def __init__(self, loss):
         self.loss = loss
-
-
-class Hides(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, x):
-        return Box(checkpoint(self.net, x.clone().requires_grad_(), use_reentrant=True).pow(2).mean())
-
-
-def hidden_output_of_a_checkpoint(wrap, rank):
-    model = wrap(Hides())
-    for i in range(3):
-        model.zero_grad()
-        model(batch(rank, i)).loss.backward()
-        _sgd(model).step()
-    return weights(model)
 
 
 class Scale(nn.Module):
@@ -266,19 +223,6 @@ def a_hook_after_the_first_steps(wrap, rank):
             model = wrap(model.module) if i == 4 else model
             model.register_comm_hook(None, fp16_compress_hook if i == 2 else allreduce_hook)
         model.zero_grad()
-        model(batch(rank, i)).pow(2).sum().backward()
-        _sgd(model).step()
-    return weights(model)
-
-
-def a_builtin_hook_after_the_first_steps(wrap, rank):
-    model = wrap(mlp())
-    for i in range(4):
-        if i == 2:
-            model._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
-        model.zero_grad()
-        with model.no_sync():
-            model(batch(rank, i + 1)).pow(2).sum().backward()
         model(batch(rank, i)).pow(2).sum().backward()
         _sgd(model).step()
     return weights(model)
@@ -582,14 +526,13 @@ def a_step_on_zeros_that_one_rank_has(wrap, rank):
 
 
 RIGHT = [
-    logged_forward_then_no_sync, a_static_graph_is_that_of_its_own_outputs, a_static_graph_that_begins_under_no_sync,
-    penalty_then_probe, a_penalty_where_each_rank_steps_its_share, a_penalty_where_rank_0_alone_steps,
-    probe_in_another_thread, hidden_output_of_a_checkpoint, penalty_with_a_forward_between,
+    logged_forward_then_no_sync, a_static_graph_is_that_of_its_own_outputs, a_penalty_where_each_rank_steps_its_share,
+    a_penalty_where_rank_0_alone_steps, probe_in_another_thread, penalty_with_a_forward_between,
     copied_on_one_rank, with_a_closure, probe_then_own_gradients,
     old_wrapper_and_a_reentrant_checkpoint, forward_on_one_rank_after_a_step, a_hook_after_the_first_steps,
     a_step_in_a_hooks_callback, a_parameter_as_the_output, unused_in_one_of_two_wrappers,
     interrupted_in_one_of_two_wrappers, interrupted_before_another_wrappers_backward,
-    a_builtin_hook_after_the_first_steps, forwards_on_one_rank_with_a_static_graph,
+    forwards_on_one_rank_with_a_static_graph,
     after_an_exception_before_any_gradient, local_steps_with_a_penalty_and_past_the_wrapper, penalties_in_a_join,
     adopted_with_absent_parameters, an_old_forward_under_no_sync, left_by_a_synchronized_forward,
     a_penalty_under_no_sync, a_penalty_alone_under_no_sync, a_step_on_zeros_that_one_rank_has,
@@ -606,13 +549,15 @@ def test_what_torch_trains_right(world_size):
 
 def other_rows_of_a_table(wrap, rank):
     """The gradients have the same norm, and their values the same sum."""
-    model = wrap(nn.Embedding(5, 2))
-    model.module(torch.tensor([rank])).sum().backward()
-    _sgd(model).step()
+    _other_rows(wrap, rank, sparse=False)
 
 
 def other_rows_of_a_sparse_table(wrap, rank):
-    model = wrap(nn.Embedding(5, 2, sparse=True))
+    _other_rows(wrap, rank, sparse=True)
+
+
+def _other_rows(wrap, rank, sparse):
+    model = wrap(nn.Embedding(5, 2, sparse=sparse))
     model.module(torch.tensor([rank])).sum().backward()
     _sgd(model).step()
 
@@ -628,17 +573,8 @@ def a_closure_past_the_wrapper(wrap, rank):
     _sgd(model).step(closure)
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
-
-    def forward(self, x, which):
-        return getattr(self, which)(x)
-
-
 def static_and_unused_at_first(wrap, rank):
-    model = wrap(Branches(), static_graph=True)
+    model = wrap(OneOf({which: nn.Linear(4, 2) for which in "ab"}), static_graph=True)
     for i in range(2):
         model(batch(rank, i), "a").pow(2).sum().backward()
     model.zero_grad()
@@ -702,29 +638,22 @@ class _NestedHidden(nn.Module):
         return Box(checkpoint(outer, x.clone().requires_grad_(), use_reentrant=True)), x
 
 
-def _what_is_logged(rank, world_size):
+@on_ranks(2)
+def test_a_backward_past_the_wrapper_that_a_forward_adopts_is_logged_once(rank, world_size):
     """By three wrappers: of backwards past it, of the same under no_sync, and of its own that no hook announces."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("minddp").addHandler(handler)
     past, local, own = (minddp.DistributedDataParallel(net) for net in (mlp(), mlp(), _NestedHidden()))
-    for i in range(3):
-        past(batch(rank, i))
-        past.module(batch(rank, i)).sum().backward()
-        local(batch(rank, i))
-        with local.no_sync():
-            loss = local(batch(rank, i)).sum()
-        loss.backward()
-        own(batch(rank, i))[0].loss.backward()
-    return said
-
-
-def test_a_backward_past_the_wrapper_that_a_forward_adopts_is_logged_once():
-    for rank, said in enumerate(run_ranks(_what_is_logged, 2)):
-        assert len(said) == 1, said
-        begin = f"DistributedDataParallel around Sequential: a backward on rank {rank} went past it, with gradients "
-        assert said[0].startswith(begin + "of '0.weight', '0.bias', '2.weight' and 1 more, while a ddp(...) waited")
+    with logged() as said:
+        for i in range(3):
+            past(batch(rank, i))
+            past.module(batch(rank, i)).sum().backward()
+            local(batch(rank, i))
+            with local.no_sync():
+                loss = local(batch(rank, i)).sum()
+            loss.backward()
+            own(batch(rank, i))[0].loss.backward()
+    assert len(said) == 1, said
+    begin = f"DistributedDataParallel around Sequential: a backward on rank {rank} went past it, with gradients "
+    assert said[0].startswith(begin + "of '0.weight', '0.bias', '2.weight' and 1 more, while a ddp(...) waited")
 
 
 # ---- on one rank alone

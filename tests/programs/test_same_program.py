@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -18,20 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.testing import run_ranks
+from tests.programs import beside_torch
 from tests.programs.beside_torch import batch, mlp
 from tests.programs.other_collective import other_collective
 
 MODES = {
-    "default": {},
-    "find_unused": {"find_unused_parameters": True},
-    "static": {"static_graph": True},
-    "views": {"gradient_as_bucket_view": True},
-    "small_buckets": {"bucket_cap_mb_list": [1e-5] * 2},
-    "unused_small_views": {
-        "find_unused_parameters": True,
-        "bucket_cap_mb_list": [1e-5] * 2,
-        "gradient_as_bucket_view": True,
-    },
+    **beside_torch.MODES,
+    "unused_small_views": {**beside_torch.MODES["small views"], "find_unused_parameters": True},
 }
 # With torch's class: its default arguments.
 ONLY_HERE = {"auto": {"bucket_cap_mb": "auto"}, "check_finite": {"check_finite": True}}
@@ -43,12 +36,12 @@ def grads(*modules):
     return [p.grad.clone() for m in modules for p in m.parameters() if p.grad is not None]
 
 
-def gan(wrap, rank):
-    """A generator's step behind a frozen discriminator, then the discriminator's."""
+def gan(wrap, rank, freezes=True):
+    """A generator's step behind a discriminator, frozen or not, then the discriminator's."""
     disc, gen, seen = wrap(mlp()), wrap(nn.Linear(4, 4)), []
     for i in range(3):
         z = batch(rank, i)
-        disc.requires_grad_(False)
+        disc.requires_grad_(not freezes)
         gen.zero_grad()
         disc(gen(z)).mean().backward()
         seen += grads(gen)
@@ -60,16 +53,7 @@ def gan(wrap, rank):
 
 
 def gan_not_frozen(wrap, rank):
-    disc, gen, seen = wrap(mlp()), wrap(nn.Linear(4, 4)), []
-    for i in range(3):
-        z = batch(rank, i)
-        gen.zero_grad()
-        disc(gen(z)).mean().backward()
-        seen += grads(gen)
-        disc.zero_grad()
-        (disc(z).mean() - disc(gen(z).detach()).mean()).backward()
-        seen += grads(disc)
-    return seen
+    return gan(wrap, rank, freezes=False)
 
 
 def train(model, rank, i, seen, optimizer=None):
@@ -122,14 +106,6 @@ def saliency_before_step(wrap, rank):
         model.train()
         seen += grads(model)
         optimizer.step()
-    return seen
-
-
-def jacobian(wrap, rank):
-    model, seen = wrap(mlp()), []
-    for i in range(3):
-        seen.append(torch.autograd.functional.jacobian(model, batch(rank, i)))
-        train(model, rank, i, seen)
     return seen
 
 
@@ -363,7 +339,7 @@ def joined_together(wrap, rank):
 PROGRAMS = {
     f.__name__: f
     for f in (
-        gan, gan_not_frozen, attack, attack_on_one_rank, attack_by_inputs, saliency_before_step, jacobian,
+        gan, gan_not_frozen, attack, attack_on_one_rank, attack_by_inputs, saliency_before_step,
         hessian_vector, gradient_penalty, gradient_penalty_alone, probed_on_one_rank,
         second_wrapper, made_again, penalty_on_weights,
         reading_hooks, changing_hooks, codebook, codebook_on_one_rank,
@@ -384,7 +360,7 @@ TORCH_FAILS = {
     ("joined_together", "static"),
 }
 # With views, what a hook sees is the bucket; which of its values are there is each reducer's own.
-NOT_COMPARED = {("reading_hooks", mode) for mode in ("views", "unused_small_views")}
+NOT_COMPARED = {("reading_hooks", mode) for mode in ("views", "small views", "unused_small_views")}
 
 
 def _wrap(cls, module, mode, arguments):
@@ -457,8 +433,6 @@ class _WithIdle(nn.Module):
 
 
 def _static_power_sgd(rank, world_size, wrap):
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
     ddp = wrap(_WithIdle(), static_graph=True)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, random_seed=0)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -486,16 +460,12 @@ def test_power_sgd_with_a_static_graph_and_unused_parameters(world_size):
 
 
 def _power_sgd_one_at_a_time(state, bucket):
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
     future = powerSGD_hook.powerSGD_hook(state, bucket)
     future.wait()
     return future
 
 
 def _power_sgd_in_seven_buckets(rank, world_size, find_unused):
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
     def trained(wrap, hook):
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.BatchNorm1d(64))

@@ -10,6 +10,7 @@ from torch import nn
 
 from minddp.guards import times
 from tests.programs.beside_torch import MODES, those_that_differ
+from tests.programs.other_collective import SummedInBackward
 
 STEPS = 3
 
@@ -58,20 +59,6 @@ def a_term_of_one_rank_in_groups(cls, rank, **args):
     return _cycle(cls, rank, groups=True, **args)
 
 
-class _Exchanged(torch.autograd.Function):
-    """All-reduces in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone()
-        dist.all_reduce(grad)
-        return grad
-
-
 def a_collective_above_the_wrapper(cls, rank, **args):
     """In backward; a rank whose layers above are frozen joins in when its backward is over."""
     torch.manual_seed(0)
@@ -80,7 +67,7 @@ def a_collective_above_the_wrapper(cls, rank, **args):
     seen = []
     for i in range(STEPS):
         ddp.zero_grad()
-        ddp(_Exchanged.apply(above(_batch(rank, i)))).square().mean().backward()
+        ddp(SummedInBackward.apply(above(_batch(rank, i)))).square().mean().backward()
         if rank:
             dist.all_reduce(torch.zeros(4, 8))
         seen += [p.grad.clone() for p in ddp.module.parameters()]
@@ -154,7 +141,7 @@ def a_collective_before_rank_0s_first_gradient(cls, rank, **args):
     ddp = cls(_Headed(), **args)
 
     def loss(x, i):
-        out = _Exchanged.apply(ddp(x, rank == 0))
+        out = SummedInBackward.apply(ddp(x, rank == 0))
         return out.square().mean() + 0 * sum(p.sum() for p in ddp.module.parameters())
 
     return _train([ddp], rank, loss, 512)

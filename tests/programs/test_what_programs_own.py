@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_map
 
 import minddp
+from tests.programs import beside_torch
 from tests.programs.beside_torch import MODES, those_that_differ
 from tests.programs.test_own_classes import Two, batch, trained
 
@@ -89,11 +90,8 @@ class _Groups(torch.optim.Optimizer):
 def groups_of_another_shape(cls, rank, **args):
     ddp = cls(Two(), **args)
     optimizer = _Groups(ddp.module)
-    for i in range(3):
-        ddp.zero_grad()
-        ddp(batch(rank, i)).square().sum().backward()
-        optimizer.step()
-    return [p.detach() for p in ddp.parameters()]
+    optimizer.zero_grad = ddp.zero_grad
+    return beside_torch.trained(ddp, rank, optimizer=optimizer)
 
 
 class _KeepsClosures(torch.optim.SGD):
@@ -144,16 +142,19 @@ class Codes(torch.Tensor):
     def values(self):
         return self.codes.float() * self.scale
 
+    def receive(self, values):
+        new = type(self).of(values)
+        self.codes.copy_(new.codes)
+        self.scale.copy_(new.scale)
+        return self
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         def plain(value):
             return value.values() if isinstance(value, Codes) else value
 
         if func is _ATEN.copy_.default and isinstance(args[0], Codes):
-            new = cls.of(plain(args[1]).reshape(args[0].shape))
-            args[0].codes.copy_(new.codes)
-            args[0].scale.copy_(new.scale)
-            return args[0]
+            return args[0].receive(plain(args[1]).reshape(args[0].shape))
         if func in (_ATEN.detach.default, _ATEN.alias.default):
             return cls(args[0].codes, args[0].scale)
         if func is _ATEN.view.default:

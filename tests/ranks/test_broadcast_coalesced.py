@@ -12,6 +12,7 @@ import minddp
 from minddp.start import broadcast_coalesced
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
+from tests.programs.test_what_programs_own import Codes
 
 TORCH = torch.nn.parallel.DistributedDataParallel
 OURS = minddp.DistributedDataParallel
@@ -63,37 +64,26 @@ def _odd(rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _plain(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone().resolve_conj() for name, buffer in module.named_buffers()}
+@on_ranks(2, 3)
+def test_every_rank_has_rank_0s_buffers_whatever_they_are(rank, world_size):
+    """After construction, and after a forward before which every rank had written its own again."""
 
+    def compare(module, make, seed):
+        for key, value in make(seed).items():
+            got = module.get_buffer(key)
+            assert (got.dtype, got.shape) == (value.dtype, value.shape)
+            assert torch.equal(got.to(torch.complex128), value.to(torch.complex128)), (wrap, key)
 
-def _forwards(rank: int, world_size: int):
-    """Buffers after construction, and after a forward before which every rank had written its own again."""
-    found = {}
-    for name, wrap, make in (("torch", TORCH, _ordinary), ("ours", OURS, _ordinary), ("odd", OURS, _odd)):
+    for wrap, make in ((TORCH, _ordinary), (OURS, _ordinary), (OURS, _odd)):
         module = Buffered(**make(rank))
         strides = [buffer.stride() for buffer in module.buffers()]
         ddp = wrap(module)
-        found[name] = [_plain(module)]
+        compare(module, make, 0)
         for key, value in make(rank + 100).items():
             module._buffers[key] = value
         ddp(torch.ones(1, 2)).sum().backward()
-        found[name].append(_plain(module))
+        compare(module, make, 100)
         assert [buffer.stride() for buffer in module.buffers()] == strides
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_has_rank_0s_buffers_whatever_they_are(world_size):
-    results = run_ranks(_forwards, world_size)
-    for found in results:
-        for name, make in (("torch", _ordinary), ("ours", _ordinary), ("odd", _odd)):
-            for seen, rank in zip(found[name], (0, 100)):
-                for key, value in make(rank).items():
-                    got = seen[key]
-                    assert got.dtype == value.dtype
-                    assert got.shape == value.shape
-                    assert torch.equal(got.to(torch.complex128), value.to(torch.complex128)), (name, key)
 
 
 @on_ranks(2, 3)
@@ -143,35 +133,13 @@ def test_sparse_buffers_raise_on_every_rank(world_size):
     assert "rank 1: 'table' [3, 3] torch.float32 torch.sparse_coo" in results[0][0]
 
 
-class Rounded(torch.Tensor):
-    """Weights in eight bits: ``copy_`` takes plain values and loses something of them."""
-
-    @staticmethod
-    def __new__(cls, codes, scale):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-
-    def __init__(self, codes, scale):
-        self.codes, self.scale = codes, scale
+class Rounded(Codes):
+    """Loses something of what it is given."""
 
     @classmethod
     def of(cls, values):
         scale = values.std() / 40
         return cls((values / scale).round().clamp(-128, 127).to(torch.int8), scale)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].codes, args[0].scale)
-        if function is torch.ops.aten.copy_.default and isinstance(args[0], cls):
-            return args[0].receive(args[1])
-        plain = [a.codes.float() * a.scale if isinstance(a, cls) else a for a in args]
-        return function(*plain, **(kwargs or {}))
-
-    def receive(self, values):
-        new = type(self).of(values)
-        self.codes.copy_(new.codes)
-        self.scale.copy_(new.scale)
-        return self
 
 
 class Refuses(Rounded):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from minddp.guards.local_gradients import LocalGradients
 from minddp.logs import log
+from tests.guards.test_local_gradients import _Group
 
 
 @pytest.fixture
@@ -32,14 +33,6 @@ def test_a_filter_that_raises_ends_nothing(say, records):
     say("rank %d is late", 1)
     assert [record.getMessage() for record in records] == ["rank 1 is late"]
     assert records[0].filename == "test_logs.py"
-
-
-class _Group:
-    def rank(self):
-        return 0
-
-    def size(self):
-        return 2
 
 
 def test_a_wait_ends_where_the_clock_stands_still(monkeypatch, records):

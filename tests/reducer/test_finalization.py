@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-import logging
 import pickle
 import time
 
@@ -19,7 +18,9 @@ import minddp
 from minddp import _C
 from minddp.guards import times
 from minddp.testing import RankError, run_ranks, shutdown
+from tests.faults.logged import logged
 from tests.on_ranks import on_ranks
+from tests.programs.beside_torch import gradients, weights
 
 TORCH = nn.parallel.DistributedDataParallel
 TORCH_HAS_IT = hasattr(TORCH, "finalize_backward")
@@ -96,14 +97,6 @@ def _step(ddp, x, within=False):
         ddp.finalize_backward()
 
 
-def _grads(ddp):
-    return [None if p.grad is None else p.grad.clone() for p in ddp.module.parameters()]
-
-
-def _weights(ddp):
-    return [p.detach().clone() for p in ddp.module.parameters()]
-
-
 def _assert_same(ours, theirs, **tolerance):
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
@@ -143,7 +136,7 @@ class Transcript:
         self.ddp.require_manual_backward_finalization = value
 
     def look(self, times=1):
-        self.grads += [_grads(self.ddp)] * times
+        self.grads += [gradients(self.ddp)] * times
 
     def forward(self, ahead=False):
         return _loss(self.ddp, _x(self.rank, ahead))
@@ -261,7 +254,7 @@ def _trained(ddp_class, rank, manual, within, **kwargs):
         _step(ddp, _x(rank, ahead=True), within)
         assert all(p.dtype == p.grad.dtype == torch.float32 for p in ddp.module.layers.parameters())
         optimizer.step()
-    return _weights(ddp)
+    return weights(ddp)
 
 
 def _joined(ddp_class, rank, manual, within, **kwargs):
@@ -272,7 +265,7 @@ def _joined(ddp_class, rank, manual, within, **kwargs):
             optimizer.zero_grad()
             _step(ddp, _x(rank, ahead=True) + i, within)
             optimizer.step()
-    return _weights(ddp)
+    return weights(ddp)
 
 
 def _with_batch_norm(ddp_class, rank, manual, within):
@@ -285,7 +278,7 @@ def _with_batch_norm(ddp_class, rank, manual, within):
             optimizer.zero_grad()
             _step(ddp, _x(rank) + i)
             optimizer.step()
-    return _weights(ddp)
+    return weights(ddp)
 
 
 def _side_by_side(ddp_class, rank, manual, within):
@@ -301,7 +294,7 @@ def _side_by_side(ddp_class, rank, manual, within):
             for ddp, value in ((second, second_is), (first, first_is)):
                 if manual and value:
                     ddp.finalize_backward()
-        found += _grads(first) + _grads(second)
+        found += gradients(first) + gradients(second)
     return found
 
 
@@ -315,7 +308,7 @@ def _cleared(ddp_class, rank, manual, within, **kwargs):
         if manual:
             ddp.zero_grad()
             ddp.finalize_backward()
-        grads += _grads(ddp)
+        grads += gradients(ddp)
     return grads
 
 
@@ -376,11 +369,11 @@ def _step_before_finalization(rank, world_size):
     optimizer = _sgd(ddp)
     for _ in range(2):
         _loss(ddp, _x(rank)).backward()
-        before = _weights(ddp)
+        before = weights(ddp)
         with pytest.raises(RuntimeError, match="have finalized the prior backward pass"):
             optimizer.step()
         assert ddp.reducer.phase() == _C.Phase.LAUNCHED
-        _assert_same(before, _weights(ddp))
+        _assert_same(before, weights(ddp))
         ddp.finalize_backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -408,7 +401,7 @@ def _another_backward(rank, world_size):
         for one in (ddp, reference):
             one.zero_grad()
             _step(one, _x(rank))
-        _assert_same(_grads(ddp), _grads(reference))
+        _assert_same(gradients(ddp), gradients(reference))
         loss = _loss(ddp, _x(rank))
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="variable ready only once"):
@@ -486,7 +479,7 @@ def _exception_after_the_last_gradient(rank, world_size):
             if not finalized:
                 ddp.finalize_backward()
             _step(reference, _x(rank))
-            _assert_same(_grads(ddp), _grads(reference))
+            _assert_same(gradients(ddp), gradients(reference))
 
 
 def _remade(rank, world_size):
@@ -524,7 +517,7 @@ def _weight_for_the_next(rank, world_size):
         ddp.finalize_backward()
         minddp.add_weight(reference, 1 + rank if i == 0 else 2 * rank + i)
         _step(reference, _x(rank))
-        _assert_same(_grads(ddp), _grads(reference))
+        _assert_same(gradients(ddp), gradients(reference))
 
 
 def _every_parameter_delayed(rank, world_size):
@@ -587,10 +580,10 @@ def _second_wrapper(rank, world_size):
         ddp.finalize_backward()
         optimizer.step()
         del other
-        weights = torch.cat([weight.reshape(-1) for weight in _weights(ddp)])
-        first = weights.clone()
+        flat = torch.cat([weight.reshape(-1) for weight in weights(ddp)])
+        first = flat.clone()
         dist.broadcast(first, 0)
-        assert torch.equal(weights, first)
+        assert torch.equal(flat, first)
 
 
 CHECKS = [
@@ -646,17 +639,13 @@ def test_ranks_learn_of_anothers_failure(run, says):
 
 @times.faster(0.006)
 def _slow_between(rank, world_size):
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("minddp").addHandler(handler)
-    ddp = _wrap()
-    for i in range(5):
-        _loss(ddp, _x(rank)).backward()
-        if rank == 1 and i == 3:
-            time.sleep(0.9)  # three warnings
-        ddp.finalize_backward()
-    logging.getLogger("minddp").removeHandler(handler)
+    with logged() as said:
+        ddp = _wrap()
+        for i in range(5):
+            _loss(ddp, _x(rank)).backward()
+            if rank == 1 and i == 3:
+                time.sleep(0.9)  # three warnings
+            ddp.finalize_backward()
     return said
 
 

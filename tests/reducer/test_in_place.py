@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.testing import RankError, run_ranks
+from tests.nets import OneOf
 from tests.on_ranks import on_ranks
 from tests.reducer.late import LateGroup, LateWork
 
@@ -169,21 +170,11 @@ def test_accumulation_in_place(rank, world_size):
         assert module.weight.grad is held and torch.equal(held, ones * 0.5)
 
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left = nn.Linear(4, 4, bias=False)
-        self.right = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x, side):
-        return getattr(self, side)(x)
-
-
 @pytest.mark.parametrize("static", [False, True])
 @on_ranks(2)
 def test_what_no_rank_used_is_left_alone(rank, world_size, static):
     """What no rank used stays as it was, to the bit and different on every rank; used on one: a mean with zeros."""
-    module = TwoHeads()
+    module = OneOf({side: nn.Linear(4, 4, bias=False) for side in ("left", "right")})
     ddp = minddp.DistributedDataParallel(module, find_unused_parameters=not static, static_graph=static, **ALONE)
     ones = torch.ones(4, 4)
     for _ in range(3):

@@ -12,6 +12,7 @@ import minddp
 import minddp.shm
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
+from tests.programs.beside_torch import gradients
 
 TORCH = nn.parallel.DistributedDataParallel
 TORCH_HAS_IT = "lazy_bucket_allocation" in inspect.signature(TORCH).parameters
@@ -50,10 +51,6 @@ def _backward(ddp, rank, i, *arguments):
     ddp(_x(rank, i), *arguments).square().sum().backward()
 
 
-def _grads(*wrappers):
-    return [None if p.grad is None else p.grad.clone() for ddp in wrappers for p in ddp.module.parameters()]
-
-
 def _assert_same(ours, theirs, exactly=True):
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
@@ -78,7 +75,7 @@ def _trained(ddp_class, rank, zero_to_none=True, **kwargs):
         _backward(ddp, rank, i, sometimes)
         if i == 3 and "reduction" not in kwargs:
             _backward(ddp, rank, 30, sometimes)
-        seen += _grads(ddp)
+        seen += gradients(ddp)
         optimizer.step()
     return seen + [p.detach().clone() for p in ddp.module.parameters()]
 
@@ -109,7 +106,7 @@ def _two_wrappers(ddp_class, rank, **kwargs):
             ddp.zero_grad()
         inner = first(_x(rank, i))
         (inner if second is None else second(inner)).square().sum().backward()
-        seen += _grads(*filter(None, (first, second)))
+        seen += gradients(*filter(None, (first, second)))
     return seen
 
 
@@ -200,7 +197,7 @@ def _gradients_keep_the_memory(rank, world_size):
     for i in range(3):
         _backward(ddp, rank, i)
         assert len({p.grad.untyped_storage().data_ptr() for p in ddp.module.parameters()}) == 1
-        kept, before = [p.grad for p in ddp.module.parameters()], _grads(ddp)
+        kept, before = [p.grad for p in ddp.module.parameters()], gradients(ddp)
         if i == 1:
             ddp.zero_grad()
             _backward(ddp, rank, i + 10)
@@ -247,7 +244,7 @@ def _after_an_error(rank, world_size):
             ddp.zero_grad()
         for one in (ddp, reference):
             _backward(one, rank, i)
-        _assert_same(_grads(ddp), _grads(reference))
+        _assert_same(gradients(ddp), gradients(reference))
 
 
 def _remade(rank, world_size):

@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
 from minddp import DistributedDataParallel as DDP
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 
 
@@ -96,7 +95,7 @@ class Branch(nn.Module):
         return (self.branch(x) if branches else x).pow(2).sum()
 
 
-def _used_elsewhere(rank, world_size, wrap):
+def _used_elsewhere(rank, wrap):
     """Rank 0 alone uses ``branch`` when it synchronizes; rank 1 once under no_sync."""
     ddp = wrap(Branch(), static_graph=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
@@ -110,16 +109,17 @@ def _used_elsewhere(rank, world_size, wrap):
     return [parameter.detach() for parameter in ddp.parameters()]
 
 
-def test_a_local_gradient_of_what_another_rank_uses_is_averaged():
-    for ours, theirs in zip(run_ranks(_used_elsewhere, 2, DDP), run_ranks(_used_elsewhere, 2, TorchDDP)):
-        for mine, other in zip(ours, theirs):
-            torch.testing.assert_close(mine, other)
+@on_ranks(2)
+def test_a_local_gradient_of_what_another_rank_uses_is_averaged(rank, world_size):
+    torch.testing.assert_close(*(_used_elsewhere(rank, wrap) for wrap in (DDP, TorchDDP)))
 
 
-def _removed(rank, world_size, steps):
-    """Rank 0 alone uses ``branch``; in some steps a hook there removes its gradients. Where they are, by step."""
+@pytest.mark.parametrize(("steps", "there"), [({0}, [0, 1, 1, 1]), ({0, 2}, [0, 1, 0, 1]), ({1}, [1, 1, 1, 1])])
+@on_ranks(2)
+def test_a_gradient_that_a_hook_removes_on_one_rank(rank, world_size, steps, there):
+    """Rank 0 alone uses ``branch``; in some steps a hook there removes its gradients. ``there``: where it has one."""
     torch.manual_seed(0)
-    net, step, there = Branch(), 0, []
+    net, step, found = Branch(), 0, []
 
     def removes(parameter):
         if step in steps:
@@ -133,11 +133,6 @@ def _removed(rank, world_size, steps):
         optimizer.zero_grad()
         ddp(x_of(rank, step), rank == 0).backward()
         optimizer.step()
-        there.append(net.branch.weight.grad is not None)
+        found.append(net.branch.weight.grad is not None)
     minddp.check_replicas(ddp)
-    return there
-
-
-@pytest.mark.parametrize(("steps", "there"), [({0}, [0, 1, 1, 1]), ({0, 2}, [0, 1, 0, 1]), ({1}, [1, 1, 1, 1])])
-def test_a_gradient_that_a_hook_removes_on_one_rank(steps, there):
-    assert run_ranks(_removed, 2, steps) == [there] * 2
+    assert found == there

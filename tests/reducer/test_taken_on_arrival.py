@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import batch, gradients, mlp
 
@@ -136,11 +135,14 @@ class Repeated(nn.Module):
         return x
 
 
-def _repeated(rank, world_size, kwargs):
+@pytest.mark.parametrize("small", [{}, {"bucket_cap_mb_list": [1e-5] * 2}])
+@pytest.mark.parametrize("mode", ["default", "views", "static", "static_views"])
+@on_ranks(2)
+def test_what_comes_again_in_the_first_iteration_is_taken_again(rank, world_size, mode, small):
     """Against the mean of the ranks' own gradients, with what the last layer's own hook makes of them."""
     warnings.simplefilter("ignore")
     module, found = Repeated(), []
-    ddp = minddp.DistributedDataParallel(module, **kwargs)
+    ddp = minddp.DistributedDataParallel(module, **MODES[mode], **small)
     own = Repeated()
     for one in (module, own):
         one.last.weight.register_post_accumulate_grad_hook(halve)
@@ -152,13 +154,7 @@ def _repeated(rank, world_size, kwargs):
             mean = mine.grad.clone()
             torch.distributed.all_reduce(mean)
             found.append(torch.allclose(ours.grad, mean / world_size, atol=1e-6))
-    return all(found)
-
-
-@pytest.mark.parametrize("small", [{}, {"bucket_cap_mb_list": [1e-5] * 2}])
-@pytest.mark.parametrize("mode", ["default", "views", "static", "static_views"])
-def test_what_comes_again_in_the_first_iteration_is_taken_again(mode, small):
-    assert run_ranks(_repeated, 2, {**MODES[mode], **small}) == [True, True]
+    assert all(found)
 
 
 # --- gradients that a hook takes away

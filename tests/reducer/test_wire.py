@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -172,8 +173,6 @@ def test_what_is_not_finite_arrives_as_such_and_leaves_the_rest(rank: int, world
 
 @on_ranks(2)
 def test_an_overflow_of_fp16_is_named(rank: int, world_size: int) -> None:
-    import warnings
-
     ddp = minddp.DistributedDataParallel(Given({"weight": (4, 256)}), wire="fp16")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

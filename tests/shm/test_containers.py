@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import minddp
-from minddp.testing import run_ranks
+from tests.on_ranks import on_ranks
 
 RANK = Path(__file__).with_name("container_rank.py")
 ROOT = RANK.parents[2]
@@ -113,7 +113,8 @@ def test_another_user(tmp_path: Path) -> None:
     assert_gloo_and_a_warning(answers)
 
 
-def auto_with_a_rank_that_cannot(rank: int, world_size: int) -> tuple[str, list[str]]:
+@on_ranks(2)
+def test_auto_is_gloo_on_all_where_one_rank_cannot(rank: int, world_size: int) -> None:
     load = minddp.shm.load
     if rank == 1:
         minddp.shm.load = lambda: (_ for _ in ()).throw(ImportError("no extension here"))
@@ -126,26 +127,16 @@ def auto_with_a_rank_that_cannot(rank: int, world_size: int) -> tuple[str, list[
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total, group=group)
     assert total.item() == 3.0
-    return type(group._get_backend(torch.device("cpu"))).__name__, [str(warning.message) for warning in caught]
+    assert type(group._get_backend(torch.device("cpu"))).__name__ == "ProcessGroupGloo"
+    told = [str(warning.message) for warning in caught if "auto" in str(warning.message)]
+    assert len(told) == (rank == 0)
+    assert all("rank 1 could not join the group: ImportError: no extension here" in text for text in told)
 
 
-def test_auto_is_gloo_on_all_where_one_rank_cannot() -> None:
-    (first, warned), (second, silent) = run_ranks(auto_with_a_rank_that_cannot, 2)
-    assert first == second == "ProcessGroupGloo"
-    assert any("rank 1 could not join the group: ImportError: no extension here" in text for text in warned)
-    assert not [text for text in silent if "auto" in text]
-
-
-def auto_without_a_peer(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_auto_does_not_wait_twice_for_a_rank_that_never_comes(rank: int, world_size: int) -> None:
     if rank == 0:
         store = dist.PrefixStore("alone", dist.distributed_c10d._get_default_store())
-        with pytest.raises(dist.DistBackendError) as caught:
+        with pytest.raises(dist.DistBackendError, match="rank 1 did not come to join the group within 1000 ms"):
             minddp.shm._create_auto(store, 0, 2, timedelta(seconds=1))
-        dist.barrier()
-        return str(caught.value)
     dist.barrier()
-    return ""
-
-
-def test_auto_does_not_wait_twice_for_a_rank_that_never_comes() -> None:
-    assert "rank 1 did not come to join the group within 1000 ms" in run_ranks(auto_without_a_peer, 2)[0]

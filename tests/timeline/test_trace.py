@@ -282,20 +282,13 @@ def test_waiting_for_a_late_rank_is_no_transfer():
     assert [line.split()[-3] for line in lines[11:14]] == ["0.00", "0.00", "0.00"]
 
 
-def test_a_clock_that_is_ahead_makes_no_rank_late():
-    lines = timeline.table(rank_steps(two_ranks(12 * MS))).splitlines()
-    assert [line.split()[-1] for line in lines[2:4]] == ["0.00", "0.00"]
-
-
-def test_without_aligned_clocks_nobody_is_said_to_be_late():
-    lines = timeline.table(rank_steps(two_ranks(None))).splitlines()
-    assert [line.split()[-1] for line in lines[2:4]] == ["-", "-"]
-    assert [line.split()[-3:-1] for line in lines[8:11]] == [["-", "-"]] * 3
-
-
-def test_where_a_rank_is_missing_nobody_is_said_to_be_late():
-    trace = {**two_ranks(), "missing_ranks": [2]}
-    assert [line.split()[-1] for line in timeline.table(rank_steps(trace)).splitlines()[2:4]] == ["-", "-"]
+@pytest.mark.parametrize(
+    ("offset", "missing", "late"), [(12 * MS, [], "0.00"), (None, [], "-"), (0, [2], "-")], ids=str
+)
+def test_nobody_is_said_to_be_late_where_it_is_not_so_or_not_known(offset, missing, late):
+    lines = timeline.table(rank_steps({**two_ranks(offset), "missing_ranks": missing})).splitlines()
+    assert [line.split()[-1] for line in lines[2:4]] == [late, late]
+    assert offset is not None or [line.split()[-3:-1] for line in lines[8:11]] == [["-", "-"]] * 3
 
 
 def test_the_picture_shows_who_waits_for_a_late_rank(tmp_path):

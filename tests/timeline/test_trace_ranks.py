@@ -13,8 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import minddp
 from minddp.testing import free_port, run_ranks
 from minddp.timeline import Trace, gathering, recording
 from tests.faults.logged import logged
@@ -119,10 +121,6 @@ def _group_gone(rank: int, world_size: int, path: str, store_path: str) -> None:
 
 def _train(rank: int, world_size: int, path: str) -> tuple[Any, list[int]]:
     """Three traced steps, one before and one after; the last step's times and the buckets' bytes."""
-    import torch
-
-    import minddp
-
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     ddp = minddp.DistributedDataParallel(model, bucket_cap_mb_list=[0.01] * 2)
@@ -157,10 +155,6 @@ def test_training_is_traced_from_within_the_module(tmp_path: Path):
 
 def _train_and_refresh(rank: int, world_size: int, path: str) -> None:
     """Two traced steps, a model that loses a parameter and gets two, two more steps."""
-    import torch
-
-    import minddp
-
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     ddp = minddp.DistributedDataParallel(model)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import minddp
 from minddp.guards import times, watchdog
-from minddp.testing import RankError, RankPool, run_ranks
+from minddp.testing import RankError, run_ranks
 from tests.faults.healthy.programs import (
     EVENTS,
     PLACES,
@@ -20,6 +20,7 @@ from tests.faults.healthy.programs import (
     train,
 )
 from tests.faults.logged import logged
+from tests.on_ranks import on_own_ranks, on_ranks
 
 LOOK = 0.006  # seconds, in place of one
 THREE_WARNINGS = 150 * LOOK  # after 10, 60 and 120 looks, where the machine is not busy
@@ -96,11 +97,7 @@ def _chain(rank, world_size):
 
 
 def test_who_waits_for_a_slow_rank_is_waited_for_and_who_has_done_its_part_may_go():
-    pool = RankPool(3)
-    try:
-        assert pool.run(_chain) == [True] * 3
-    finally:
-        pool.close()
+    assert on_own_ranks(_chain, 3) == [True] * 3
 
 
 def _leaves_without_a_word(rank, world_size):
@@ -118,23 +115,16 @@ def _leaves_without_a_word(rank, world_size):
 
 def test_a_rank_may_end_after_its_last_backward():
     """Nothing of its part is still under way: not the map of used parameters either."""
-    pool = RankPool(2)
-    try:
-        with pytest.raises(RankError) as told:
-            pool.run(_leaves_without_a_word)
-    finally:
-        pool.close()
+    with pytest.raises(RankError) as told:
+        on_own_ranks(_leaves_without_a_word)
     assert told.value.results == {0: [True] * 4}
 
 
-def _warnings_are_errors(rank, world_size):
+@on_ranks(2)
+def test_a_program_that_makes_warnings_errors_is_not_ended_by_one(rank, world_size):
     with times.faster(LOOK), warnings.catch_warnings():
         warnings.simplefilter("error")
-        return train(minddp.DistributedDataParallel, rank, "data", "sleep", THREE_WARNINGS) is not None
-
-
-def test_a_program_that_makes_warnings_errors_is_not_ended_by_one():
-    assert run_ranks(_warnings_are_errors, 2) == [True] * 2
+        train(minddp.DistributedDataParallel, rank, "data", "sleep", THREE_WARNINGS)
 
 
 def _train(ddp_class, rank, place, way, seconds):

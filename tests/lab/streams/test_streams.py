@@ -99,25 +99,20 @@ def _faults(rank: int, world_size: int) -> dict[str, list[str]]:
     here.wait_stream(side)
     found["joined"] = device.unjoined()
 
-    here, side = streams()
-    x = torch.ones(100, device=extension.NAME)
-    side.wait_stream(here)
-    with side:
-        y = x + 1
-    del x
-    torch.zeros(100, device=extension.NAME)
-    found["freed without record_stream"] = device.take_races()
-
-    here, side = streams()
-    x = torch.ones(100, device=extension.NAME)
-    side.wait_stream(here)
-    with side:
-        y = x + 1
-    x.record_stream(side)
-    del x
-    torch.zeros(100, device=extension.NAME)
-    here.wait_stream(side)
-    found["none"] = [*device.take_races(), *([] if torch.equal(y.cpu(), torch.full((100,), 2.0)) else ["values"])]
+    for name, records in (("freed without record_stream", False), ("none", True)):
+        here, side = streams()
+        x = torch.ones(100, device=extension.NAME)
+        side.wait_stream(here)
+        with side:
+            y = x + 1
+        if records:
+            x.record_stream(side)
+        del x
+        torch.zeros(100, device=extension.NAME)
+        if records:
+            here.wait_stream(side)
+        found[name] = device.take_races()
+    found["none"] += [] if torch.equal(y.cpu(), torch.full((100,), 2.0)) else ["values"]
     torch.accelerator.synchronize()
     return found
 
