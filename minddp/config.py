@@ -114,6 +114,10 @@ def make_config(
     _warn_about_broadcast_buffers(broadcast_buffers, forward_sync_buffers)
     if static_graph and find_unused_parameters:
         warn_about_static_and_unused(stacklevel=5)
+    flags |= {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+    for name, value in flags.items():
+        if value is not None and not hasattr(type(value), "__bool__"):  # "False" is true
+            raise TypeError(f"{name} must be a bool, got {value!r}")
     given = (value for value in (forward_sync_buffers, broadcast_buffers) if value is not None)
     return Config(
         caps=caps,
@@ -122,8 +126,6 @@ def make_config(
         auto_tune=auto,
         forward_sync_buffers=bool(next(given, True)),
         sync_buffers_at_start=forward_sync_buffers is not None or broadcast_buffers is not False,
-        find_unused_parameters=bool(find_unused_parameters),
-        static_graph=bool(static_graph),
         **{name: bool(value) for name, value in flags.items()},
     )
 
@@ -194,6 +196,8 @@ def choose_group(group: Any, mesh: Any) -> Any:
         group = _group_of(mesh)
     chosen: Any = group if group is not None else dist.group.WORLD
     if not isinstance(chosen, dist.ProcessGroup):
+        if not isinstance(chosen, int) or chosen != dist.GroupMember.NON_GROUP_MEMBER:
+            raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, or None, got {chosen!r}")
         raise RuntimeError("process_group: this rank is not a member of the group, so it cannot train in it.")
     return chosen
 

@@ -428,6 +428,10 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
             return
         futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
         for future in futures or ():
+            if not isinstance(future, torch._C.Future):
+                raise TypeError(
+                    f"a buffer communication hook must return a list of futures, or None; it has {future!r}"
+                )
             self._minddp_averager.reducer.wait_after_backward(future)
 
     def _default_broadcast_coalesced(

@@ -106,7 +106,7 @@ class Parameters:
         self._module = module
         left_alone = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
         known = _all_names(module)
-        if unknown := sorted(left_alone - known):
+        if unknown := sorted(name if isinstance(name, str) else type(name).__name__ for name in left_alone - known):
             # Libraries prefix names they cannot know to be there. Torch takes them all.
             told = "_ddp_params_and_buffers_to_ignore names %s, but the module has no such parameter or buffer."
             log.warning(told, unknown)

@@ -30,6 +30,7 @@ from . import times
 from .buffer_sizes import Sizes
 
 _PATIENCE = 5  # looks: for the word of a rank that may not be about to step
+_LOOKS = 20  # steps, until a rank that says nothing about what is only suspected is asked no more
 _TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
 _KEPT = 4  # words of this rank that stay in the store: who asks now has read those before
 
@@ -91,6 +92,7 @@ class LocalGradients:
         self._shown: Hashable = None  # the moment of the last word
         self._mine: dict[str, list[float]] = {}  # that word
         self._is_compared = self._has_told = False
+        self._looks: int | None = None  # at the others' words to the last one, if that is compared later
         self._refusal: Differ | None = None
         self._kept: list[str] = []
         self._joined_as = self._interrupted_as = ""
@@ -151,7 +153,7 @@ class LocalGradients:
             return False
         try:
             if moment != self._shown:
-                self._shown, self._is_compared, self._refusal = moment, False, None
+                self._shown, self._is_compared, self._refusal, self._looks = moment, False, None, None
                 self._show(named, iteration)
             if uses and not self._is_compared:
                 self._is_compared = True
@@ -162,6 +164,31 @@ class LocalGradients:
         if uses and self._refusal is not None:
             raise self._refusal
         return uses
+
+    def check_later(self, named: Sequence[tuple[str, torch.Tensor]], moment: Hashable, iteration: int) -> bool:
+        """As :meth:`check`, for what is only suspected: nobody is waited for. Once all others have shown theirs, what
+        this rank showed before is compared. Otherwise these gradients are shown.
+
+        Returns:
+            Whether something was compared, or nobody else shows anything.
+        """
+        named = [(name, gradient) for name, gradient in named if has_values(gradient)]
+        if not named or self._is_alone:
+            return False
+        found: Differ | None = None
+        settled = False
+        with suppress(dist.DistNetworkError):
+            if self._looks is not None:
+                asked = "{}/{}".format(*self._asked)
+                settled = self._store.check([f"{asked}/{rank}" for rank in self._others()])
+                found = self._compare() if settled else None
+                self._looks += 1
+            if not settled and moment != self._shown:
+                self._shown, self._looks = moment, self._looks or 0
+                self._show(named, iteration)
+        if found is not None:
+            raise found
+        return settled or (self._looks or 0) > _LOOKS
 
     def _show(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> None:
         self._asked = iteration, self._asked[1] + 1 if self._asked[0] == iteration else 0

@@ -112,6 +112,7 @@ class StepCheck(Guarded):
         self._guards = weakref.ref(guards)
         self._process = os.getpid()
         self._settled: set[str] = set()  # kinds of local gradients that are asked about no more
+        self._named: dict[str, str] = {}  # the kind of each that ranks have been asked about
         self._versions: dict[int, int] = {}  # of the parameters, at the last forward after a step was compiled
 
     @property
@@ -230,13 +231,18 @@ class StepCheck(Guarded):
         differing: dict[str, list[str]] = {}
         try:
             gradients = [(name, p.grad) for name, (_, p) in named.items()]
-            if not self.guards.words.check(gradients, moment, reducer.iteration(), uses):
+            self._named |= {name: kind for name, (kind, _) in named.items()}
+            words = self.guards.words
+            if "bypassed" in kinds.values():
+                compared = words.check(gradients, moment, reducer.iteration(), uses)
+            else:
+                compared = uses and words.check_later(gradients, moment, reducer.iteration())
+            if not compared:
                 return
         except Differ as error:
             how = error.how
-            for name in error.names:  # a rank that shows none may have averages, where no forward waits
-                if named[name][0] != "assigned" or error.waited is None:
-                    differing.setdefault(named[name][0], []).append(name)
+            for name in error.names:
+                differing.setdefault(self._named[name], []).append(name)
             if "bypassed" in differing and is_certain:
                 raise RuntimeError(refusal(error)) from None
         for kind, which in differing.items():

@@ -1,13 +1,12 @@
 """What ``ddp._get_ddp_logging_data()`` returns: torch's keys, with values read off the reducer.
 
 Counts and sizes are plain integers, lists are text, times are nanoseconds. All of it is found when somebody asks: a
-forward does nothing for it. Averages are of the last steps whose stamps are kept (32).
+forward counts itself, and no more. Averages are of the last steps whose stamps are kept (32).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +104,10 @@ class LoggingData:
         self._device_ids, self._output_device = devices
         self._sample_rate = 100
         self._noted: dict[str, Any] = {"bucket_sizes": _join(averager.reducer.bucket_nbytes())}
+        self.forwards = 0  # that were synchronized
+        self.rebuilds = not averager.reducer.is_settled  # new buckets are to come, and forget the stamps of the old
+        self._times: list[dict[str, int]] = []
+        self._last: dict[str, int] = {"num_buckets_reduced": 0}
 
     @property
     def comm_hook(self) -> str | None:
@@ -120,7 +123,7 @@ class LoggingData:
         self._noted.update(has_error=1, error=message)
 
     def note_rebuilt(self, reducer: Reducer) -> None:
-        buckets = reducer.buckets()
+        self.rebuilds, buckets = False, reducer.buckets()
         self._noted.update(
             has_rebuilt_buckets=1,
             rebuilt_bucket_sizes=_join(reducer.bucket_nbytes()),
@@ -134,7 +137,16 @@ class LoggingData:
         if averager is None:
             return dict(self._noted)
         reducer = averager.reducer
-        facts = {**self._facts(averager), **self._statistics(reducer, averager.parameters.reduced)}
+        self.note_steps(averager)
+        # As with torch's class, where a forward logs the iteration before it: the first ten, then every n-th.
+        iteration = max(self.forwards - 1, 0)
+        if iteration > _ALWAYS_LOGGED:
+            iteration = max(_ALWAYS_LOGGED, iteration - iteration % self._sample_rate)
+        facts = {**self._facts(averager), "iteration": iteration, **self._last}
+        if iteration and self._times:
+            facts |= self._times[-1]
+            for key in [key for key in _TIMES if key in self._times[-1]]:
+                facts[f"avg_{key}"] = sum(times[key] for times in self._times) // len(self._times)
         facts["can_set_static_graph"] = bool(reducer._ddp_graph_static())
         if averager.is_joining:
             facts["join_uneven_inputs"] = 1
@@ -169,22 +181,17 @@ class LoggingData:
             facts["gloo_num_threads"] = _GLOO_THREADS
         return facts
 
-    def _statistics(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
-        last = reducer.last_step()
-        facts: dict[str, Any] = {"num_buckets_reduced": sum(b["launch_ns"] >= 0 for b in last["buckets"])}
-        # As with torch's class, where a forward logs the iteration before it: the first ten, then every n-th.
-        begun = last["forward_begin_ns"] > last["finalize_end_ns"]
-        iteration = max(reducer.iteration() - (not begun), 0)
-        if iteration > _ALWAYS_LOGGED:
-            iteration = max(_ALWAYS_LOGGED, iteration - iteration % self._sample_rate)
-        facts["iteration"] = iteration
-        times = [times_of(step) for step in reducer.recent_steps(_AVERAGED)] if iteration else []
-        if times:
-            facts |= times[-1]
-            facts |= {f"avg_{key}": sum(t[key] for t in times) // len(times) for key in _TIMES if key in times[-1]}
-            unused = [p for p, ready in zip(parameters, last["ready_ns"]) if ready < 0]
-            facts["unused_parameter_size"] = sum(p.nbytes for p in unused)
-        return facts
+    def note_steps(self, averager: Averager) -> None:
+        """Keeps what the stamps show of the last steps, if there are any with these buckets."""
+        if steps := averager.reducer.recent_steps(_AVERAGED):
+            self._times = [times_of(step) for step in steps]
+            unused = [p for p, ready in zip(averager.parameters.reduced, steps[-1]["ready_ns"]) if ready < 0]
+            launched = sum(bucket["launch_ns"] >= 0 for bucket in steps[-1]["buckets"])
+            self._last = {
+                "has_rebuilt_buckets": 0,
+                "num_buckets_reduced": launched,
+                "unused_parameter_size": sum(p.nbytes for p in unused),
+            }
 
     # --- torch's names: forks of its class call them in methods of their own ---
 
@@ -207,7 +214,8 @@ class LoggingData:
         )
 
     def set_runtime_stats_and_log(self) -> None:
-        """Nothing is to be done: statistics are found when they are asked for."""
+        """A forward begins."""
+        self.forwards += 1
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         """What is known, as torch's two maps, of text and of numbers."""

@@ -191,6 +191,8 @@ class TorchSurface(events.Observer):
         ddp = self._ddp()
         if ddp is not None and not ddp._lazy_init_ran:
             ddp._lazy_init()
+        if self.logger is not None and self.logger.rebuilds:
+            self.logger.note_steps(self.averager)
 
     def inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.mixed is not None:
@@ -199,6 +201,8 @@ class TorchSurface(events.Observer):
         return inputs, kwargs
 
     def after_forward(self, outputs: list[torch.Tensor], synchronized: bool) -> None:
+        if self.logger is not None:
+            self.logger.forwards += synchronized
         if self.delayed is not None:
             self.prepare_delayed()
         if self.mixed is not None:

@@ -234,6 +234,7 @@ def test_gradients_that_no_backward_brought_are_logged_where_they_differ(rank, w
     parameters = list(ddp.parameters())
 
     def local(i):
+        dist.barrier()
         _assign(parameters, torch.autograd.grad(ddp(batch(rank, i)).square().sum(), parameters))
 
     (said,) = _step_on(ddp, local)
@@ -342,8 +343,11 @@ def _accumulates(ddp, rank, order, optimizer, between=lambda: None):
 @on_ranks(2)
 def test_a_local_gradient_upon_an_average_is_logged_once(rank, world_size, order, mode):
     ddp = minddp.DistributedDataParallel(mlp(), **MODES[mode])
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     with logged() as seen:
-        _accumulates(ddp, rank, order, torch.optim.SGD(ddp.parameters(), 0.1))
+        for _ in range(3):  # the second such step compares what the first has used
+            optimizer.zero_grad()
+            _accumulates(ddp, rank, order, optimizer)
     (said,) = seen
     assert "'0.weight'" in said and "has added its own to the average" in said, said
 
