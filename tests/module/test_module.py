@@ -435,6 +435,11 @@ BAD = [
     ("net", {"bucket_cap_mb_list": 25}, "TypeError.*bucket_cap_mb_list must be a list .* got 25"),
     ("net", {"bucket_plan": "none.json"}, "FileNotFoundError.*bucket_plan cannot be read: No such file.*'none.json'"),
     ("net", {"device_ids": 0}, "TypeError.*device_ids must be a list of one device, or None, got 0"),
+    *[
+        ("net", {name: "False"}, f"TypeError.*{name} must be a bool")
+        for name in ("static_graph", "batched_grad_copy")
+    ],
+    ("net", {"process_group": 1.5}, "TypeError.*process_group must be a .*ProcessGroup, or None, got 1.5"),
     ("net", {"device_mesh": 3}, "TypeError.*device_mesh must be a torch.distributed.DeviceMesh .* got 3"),
     (
         "net",
@@ -472,6 +477,13 @@ def test_odd_arguments_that_torchs_class_takes(rank, world_size):
     ):  # fmt: skip
         for cls in (torch.nn.parallel.DistributedDataParallel, DDP):
             cls(Net(), **arguments)(_data(rank)).sum().backward()
+    net = Net()
+    net._ddp_params_and_buffers_to_ignore = [*net.parameters(), None]  # names of nothing
+    DDP(net)(_data(rank)).sum().backward()
+    ddp = DDP(torch.nn.BatchNorm1d(2))
+    ddp._register_buffer_comm_hook(None, lambda state, buffers: [None])
+    with pytest.raises(TypeError, match="list of futures, or None; it has None"):
+        ddp(torch.ones(2, 2))
 
 
 @on_ranks(2)
