@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from minddp.testing import RankPool, run_ranks
 
@@ -55,3 +57,11 @@ def on_own_ranks(fn: Callable[..., Any], world_size: int = 2, *arguments: Any, *
         return pool.run(fn, *arguments, **options)
     finally:
         pool.close()
+
+
+def all_alike(*tensors: torch.Tensor) -> bool:
+    """Whether all ranks have the same bits."""
+    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return all(torch.equal(mine, other) for other in everyone)

@@ -30,8 +30,8 @@ def _can_shape() -> str | None:
         return str(error)
 
 
-_obstacle = _can_shape()
-needs_links = pytest.mark.skipif(_obstacle is not None, reason=str(_obstacle))
+links_obstacle = _can_shape()
+needs_links = pytest.mark.skipif(links_obstacle is not None, reason=str(links_obstacle))
 
 
 def _namespaces(pid: int) -> list[str]:

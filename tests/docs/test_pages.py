@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.website import drawings, errors, layout, source, tutorials
+from docs.website import drawings, errors, layout, source
 from docs.website.build import configuration
 from docs.website.markdown import Writer
 
@@ -63,12 +63,6 @@ def test_phases_are_drawn_as_the_code_moves():
 def test_every_drawing_is_shown():
     shown = re.findall(r"<!-- drawing: (\w+) -->", (ROOT / "docs" / "pictures.md").read_text())
     assert sorted(shown) == sorted(drawings.DRAWINGS)
-
-
-def test_a_tutorial_has_one_title():
-    page = (ROOT / "docs" / "learn.md").read_text()
-    named = dict(re.findall(r"\[([^\]]*)\]\(\.\./(tutorials/\d\d_\w+\.py)\)", page))
-    assert named == {tutorials.title((ROOT / path).read_text()): path for path in layout.make_layout().tutorials}
 
 
 def test_every_variable_has_its_line():

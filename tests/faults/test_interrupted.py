@@ -10,7 +10,7 @@ from torch import nn
 
 import minddp
 from minddp.testing import RankError, run_ranks, shutdown
-from tests.on_ranks import on_ranks
+from tests.on_ranks import all_alike, on_ranks
 
 
 class Boom(Exception):
@@ -234,7 +234,8 @@ def test_a_step_that_raises_on_one_rank_alone(world_size, how):
         assert "rank 1 will not take part" in failures[rank] and "optimizer.step() on rank 1" in failures[rank]
 
 
-def _compiled_step(rank, world_size):
+@on_ranks(2)
+def test_a_compiled_step_is_none_that_raised(rank, world_size):
     torch.manual_seed(0)
     ddp = minddp.DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
@@ -251,12 +252,7 @@ def _compiled_step(rank, world_size):
         return loss
 
     step(closure)
-    return ddp.module.weight.detach().clone()
-
-
-def test_a_compiled_step_is_none_that_raised():
-    first, second = run_ranks(_compiled_step, 2)
-    assert torch.equal(first, second)
+    assert all_alike(ddp.module.weight)
 
 
 def _begun_anew(rank, world_size, path):

@@ -5,22 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.benchmarks.test_links import links_obstacle
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _can_cut():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from links import LinkError, ShapedNetwork
-
-    try:
-        with ShapedNetwork("1gbit", 2):
-            return True
-    except LinkError:
-        return False
-
-
 def test_everybody_is_told():
-    skip = [] if _can_cut() else ["--without", "cut"]
+    skip = [] if links_obstacle is None else ["--without", "cut"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.lab.faults", "--ci", "--jobs", "6", "--group-timeout", "8", *skip],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,

@@ -9,7 +9,7 @@ from torch import nn
 
 import minddp
 from minddp.testing import RankError, run_ranks
-from tests.on_ranks import on_ranks
+from tests.on_ranks import all_alike, on_ranks
 
 
 def _net():
@@ -276,10 +276,7 @@ def _unseen(rank, world_size, change, raises, before=2, mode=None):
                 ddp(x).sum().backward()
         return True
     ddp(x).sum().backward()
-    mine = torch.cat([p.grad.flatten() for p in net.parameters()])
-    everyone = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(everyone, mine)
-    return all(torch.equal(mine, other) for other in everyone)
+    return all_alike(*(p.grad for p in net.parameters()))
 
 
 @pytest.mark.parametrize(("change", "raises"), [(_insert, True), (_convert, True), (_cast_and_back, False)])

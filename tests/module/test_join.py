@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
 from minddp.testing import run_ranks
-from tests.on_ranks import on_ranks
+from tests.on_ranks import all_alike, on_ranks
 
 OPTIONS = {"default": {}, "static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}
 
@@ -56,35 +56,26 @@ def test_after_uneven_inputs(batches, options):
         assert iterations == max(batches) + 3  # the same on all ranks: what they ask each other goes by it
 
 
-def _penalty_past_the_wrapper(rank, world_size):
+@on_ranks(3)
+def test_local_gradients_are_compared_after_uneven_inputs(rank, world_size):
     """Alike on all ranks; ranks compare such gradients by the number of the iteration."""
     model = _train(minddp.DistributedDataParallel, rank, (1, 3, 2), {})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.zero_grad()
     model.module[0].weight.pow(2).sum().backward()
     optimizer.step()
-    return model.module[0].weight.detach().clone()
+    assert all_alike(model.module[0].weight)
 
 
-def test_local_gradients_are_compared_after_uneven_inputs():
-    first, second, third = run_ranks(_penalty_past_the_wrapper, 3)
-    assert torch.equal(first, second) and torch.equal(first, third)
-
-
-def _waiting_forward_and_no_sync(rank, world_size):
+@on_ranks(2)
+def test_ranks_meet_after_uneven_inputs(rank, world_size):
     """A forward waits for its backward, and one under no_sync takes its place, on all ranks alike."""
     model = _train(minddp.DistributedDataParallel, rank, (1, 3), {"find_unused_parameters": True})
     model.zero_grad()
     model(torch.ones(1, 4))
     with model.no_sync():
         model(torch.ones(1, 4) * (rank + 1)).sum().backward()
-    return [p.grad for p in model.parameters()]
-
-
-def test_ranks_meet_after_uneven_inputs():
-    first, second = run_ranks(_waiting_forward_and_no_sync, 2)
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b)
+    assert all_alike(*(p.grad for p in model.parameters()))
 
 
 @on_ranks(2)

@@ -1,10 +1,11 @@
-"""Cost functions and their fits, without a process group."""
+"""Cost functions and their fits, without a process group and of a live one's all-reduce."""
 
 import random
 
 import pytest
 
-from minddp.planner.collective_cost import LinearCost, TableCost, fit_linear, fit_samples
+from minddp.planner.collective_cost import LinearCost, TableCost, fit_cost, fit_linear, fit_samples, measure_allreduce
+from minddp.testing import run_ranks
 
 
 def test_linear_cost_is_a_line_and_refuses_nonsense():
@@ -65,3 +66,19 @@ def test_fit_samples_picks_a_table_when_no_line_fits():
     assert isinstance(table, TableCost)
     assert table(1 << 12) == pytest.approx(1e-3)
     assert table(1 << 18) == pytest.approx(step(1 << 18))
+
+
+def measure(rank, world_size):
+    sizes, seconds = measure_allreduce(max_nbytes=1 << 18)
+    cost = fit_cost(max_nbytes=1 << 18, budget_seconds=1.0)
+    return sizes, seconds, type(cost).__name__, [cost(m) for m in (0, 1000, 1 << 20)]
+
+
+def test_every_rank_measures_the_same_cost():
+    results = run_ranks(measure, 2)
+    assert results[0] == results[1]
+    sizes, seconds, name, times = results[0]
+    assert sizes == [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18]
+    assert all(t > 0 for t in seconds)
+    assert name in (LinearCost.__name__, TableCost.__name__)
+    assert 0 < times[0] <= times[1] <= times[2]

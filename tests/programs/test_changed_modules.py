@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.utils import _sync_module_states
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from tests.on_ranks import on_ranks
+from tests.on_ranks import all_alike, on_ranks
 from tests.programs.beside_torch import MODES, those_that_differ
 from tests.programs.test_own_classes import batch, trained
 
@@ -165,14 +164,8 @@ CASES = [
 ]  # fmt: skip
 
 
-def _averaged(ddp, world_size):
-    def everyones(gradient):
-        gathered = [torch.empty_like(gradient) for _ in range(world_size)]
-        dist.all_gather(gathered, gradient)
-        return gathered
-
-    grads = [p.grad for p in ddp.parameters() if p.requires_grad]
-    return all(torch.equal(grad, theirs) for grad in grads for theirs in everyones(grad))
+def _averaged(ddp):
+    return all_alike(*(p.grad for p in ddp.parameters() if p.requires_grad))
 
 
 @on_ranks(2)
@@ -191,7 +184,7 @@ def test_a_backward_that_would_leave_a_gradient_local_is_refused(rank, world_siz
         ddp.zero_grad()
         minddp.refresh(ddp)
         forward(ddp, batch(rank)).square().sum().backward()
-        assert _averaged(ddp, world_size), forward.__name__
+        assert _averaged(ddp), forward.__name__
 
 
 @on_ranks(2)
@@ -208,7 +201,7 @@ def test_what_was_mended_goes_on(rank, world_size):
         layer.float()
         ddp.zero_grad()
         ddp(batch(rank)).square().sum().backward()
-        assert _averaged(ddp, world_size)
+        assert _averaged(ddp)
 
 
 class Symmetric(nn.Module):
@@ -223,4 +216,4 @@ def test_a_parametrization_registered_while_wrapped_keeps_its_parameters_hook(ra
     register_parametrization(ddp.module.frozen, "weight", Symmetric())
     ddp.zero_grad()
     ddp(batch(rank)).square().mean().backward()
-    assert _averaged(ddp, world_size)
+    assert _averaged(ddp)

@@ -22,40 +22,30 @@ from minddp.config import make_config
 KB = 1024
 
 
-def test_one_cap_leaves_the_rest_in_the_first_bucket():
-    assert assign_buckets([KB] * 5, [0] * 5, [4, 3, 2, 1, 0], [2 * KB]) == [[4], [3, 2], [1, 0]]
+BIAS, WEIGHT = KB // 64, 10 * KB
+ASSIGNED = {
+    "the rest is in the first bucket": (([KB] * 5, [0] * 5, [4, 3, 2, 1, 0], [2 * KB]), [[4], [3, 2], [1, 0]]),
+    "the last bucket is the small one": (([KB] * 6, [0] * 6, range(6), [4 * KB], KB), [[0], [1, 2, 3, 4], [5]]),
+    "in launch order, the last cap again": (([KB] * 6, [0] * 6, range(6), [KB, 2 * KB]), [[0], [1, 2], [3, 4], [5]]),
+    "and by kind": (([KB] * 6, [0, 1] * 3, range(6), [KB, 2 * KB]), [[0], [1], [2, 4], [3, 5]]),
+    "a cap is exceeded by less than a parameter": (([WEIGHT, 1], [0, 0], [0, 1], [KB]), [[0, 1]]),
+    "nor by a large one that follows": (([KB, WEIGHT], [0, 0], [0, 1], [KB]), [[0], [1]]),
+    "a bias goes with the weight after it": (([BIAS, WEIGHT] * 3, [0] * 6, range(6), [KB]), [[0, 1], [2, 3], [4, 5]]),
+    "what is large beside the cap does not": (([KB, WEIGHT] * 2, [0] * 4, range(4), [KB]), [[0], [1], [2], [3]]),
+    "small ones up to a sixteenth": (
+        ([BIAS] * 6 + [WEIGHT], [0] * 7, range(7), [KB]),
+        [[0, 1], [2, 3, 4, 5, 6]],
+    ),
+    "nor does another kind's": (([BIAS, WEIGHT], [0, 1], range(2), [KB]), [[0], [1]]),
+    "in a list each cap closes": (([WEIGHT, BIAS, WEIGHT], [0] * 3, range(3), [KB, KB]), [[0], [1, 2]]),
+    "kinds come as they complete": (([KB] * 4, ["a", "b"] * 2, range(4), [100 * KB]), [[0, 2], [1, 3]]),
+}
 
 
-def test_the_last_bucket_is_the_small_one():
-    buckets = assign_buckets([KB] * 6, [0] * 6, range(6), [4 * KB], last_cap=KB)
-    assert buckets == [[0], [1, 2, 3, 4], [5]]
-
-
-def test_a_list_of_caps_counts_in_launch_order_and_repeats_its_last():
-    buckets = assign_buckets([KB] * 6, [0] * 6, range(6), [KB, 2 * KB])
-    assert buckets == [[0], [1, 2], [3, 4], [5]]
-    assert assign_buckets([KB] * 6, [0, 1] * 3, range(6), [KB, 2 * KB]) == [[0], [1], [2, 4], [3, 5]], "by kind"
-
-
-def test_a_bucket_exceeds_its_cap_by_less_than_a_parameter():
-    assert assign_buckets([10 * KB, 1], [0, 0], [0, 1], [KB]) == [[0, 1]]
-    assert assign_buckets([KB, 10 * KB], [0, 0], [0, 1], [KB]) == [[0], [1]]
-
-
-def test_a_bias_shares_the_bucket_of_the_weight_that_it_arrives_before():
-    bias, weight = KB // 64, 10 * KB
-    assert assign_buckets([bias, weight] * 3, [0] * 6, range(6), [KB]) == [[0, 1], [2, 3], [4, 5]]
-    # What is large in comparison with the cap does not; what is small does only up to a sixteenth of it.
-    assert assign_buckets([KB, weight] * 2, [0] * 4, range(4), [KB]) == [[0], [1], [2], [3]]
-    assert assign_buckets([bias] * 6 + [weight], [0] * 7, range(7), [KB]) == [[0, 1], [2, 3, 4, 5, 6]]
-    # Nor does another kind's, and in a list of caps each closes where it says.
-    assert assign_buckets([bias, weight], [0, 1], range(2), [KB]) == [[0], [1]]
-    assert assign_buckets([weight, bias, weight], [0] * 3, range(3), [KB, KB]) == [[0], [1, 2]]
-
-
-def test_kinds_do_not_mix_and_buckets_come_as_they_complete():
-    buckets = assign_buckets([KB] * 4, ["a", "b", "a", "b"], range(4), [100 * KB])
-    assert buckets == [[0, 2], [1, 3]]
+@pytest.mark.parametrize("case", ASSIGNED)
+def test_assigned(case):
+    arguments, buckets = ASSIGNED[case]
+    assert assign_buckets(*arguments) == buckets
 
 
 def test_without_an_order_the_first_parameter_leaves_last():

@@ -19,7 +19,7 @@ from minddp import _C
 from minddp.guards import times
 from minddp.testing import RankError, run_ranks, shutdown
 from tests.faults.logged import logged
-from tests.on_ranks import on_ranks
+from tests.on_ranks import all_alike, on_ranks
 from tests.programs.beside_torch import gradients, weights
 
 TORCH = nn.parallel.DistributedDataParallel
@@ -580,10 +580,7 @@ def _second_wrapper(rank, world_size):
         ddp.finalize_backward()
         optimizer.step()
         del other
-        flat = torch.cat([weight.reshape(-1) for weight in weights(ddp)])
-        first = flat.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(flat, first)
+        assert all_alike(*weights(ddp))
 
 
 CHECKS = [

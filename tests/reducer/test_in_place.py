@@ -73,25 +73,20 @@ def _large_gradient(rank, world_size, views, held):
     return in_place, sorted(buckets), ddp.reducer.allocated_bytes(), large.numel() * 4
 
 
-def test_with_views_a_large_gradient_is_reduced_in_its_own_memory():
-    """The bucket that is cut for it, after the first iteration and with the default caps, is the gradient itself."""
-    for in_place, buckets, allocated, large in run_ranks(_large_gradient, 2, True, False):
-        assert in_place == [False, True, True]
-        assert buckets == [1, 3]
-        assert 0 < allocated < large / 4
+@pytest.mark.parametrize(
+    ("views", "held", "where"),
+    [(True, False, [False, True, True]), (False, False, [False] * 3), (False, True, [True] * 3)],
+)
+def test_where_a_large_gradient_is_reduced(views, held, where):
+    """With views, after the first iteration and with the default caps: in its own memory, which is its bucket.
 
-
-def test_a_large_gradient_changes_memory_with_its_bucket():
-    """Except in the first iteration, whose one bucket holds all; its own memory is the next bucket."""
-    for in_place, buckets, allocated, large in run_ranks(_large_gradient, 2, False, False):
-        assert in_place == [True, False, False] or in_place == [False] * 3
-        assert buckets == [1, 3]
-        assert allocated > large
-
-
-def test_a_large_gradient_that_somebody_holds_is_written_to():
-    for in_place, *_ in run_ranks(_large_gradient, 2, False, True):
-        assert in_place == [True] * 3
+    Without them it changes memory with its bucket, and its own is the next bucket; in the first iteration one bucket
+    holds all. What somebody holds is written to.
+    """
+    for in_place, buckets, allocated, large in run_ranks(_large_gradient, 2, views, held):
+        assert in_place == where or (not views and not held and in_place == [True, False, False])
+        assert held or buckets == [1, 3]
+        assert held or (0 < allocated < large / 4 if views else allocated > large)
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ import minddp.shm
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import gradients
+from tests.reducer.test_finalization import _assert_same
 
 TORCH = nn.parallel.DistributedDataParallel
 TORCH_HAS_IT = "lazy_bucket_allocation" in inspect.signature(TORCH).parameters
@@ -49,13 +50,6 @@ def _x(rank, i, size=64):
 
 def _backward(ddp, rank, i, *arguments):
     ddp(_x(rank, i), *arguments).square().sum().backward()
-
-
-def _assert_same(ours, theirs, exactly=True):
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, **({"rtol": 0, "atol": 0} if exactly else {}))
 
 
 # ---- the bits of eager buckets
@@ -129,9 +123,9 @@ def test_lazy_buckets_change_no_number(rank, world_size):
     """Lazy gives the bits of eager; and torch's numbers."""
     for program, kwargs in BESIDE_TORCH + OURS_ALONE:
         lazy = program(OURS, rank, **kwargs, **LAZY)
-        _assert_same(lazy, program(OURS, rank, **kwargs))
+        _assert_same(lazy, program(OURS, rank, **kwargs), rtol=0, atol=0)
         if TORCH_HAS_IT and (program, kwargs) in BESIDE_TORCH:
-            _assert_same(lazy, program(TORCH, rank, **kwargs, **LAZY), exactly=False)
+            _assert_same(lazy, program(TORCH, rank, **kwargs, **LAZY))
 
 
 # ---- each of these on two ranks
@@ -201,7 +195,7 @@ def _gradients_keep_the_memory(rank, world_size):
         if i == 1:
             ddp.zero_grad()
             _backward(ddp, rank, i + 10)
-            _assert_same(kept, before)
+            _assert_same(kept, before, rtol=0, atol=0)
 
 
 def _mean(bucket):
@@ -244,7 +238,7 @@ def _after_an_error(rank, world_size):
             ddp.zero_grad()
         for one in (ddp, reference):
             _backward(one, rank, i)
-        _assert_same(gradients(ddp), gradients(reference))
+        _assert_same(gradients(ddp), gradients(reference), rtol=0, atol=0)
 
 
 def _remade(rank, world_size):

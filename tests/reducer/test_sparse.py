@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minddp import DistributedDataParallel
-from tests.on_ranks import on_ranks
+from tests.on_ranks import all_alike, on_ranks
 
 # Which rows each rank looks up; a rank may look up none.
 ROWS = {
@@ -82,7 +82,4 @@ def test_sparse_beside_dense_buckets_step_after_step(rank: int, world_size: int,
         optimizer.zero_grad()
         loss_of(ddp, [(step + rank) % 5, step % 5]).backward()
         optimizer.step()
-    weights = torch.cat([p.detach().flatten() for p in ddp.parameters()])
-    everyone = [torch.empty_like(weights) for _ in range(world_size)]
-    dist.all_gather(everyone, weights)
-    assert all(torch.equal(weights, theirs) for theirs in everyone)
+    assert all_alike(*ddp.parameters())

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import minddp
 from minddp import DistributedDataParallel as DDP
 from tests.on_ranks import on_ranks
+from tests.programs.beside_torch import batch
 
 
 class Skips(torch.autograd.Function):
@@ -39,17 +40,13 @@ class Net(nn.Module):
         return self.last(Skips.apply(self.first(x), self.book, brings)).pow(2).sum()
 
 
-def x_of(rank, step=0):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def made(rank):
     """Two steps without a gradient for ``book``: it is known to get none."""
     ddp = DDP(Net(), static_graph=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for step in range(2):
         optimizer.zero_grad()
-        ddp(x_of(rank, step)).backward()
+        ddp(batch(rank, step)).backward()
         optimizer.step()
     assert ddp.module.book.grad is None
     return ddp, optimizer
@@ -59,7 +56,7 @@ def made(rank):
 def test_a_gradient_that_comes_later_raises(rank, world_size):
     ddp, _ = made(rank)
     with pytest.raises(RuntimeError, match="training graph has changed.*'book' got a gradient"):
-        ddp(x_of(rank, 2), brings=True).backward()
+        ddp(batch(rank, 2), brings=True).backward()
     minddp.abort_iteration(ddp)
 
 
@@ -69,17 +66,17 @@ def test_a_local_gradient_of_it_is_not_taken_for_an_average(rank, world_size, pa
     """A local gradient of it, and a backward that sends the others'."""
     ddp, optimizer = made(rank)
     if past:
-        ddp.module(x_of(rank, 2), brings=True).backward()
+        ddp.module(batch(rank, 2), brings=True).backward()
         ddp.module.first.zero_grad()
         ddp.module.last.zero_grad()
     else:
         with ddp.no_sync():
-            ddp(x_of(rank, 2), brings=True).backward()
-    ddp(x_of(rank, 3)).backward()
+            ddp(batch(rank, 2), brings=True).backward()
+    ddp(batch(rank, 3)).backward()
     with pytest.raises(RuntimeError, match="never averaged, of 'book'"):
         optimizer.step()
     optimizer.zero_grad()
-    ddp(x_of(rank, 4)).backward()
+    ddp(batch(rank, 4)).backward()
     optimizer.step()
     minddp.check_replicas(ddp)
 
@@ -103,8 +100,8 @@ def _used_elsewhere(rank, wrap):
         optimizer.zero_grad()
         if step == 2:
             with ddp.no_sync():
-                ddp(x_of(rank, step), True).backward()
-        ddp(x_of(rank, step), rank == 0).backward()
+                ddp(batch(rank, step), True).backward()
+        ddp(batch(rank, step), rank == 0).backward()
         optimizer.step()
     return [parameter.detach() for parameter in ddp.parameters()]
 
@@ -131,7 +128,7 @@ def test_a_gradient_that_a_hook_removes_on_one_rank(rank, world_size, steps, the
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
     for step in range(4):
         optimizer.zero_grad()
-        ddp(x_of(rank, step), rank == 0).backward()
+        ddp(batch(rank, step), rank == 0).backward()
         optimizer.step()
         found.append(net.branch.weight.grad is not None)
     minddp.check_replicas(ddp)

@@ -83,23 +83,19 @@ def _check(ours, theirs):
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb_list": [1e-4] * 2}])
-def test_backwards_side_by_side_train_as_with_torch(world_size, arguments):
-    theirs = run_ranks(_train, world_size, TorchDDP, arguments)
-    ours = run_ranks(_train, world_size, minddp.DistributedDataParallel, arguments)
-    _check(ours, theirs)
+OPTIONS = [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb_list": [1e-4] * 2}]
+TOGETHER = [
+    *((world_size, options, False, _side_by_side) for world_size in (2, 3) for options in OPTIONS),
+    *((2, options, False, _the_first_ends_first) for options in ({}, {"static_graph": True})),
+    (2, {}, True, _side_by_side),
+]
 
 
-@pytest.mark.parametrize("arguments", [{}, {"static_graph": True}])
-def test_the_last_of_them_ends_the_iteration(arguments):
-    theirs = run_ranks(_train, 2, TorchDDP, {})
-    ours = run_ranks(_train, 2, minddp.DistributedDataParallel, arguments, False, _the_first_ends_first)
-    _check(ours, theirs)
-
-
-def test_local_backwards_side_by_side_are_accumulated():
-    theirs, ours = (run_ranks(_train, 2, wrap, {}, True) for wrap in (TorchDDP, minddp.DistributedDataParallel))
+@pytest.mark.parametrize(("world_size", "arguments", "local", "together"), TOGETHER)
+def test_backwards_side_by_side_train_as_with_torch(world_size, arguments, local, together):
+    """The last of them ends the iteration; local ones are accumulated."""
+    theirs = run_ranks(_train, world_size, TorchDDP, {} if "static_graph" in arguments else arguments, local)
+    ours = run_ranks(_train, world_size, minddp.DistributedDataParallel, arguments, local, together)
     _check(ours, theirs)
 
 

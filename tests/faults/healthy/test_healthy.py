@@ -20,7 +20,7 @@ from tests.faults.healthy.programs import (
     train,
 )
 from tests.faults.logged import logged
-from tests.on_ranks import on_own_ranks, on_ranks
+from tests.on_ranks import all_alike, on_own_ranks, on_ranks
 
 LOOK = 0.006  # seconds, in place of one
 THREE_WARNINGS = 150 * LOOK  # after 10, 60 and 120 looks, where the machine is not busy
@@ -63,16 +63,12 @@ def test_what_is_not_the_end(event):
     assert not any("SystemExit" in text for text in told), told  # is how a thread ends that has done its work
 
 
-def _destroyed(rank, world_size):
+@on_ranks(2)
+def test_a_wrapper_goes_on_when_its_group_is_destroyed(rank, world_size):
     """Not beside torch's class, whose end can hang there."""
     with times.faster(LOOK):
         ddp = goes_on_with_a_destroyed_groups_wrapper(minddp.DistributedDataParallel, rank, THREE_WARNINGS)
-    return [p.tolist() for p in ddp.parameters()]
-
-
-def test_a_wrapper_goes_on_when_its_group_is_destroyed():
-    here, there = run_ranks(_destroyed, 2)
-    assert here == there
+    assert all_alike(*ddp.parameters())
 
 
 def _chain(rank, world_size):
