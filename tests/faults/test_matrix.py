@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from minddp.testing import run_ranks, shutdown
 from tests.benchmarks.test_links import links_obstacle
+from tests.lab import soak
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,3 +22,14 @@ def test_everybody_is_told():
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "lost: 0" in done.stdout
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_every_kind_of_wrapper_lives_and_goes(backend):
+    """A long run in short: `make lab ARGS=soak` has the long one."""
+    steps = 8
+    try:
+        ranks = run_ranks(soak.soak, 2, 2 * len(soak.OPTIONS) * steps, steps, steps, backend=backend, timeout=900)
+    finally:
+        shutdown()
+    assert [len(samples) for samples in ranks] == [2 * len(soak.OPTIONS)] * 2

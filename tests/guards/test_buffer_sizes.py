@@ -1,10 +1,11 @@
-"""Buffers whose sizes differ between ranks by now, and programs whose buffers may change."""
+"""Ranks that differ: by now in the sizes of their buffers, which may change; in their class."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
 from minddp.guards import times
@@ -65,3 +66,20 @@ def test_buffers_that_change_alike_or_are_nobody_elses_go_on(rank, world_size):
             ddp(n).sum().backward()
     for _ in range(2):
         ddp(1).sum().backward()
+
+
+# ---- ranks that construct torch's class, where others construct minddp's
+
+
+@on_ranks(3)
+def test_a_group_with_both_classes_is_refused_on_all_ranks(rank, world_size):
+    for torchs in ([1], [0, 2]):
+        if rank in torchs:
+            with pytest.raises(RuntimeError, match="expects same model across all ranks"):
+                TorchDDP(nn.Linear(4, 2))
+        else:
+            named = f"rank 1 constructed torch's class, rank {rank}" if len(torchs) == 1 else "ranks 0, 2 constructed"
+            with pytest.raises(RuntimeError, match=f"{named}.*docs/launching.md"):
+                minddp.DistributedDataParallel(nn.Linear(4, 2))
+    for cls in (TorchDDP, minddp.DistributedDataParallel):  # the group is whole
+        cls(nn.Linear(4, 2))(torch.ones(1, 4)).sum().backward()

@@ -42,8 +42,7 @@ def _truth(net, world_size, i=0, reduce="mean"):
 
 
 def _same(mine, expected, tolerance=1e-5):
-    for a, b in zip(mine, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(list(mine), list(expected), rtol=tolerance, atol=tolerance)
 
 
 def _reducers_hooked_on(parameter):

@@ -18,7 +18,7 @@ from torch import nn
 import minddp
 from minddp.testing import run_ranks
 from tests.faults.logged import logged
-from tests.on_ranks import on_ranks
+from tests.on_ranks import all_alike, on_ranks
 from tests.programs import beside_torch
 from tests.programs.beside_torch import MODES, batch, those_that_differ
 
@@ -453,19 +453,15 @@ def test_gradients_that_are_held():
     assert not those_that_differ([held_gradients], 2, HELD)
 
 
-def _starts(rank, world_size):
+@on_ranks(2)
+def test_a_hidden_child_starts_as_rank_0s(rank, world_size):
     net = Hides()
     with torch.no_grad():
         net.b.weight.add_(rank)
     ddp = minddp.DistributedDataParallel(net)
     minddp.check_replicas(ddp)
-    return ddp._minddp_wrapped.names, net.b.weight.tolist()
-
-
-def test_a_hidden_child_starts_as_rank_0s():
-    (names, first), (_, second) = run_ranks(_starts, 2)
-    assert names == ["a.weight", "a.bias", "b.weight", "b.bias"]
-    assert first == second
+    assert ddp._minddp_wrapped.names == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert all_alike(net.b.weight)
 
 
 class Secret(nn.Linear):

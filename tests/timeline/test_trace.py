@@ -20,6 +20,7 @@ from minddp.timeline import RankStep, Trace, recording, step_times, table
 from minddp.timeline.recording import after_step
 from minddp.timeline.report import draw, rank_steps
 from tests.faults.logged import logged
+from tests.straggler.test_analysis import shifted
 
 MS = 1_000_000
 
@@ -45,12 +46,7 @@ def step(iteration: int = 1, start: int = 0) -> dict[str, Any]:
         "backward_begin_ns": 10 * MS, "backward_end_ns": 30 * MS, "finalize_end_ns": 46 * MS,
         "ready_ns": [14 * MS, 21 * MS, 28 * MS],
     }  # fmt: skip
-    for part in (stamps, *buckets):
-        for name, value in part.items():
-            if name.endswith("_ns"):
-                shifted = [v + start for v in value] if isinstance(value, list) else value + start
-                part[name] = shifted
-    return {**stamps, "buckets": buckets}
+    return shifted({**stamps, "buckets": buckets}, start)
 
 
 class FakeModule(torch.nn.Module):
