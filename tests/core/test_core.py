@@ -17,10 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
-from minddp import _C, events
-from minddp.config import make_config
-
-FLAGS = "gradient_as_bucket_view skip_all_reduce_unused_params batched_grad_copy lazy_bucket_allocation".split()
+from minddp import events
 
 
 class Branches(nn.Module):
@@ -105,11 +102,6 @@ def _raises(rank: int) -> None:
 def test_same_programs_same_numbers_as_with_torchs_class() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_both, (os.path.join(folder, "store"),), 2)
-
-
-def test_arguments_are_checked_once() -> None:
-    config = make_config(bucket_cap_mb=2, **dict.fromkeys(FLAGS, False))
-    assert config.caps == (2 * 1024 * 1024,) and config.graph_mode == _C.GraphMode.ALL_USED
 
 
 def test_observers_are_called_at_what_they_override() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minddp.testing import free_port, run_ranks
+from minddp.testing import free_port
+from tests.on_ranks import all_alike, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN, SPAWN, *FRAGMENTS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "first.md").read_text(), re.DOTALL)
@@ -36,7 +37,11 @@ def test_by_spawn(tmp_path, monkeypatch):
     _run(["train.py"], tmp_path)
 
 
-def _fragment(rank, world_size, text, batches):
+@pytest.mark.parametrize(
+    "text, batches", list(zip(FRAGMENTS, [(8, 8), (5, 2)], strict=True)), ids=["no_sync", "join"]
+)
+@on_ranks(2)
+def test_fragments(rank, world_size, text, batches):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     names = {"nn": torch.nn}
@@ -47,12 +52,4 @@ def _fragment(rank, world_size, text, batches):
     before = model.weight.detach().clone()
     exec(text, names)
     assert not torch.equal(model.weight, before)
-    return model.weight.detach().clone()
-
-
-@pytest.mark.parametrize(
-    "text, batches", list(zip(FRAGMENTS, [(8, 8), (5, 2)], strict=True)), ids=["no_sync", "join"]
-)
-def test_fragments(text, batches):
-    first, second = run_ranks(_fragment, 2, text, batches)
-    assert torch.equal(first, second)
+    assert all_alike(model.weight)

@@ -243,12 +243,14 @@ def test_timeouts_as_arguments_and_from_the_environment(rank, world_size):
     for value, error in ((0, ValueError), (-1.0, ValueError), ("x", TypeError), (True, TypeError)):
         with pytest.raises(error, match="desync_timeout must be a"):
             minddp.DistributedDataParallel(nn.Linear(1, 1), desync_timeout=value)
-    assert minddp.DistributedDataParallel(nn.Linear(1, 1))._minddp_observers.settings["guards"].desync_timeout is None
+
+    def settings():
+        return minddp.DistributedDataParallel(nn.Linear(1, 1))._minddp_observers.settings["guards"]
+
+    assert settings().desync_timeout is None
     os.environ["MINDDP_DESYNC_TIMEOUT"] = "7.5"
     try:
-        assert (
-            minddp.DistributedDataParallel(nn.Linear(1, 1))._minddp_observers.settings["guards"].desync_timeout == 7.5
-        )
+        assert settings().desync_timeout == 7.5
         os.environ["MINDDP_DESYNC_TIMEOUT"] = "soon"
         with pytest.raises(ValueError, match="MINDDP_DESYNC_TIMEOUT is 'soon': set it to a positive number"):
             minddp.DistributedDataParallel(nn.Linear(1, 1))

@@ -13,7 +13,7 @@ from torch import nn
 import minddp
 from tests.faults.logged import logged
 from tests.on_ranks import on_ranks
-from tests.programs.beside_torch import MODES, PLAIN, batch, differ, gradients, mlp, those_that_differ, weights
+from tests.programs.beside_torch import MODES, batch, differ, gradients, mlp, those_that_differ, weights
 
 
 class _Heads(nn.Module):
@@ -199,11 +199,10 @@ def _raises(_):
     raise ValueError
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_neighbours_train_as_with_torchs_class(world_size):
+def test_neighbours_train_as_with_torchs_class():
     programs = [towers_put_aside, a_gan_of_two_backwards, gradients_that_hooks_take, a_retry_after_an_exception]
-    assert not those_that_differ(programs, world_size, {mode: MODES[mode] for mode in ("default", "views")})
-    assert not those_that_differ([tasks_whose_gradients_are_put_aside], world_size, PLAIN)
+    assert not those_that_differ(programs, 2, {mode: MODES[mode] for mode in ("default", "views")})
+    assert not those_that_differ([tasks_whose_gradients_are_put_aside], 2)
 
 
 # ---- gradients that no backward brought

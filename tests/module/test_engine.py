@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import minddp
 from minddp.testing import run_ranks
 from tests.nets import OneOf
-from tests.on_ranks import on_ranks
+from tests.on_ranks import all_alike, on_ranks
 from tests.programs.beside_torch import batch, mlp
 from tests.reducer.test_reducer_contracts import Complex
 
@@ -443,7 +443,8 @@ def test_another_group_for_delayed_parameters(rank, world_size):
         _same(_step(ddp, rank), _truth(net, 2))
 
 
-def _refreshed(rank, world_size):
+@on_ranks(2)
+def test_refresh_repeats_what_construction_checks_and_agrees_on(rank, world_size):
     ddp = DDP(mlp().double(), gradient_as_bucket_view=True, reduce_dtype=torch.float64)
     ddp.module.float()
     with pytest.raises(ValueError, match="contradict"):
@@ -451,16 +452,9 @@ def _refreshed(rank, world_size):
     ddp = DDP(mlp(), find_unused_parameters=True)
     key = ddp._minddp_observers.get("guards").inspector.key
     minddp.refresh(ddp)
-    assert (
-        ddp._minddp_observers.get("guards").inspector.key == key
-    )  # or what one rank tells, the others look for under another name
+    assert ddp._minddp_observers.get("guards").inspector.key == key  # under which the others look for what one tells
+    assert all_alike(torch.tensor(list(key.encode())))
     _same(_step(ddp, rank), _truth(ddp.module, world_size))
-    return key
-
-
-def test_refresh_repeats_what_construction_checks_and_agrees_on():
-    first, second = run_ranks(_refreshed, 2)
-    assert first == second
 
 
 @on_ranks(2)

@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from minddp import DistributedDataParallel
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 
 
@@ -54,7 +53,9 @@ def train(model: nn.Module, share: tuple[int, int], steps: range = range(4)) -> 
         optimizer.step()
 
 
-def train_both(rank: int, world_size: int, options: dict[str, object]) -> float:
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+@on_ranks(4, timeout=900)
+def test_two_by_two_trains_as_one_process(rank: int, world_size: int, options: dict[str, object]) -> None:
     """The largest difference after four steps."""
     torch.manual_seed(0)
     alone = Net()
@@ -68,12 +69,7 @@ def train_both(rank: int, world_size: int, options: dict[str, object]) -> float:
     state = ddp.module.state_dict()
     assert list(state) == names
     assert [name for name in names if isinstance(state[name], DTensor)] == SHARDED
-    return max(float((whole(state[name]) - p).abs().max()) for name, p in alone.state_dict().items())
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
-def test_two_by_two_trains_as_one_process(options: dict[str, object]) -> None:
-    assert max(run_ranks(train_both, 4, options, timeout=900)) < 1e-6
+    assert max(float((whole(state[name]) - p).abs().max()) for name, p in alone.state_dict().items()) < 1e-6
 
 
 @on_ranks(4, timeout=900)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -106,3 +107,34 @@ def trained(
         seen += [None if p.grad is None else p.grad.clone() for p in parameters]
         optimizer.step()
     return seen + [p.detach().clone() for p in parameters]
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        g = g.clone()
+        dist.all_reduce(g)
+        return g
+
+
+def other_collective(x: torch.Tensor) -> Any:
+    """The sum over ranks, as a SyncBatchNorm takes one: on the default group, in forward and in backward."""
+    return _Summed.apply(x)
+
+
+class SummedInBackward(torch.autograd.Function):
+    """All-reduces in backward alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return _Summed.forward(ctx, g)

@@ -16,8 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from tests.on_ranks import all_alike, on_ranks
-from tests.programs.beside_torch import batch, differ, gradients, mlp, those_that_differ, trained, weights
-from tests.programs.other_collective import other_collective
+from tests.programs.beside_torch import (
+    batch,
+    differ,
+    gradients,
+    mlp,
+    other_collective,
+    those_that_differ,
+    trained,
+    weights,
+)
 
 
 def descend(module):

@@ -14,8 +14,7 @@ from torch import nn
 
 import minddp
 from tests.on_ranks import on_ranks
-from tests.programs.beside_torch import MODES, batch, those_that_differ, trained
-from tests.programs.other_collective import other_collective
+from tests.programs.beside_torch import MODES, batch, other_collective, those_that_differ, trained
 
 Found = namedtuple("Found", "first second")
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.programs.beside_torch import MODES, batch, mlp, those_that_differ, trained
-from tests.programs.other_collective import SummedInBackward
+from tests.programs.beside_torch import MODES, SummedInBackward, batch, mlp, those_that_differ, trained
 
 
 def hook_on_one_rank(cls, rank, **args):

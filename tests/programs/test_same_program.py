@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import minddp
 from minddp.testing import run_ranks
 from tests.programs import beside_torch
-from tests.programs.beside_torch import batch, mlp
-from tests.programs.other_collective import other_collective
+from tests.programs.beside_torch import batch, mlp, other_collective
 
 MODES = {
     **beside_torch.MODES,

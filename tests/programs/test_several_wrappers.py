@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minddp.guards import times
-from tests.programs.beside_torch import MODES, those_that_differ
-from tests.programs.other_collective import SummedInBackward
+from tests.programs.beside_torch import MODES, SummedInBackward, those_that_differ
 
 STEPS = 3
 

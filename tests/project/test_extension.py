@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -94,3 +95,35 @@ def test_a_build_without_shared_memory_says_so(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RuntimeError, match='built without the backend "shm"'):
         minddp.shm._create(store, 0, 2, timedelta(seconds=1))
     assert store.get("minddp-shm/failed").startswith(b"1 0 RuntimeError: minddp was built without"), "peers are told"
+
+
+PROGRAM = """
+import atexit
+import torch
+import torch.distributed as dist
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+def hooks():
+    tables = [
+        modules._global_parameter_registration_hooks, modules._global_module_registration_hooks,
+        modules._global_buffer_registration_hooks, modules._global_forward_hooks,
+        modules._global_forward_pre_hooks, modules._global_backward_hooks,
+        optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks,
+    ]
+    return sum(map(len, tables))
+
+before, backends, ends = hooks(), set(dist.Backend.backend_list), atexit._ncallbacks()
+import minddp
+print(hooks() - before, sorted(set(dist.Backend.backend_list) - backends), atexit._ncallbacks() > ends)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+minddp.DistributedDataParallel(torch.nn.Linear(1, 1))
+print(hooks() > before)
+dist.destroy_process_group()
+"""
+
+
+def test_import_does_what_it_says() -> None:
+    """To a process, by the package's docstring."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["0 ['auto', 'shm'] True", "True"], done.stdout + done.stderr

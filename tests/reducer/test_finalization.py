@@ -257,26 +257,19 @@ def _trained(ddp_class, rank, manual, within, **kwargs):
     return weights(ddp)
 
 
-def _joined(ddp_class, rank, manual, within, **kwargs):
+def _with_batch_norm(ddp_class, rank, manual, within):
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+    return _joined(ddp_class, rank, manual, within, 3, net=minddp.convert_sync_batchnorm(nn.Sequential(*layers)))
+
+
+def _joined(ddp_class, rank, manual, within, steps=None, **kwargs):
     ddp = _wrap(ddp_class, manual=manual, **kwargs)
     optimizer = _sgd(ddp)
     with ddp.join():
-        for i in range(1 + 2 * rank):
+        for i in range(steps or 1 + 2 * rank):
             optimizer.zero_grad()
             _step(ddp, _x(rank, ahead=True) + i, within)
-            optimizer.step()
-    return weights(ddp)
-
-
-def _with_batch_norm(ddp_class, rank, manual, within):
-    torch.manual_seed(0)
-    net = minddp.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
-    ddp = _wrap(ddp_class, net, manual)
-    optimizer = _sgd(ddp)
-    with ddp.join():
-        for i in range(3):
-            optimizer.zero_grad()
-            _step(ddp, _x(rank) + i)
             optimizer.step()
     return weights(ddp)
 
