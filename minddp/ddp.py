@@ -172,8 +172,11 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
 
     def _minddp_observe(self, settings: dict[str, Any]) -> None:
         self._minddp_observers = events.Observers(self, settings)
-        if self._minddp_config.auto_tune and self._minddp_observers.get("planner") is None:
-            raise events.left_out("planner", 'bucket_cap_mb="auto"')
+        if self._minddp_config.auto_tune and not self._minddp_observers.tune_buckets():
+            raise TypeError(
+                'DistributedDataParallel: bucket_cap_mb="auto" needs a companion that measures buckets, and none is '
+                "attached. Unset MINDDP_PLAIN and MINDDP_WITHOUT, or pass a number of MiB."
+            )
         for call in self._minddp_observers.constructing:
             call(self)
 

@@ -45,12 +45,14 @@ class Observer:
         name: the companion's name, for ``MINDDP_WITHOUT`` and messages.
         options: the constructor's arguments that the companion adds, with their defaults.
         arguments: their description, which the wrapper's docstring gets.
+        tunes_buckets: it cuts buckets anew for ``bucket_cap_mb="auto"``.
         settings: what :meth:`parse` made of the arguments.
     """
 
     name: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = {}
     arguments: ClassVar[str] = ""
+    tunes_buckets: ClassVar[bool] = False
     _averager: weakref.ref[Averager] | None = None
 
     def __init__(self, ddp: Any, settings: Any):
@@ -246,6 +248,10 @@ class Observers:
     def names(self) -> list[str]:
         return list(self._by_name)
 
+    def tune_buckets(self) -> bool:
+        """Whether one of them cuts buckets anew for ``bucket_cap_mb="auto"``."""
+        return any(observer.tunes_buckets for observer in self._by_name.values())
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """The observers' contexts for a collective outside of backward."""
@@ -270,7 +276,10 @@ def parse(options: Mapping[str, Any]) -> dict[str, Any]:
     for companion in _registered.values():
         for name, default in companion.options.items():
             if name in left and left.pop(name) != default:
-                raise left_out(companion.name, repr(name))
+                raise TypeError(
+                    "DistributedDataParallel: MINDDP_PLAIN or MINDDP_WITHOUT leaves out the companion "
+                    f"{companion.name!r}, which has the argument {name!r}: attach it, or leave the argument out."
+                )
     for name in left:
         raise TypeError(
             f"DistributedDataParallel has no argument {name!r}: no companion of {sorted(settings)} takes it."
@@ -287,14 +296,6 @@ def construction(group: Any) -> Iterator[None]:
         for companion in registered():
             companion.construction_failed(group, error)
         raise
-
-
-def left_out(companion: str, argument: str) -> TypeError:
-    """The error of a wrapper that was given an argument of a companion that is not attached."""
-    return TypeError(
-        f"DistributedDataParallel: MINDDP_PLAIN or MINDDP_WITHOUT leaves out the companion {companion!r}, which has "
-        f"the argument {argument}: attach it, or leave the argument out."
-    )
 
 
 def all_options() -> dict[str, Any]:

@@ -133,6 +133,8 @@ class StepCheck(Guarded):
 
     def may_refuse_step(self) -> bool:
         guards, averager = self.guards, self.averager
+        if averager is None:
+            return False
         unsure = (
             guards.finite is not None or guards.inspector.lost is not None or guards.words.interrupted is not None
         )
@@ -140,6 +142,9 @@ class StepCheck(Guarded):
         return unsure or bool(averager.reducer.bypassed() or self._suspects()) or averager.is_unfinished()
 
     def check_step(self, stepped: set[int], others: Sequence[Guarded]) -> bool:
+        held = self.averager  # garbage collection may run at any moment
+        if held is None:
+            return False
         self.guards.inspector.check_lost()
         if not self._has_others():
             return self.averager.group.size() == 1 and self.guards.finite is not None and self.guards.finite.check()
@@ -218,6 +223,11 @@ class StepCheck(Guarded):
         reducer, parameters = self.averager.reducer, self.averager.parameters.reduced
         is_certain = is_certain and (self.averager.hook is None or self.averager.has_builtin_hook)
         kinds = {i: kind for i, kind in self._suspects().items() if not self._is_averaged(i, parameters[i], others)}
+        left = [reducer.names[i] for i, _ in self._with_gradients(stepped) if kinds.get(i) == "left_local"]
+        if left:  # which is known without the other ranks
+            log.warning(_LOCAL, self.averager.group.rank(), left[:10], _SUSPECTS["left_local"], "logged once")
+            self._settled.add("left_local")
+        kinds = {i: kind for i, kind in kinds.items() if kind != "left_local"}
         bypassed = dict(reducer.bypassed() if "bypassed" not in self._settled else ())
         for i, backward in bypassed.items():
             if not any(other.has_brought(parameters[i], backward) for other in others):
@@ -256,15 +266,19 @@ class StepCheck(Guarded):
         return {id(p) for p, ns in zip(reduced, step["ready_ns"]) if ns >= 0}, step["backward_end_ns"]
 
     def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
-        index = self._index(parameter)
-        return index is not None and self.averager.reducer.averaged_since(index, backward)
+        averager = self.averager  # held, since garbage collection may run at any moment
+        index = _index(averager, parameter)
+        return index is not None and averager.reducer.averaged_since(index, backward)
 
     def has_brought(self, parameter: torch.nn.Parameter, backward: int) -> bool:
-        index = self._index(parameter)
-        return index is not None and self.averager.reducer.arrived_in(index) >= backward
+        averager = self.averager
+        index = _index(averager, parameter)
+        return index is not None and averager.reducer.arrived_in(index) >= backward
 
-    def _index(self, parameter: torch.nn.Parameter) -> int | None:
-        return next((i for i, mine in enumerate(self.averager.parameters.reduced) if mine is parameter), None)
+
+def _index(averager: Any, parameter: torch.nn.Parameter) -> int | None:
+    reduced = () if averager is None else averager.parameters.reduced
+    return next((i for i, mine in enumerate(reduced) if mine is parameter), None)
 
 
 _LOCAL = "DistributedDataParallel: optimizer.step() on rank %d uses gradients of this rank alone, of %s: %s (%s)"

@@ -28,6 +28,7 @@ class Planner(events.Observer):
     """
 
     name = "planner"
+    tunes_buckets = True
     options = {"bucket_plan": None}
     arguments = """
         bucket_plan: a :class:`minddp.planner.BucketPlan` to pin, or the path of a saved one.

@@ -28,6 +28,7 @@ WORDED_ELSEWHERE = [
     "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), error)",
     "minddp/guards/stall_inspector.py: self.lost.with_traceback(None)",
     "minddp/guards/step.py: RuntimeError(_refused[key][1])",
+    "minddp/owned/optimizer.py: binding.report(lambda: self._step_and_send(binding, exchange))",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
     "minddp/testing/__init__.py: RankError(_text(failures), failures, {})",
     "minddp/testing/__init__.py: RankError(_text(failures), failures, results)",
