@@ -209,7 +209,7 @@ class StallInspector:
             RuntimeError: another rank will not take part; says which, and why.
         """
         reducer = self._reducer()
-        if self._dog is None or reducer is None:
+        if self._dog is None or reducer is None or _is_destroyed(self.group):
             return
         iteration = reducer.iteration()
         name = f"bucket {bucket}" if bucket < len(reducer.buckets()) else "what follows the last bucket"
@@ -292,6 +292,11 @@ _SUSPICION = (
 )
 
 
+def _is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Its wrappers may go on, on its connections; nobody watches their waits."""
+    return group not in dist.distributed_c10d._world.pg_map
+
+
 def _wait(group: dist.ProcessGroup, awaited: Awaited, hook: str = "", given_up: int = 0) -> Wait:
     ranks = dist.get_process_group_ranks(group)
     here = ranks[group.rank()]
@@ -301,7 +306,7 @@ def _wait(group: dist.ProcessGroup, awaited: Awaited, hook: str = "", given_up: 
 def _watch(group: dist.ProcessGroup, what: str, seconds: float, error: str) -> None:
     """A wait outside of a reducer's backward: construction, buffers, checks."""
     dog = watchdog.current(group)
-    if dog is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed: its wrappers may go on
+    if dog is None or _is_destroyed(group):
         return
     patient: Any = _owner.patience  # where nobody says whose wait it is, the most patient of the wrappers decides
     patient = (
