@@ -185,7 +185,7 @@ class LoggingData:
         """Keeps what the stamps show of the last steps, if there are any with these buckets."""
         if steps := averager.reducer.recent_steps(_AVERAGED):
             self._times = [times_of(step) for step in steps]
-            unused = [p for p, ready in zip(averager.parameters.reduced, steps[-1]["ready_ns"]) if ready < 0]
+            unused = [p for p, ready in zip(averager.parameters.reduced, steps[-1].get("ready_ns", ())) if ready < 0]
             launched = sum(bucket["launch_ns"] >= 0 for bucket in steps[-1]["buckets"])
             self._last = {
                 "has_rebuilt_buckets": 0,
