@@ -2,8 +2,7 @@
 // rank's alone or an average.
 //
 // A backward is identified by its number (ReducerState::arrived_in). One SeenGradient for each parameter recognizes
-// its
-// `.grad`: as it was when it got an average, when it bypassed the wrapper, when a synchronized backward began, or
+// its `.grad`: as it was when it got an average, when it bypassed the wrapper, when a synchronized backward began, or
 // when such a backward left the iteration incomplete; whichever was the last.
 #pragma once
 

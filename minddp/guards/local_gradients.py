@@ -148,8 +148,7 @@ class LocalGradients:
 
         If the store's host has left, nobody can be asked: that is logged, once a moment.
         """
-        named = [(name, gradient) for name, gradient in named if has_values(gradient)]
-        if not named or self._is_alone:
+        if not (named := self._to_compare(named)):
             return False
         try:
             if moment != self._shown:
@@ -172,8 +171,7 @@ class LocalGradients:
         Returns:
             Whether something was compared, or nobody else shows anything.
         """
-        named = [(name, gradient) for name, gradient in named if has_values(gradient)]
-        if not named or self._is_alone:
+        if not (named := self._to_compare(named)):
             return False
         found: Differ | None = None
         settled = False
@@ -189,6 +187,10 @@ class LocalGradients:
         if found is not None:
             raise found
         return settled or (self._looks or 0) > _LOOKS
+
+    def _to_compare(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Without those that are zero; none where nobody can be asked."""
+        return [] if self._is_alone else [(name, gradient) for name, gradient in named if has_values(gradient)]
 
     def _show(self, named: Sequence[tuple[str, torch.Tensor]], iteration: int) -> None:
         self._asked = iteration, self._asked[1] + 1 if self._asked[0] == iteration else 0
