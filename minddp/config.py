@@ -9,9 +9,8 @@ from functools import cached_property
 from numbers import Real
 from typing import Any
 
-import torch.distributed as dist
-
 from . import _C
+from .functions import group_of
 
 MIB = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25  # at most
@@ -183,23 +182,12 @@ def choose_group(group: Any, mesh: Any) -> Any:
 
     Raises:
         ValueError: there is no group; as from torch's class.
-        RuntimeError: both are given, this rank is not in the group, or the mesh has several dimensions.
+        RuntimeError: both are given, this rank is not in the group, it was destroyed, or the mesh has several
+            dimensions.
     """
     if group is not None and mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if not dist.is_available() or (group is None and mesh is None and not dist.is_initialized()):
-        raise ValueError(
-            "DistributedDataParallel needs a process group: call torch.distributed.init_process_group() "
-            "on every rank first (torchrun sets what it reads), or pass process_group=."
-        )
-    if mesh is not None:
-        group = _group_of(mesh)
-    chosen: Any = group if group is not None else dist.group.WORLD
-    if not isinstance(chosen, dist.ProcessGroup):
-        if not isinstance(chosen, int) or chosen != dist.GroupMember.NON_GROUP_MEMBER:
-            raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, or None, got {chosen!r}")
-        raise RuntimeError("process_group: this rank is not a member of the group, so it cannot train in it.")
-    return chosen
+    return group_of(group if mesh is None else _group_of(mesh), "DistributedDataParallel")
 
 
 def _group_of(mesh: Any) -> Any:

@@ -28,7 +28,7 @@ from . import environment, events, lifetime
 from ._C import GraphMode
 from .averager import Averager, averagers
 from .config import choose_group, make_config
-from .functions import FUNCTIONS
+from .functions import FUNCTIONS, module_of
 from .hooks import BUILTIN_HOOK_DTYPES, check_signature
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .messages import wait_for, work_on
@@ -127,8 +127,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         **options: Any,
     ):
         TorchBase.__init__(self)
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        module_of(module, "DistributedDataParallel")
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated and has no effect.", FutureWarning, stacklevel=2)
         self.process_group = choose_group(process_group, device_mesh)

@@ -1,16 +1,23 @@
-"""The functions that minddp adds to a wrapper: where each of them is, and which wrapper it was given.
+"""The functions that minddp adds to a wrapper: where each of them is, and what public functions are given.
 
 The class has the names of torch's class and no other public ones, so that ``hasattr(ddp, name)`` answers as it does
 with torch's. What minddp adds is a function of the package that takes the wrapper, such as ``minddp.report(ddp)``.
+
+All public functions and classes look at what they are given here: at wrappers, groups, modules, and paths of files.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["FUNCTIONS", "abort_iteration", "averager_of", "refresh", "release_buckets", "wrapper_of"]
+__all__ = [
+    "FUNCTIONS", "abort_iteration", "averager_of", "group_of", "module_of", "path_of", "refresh", "release_buckets",
+    "wrapper_of",
+]  # fmt: skip
 
 # Function -> the module of this package that defines it. The package imports that module when the name is asked for.
 FUNCTIONS = {
@@ -74,6 +81,75 @@ def _described(given: Any) -> str:
         if "_minddp_averager" in vars(module):
             return f"{kind.__name__}. The wrapper is its submodule {name!r}: pass that."
     return f"{kind.__name__}, a module that is not wrapped. Pass the wrapper around it."
+
+
+def group_of(group: Any, function: str, argument: str = "process_group") -> Any:
+    """The process group that ``function`` works with: the one that it was given, or the default one for ``None``.
+
+    Args:
+        group: what was given as ``argument``.
+        function: the public function's or class's name, for the message.
+
+    Raises:
+        TypeError: it is no process group.
+        ValueError: none was given, and there is no default one.
+        RuntimeError: this process is not in it, or it was destroyed.
+    """
+    if group is None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                f"{function} needs a process group: call torch.distributed.init_process_group() on every rank first "
+                f"(torchrun sets what it reads), or pass {argument}=."
+            )
+        group = dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        # A group that is written in Python need not be in torch's table.
+        if type(group) is dist.ProcessGroup and group not in dist.distributed_c10d._world.pg_map:
+            raise RuntimeError(
+                f"{function}: {argument}{_here()} was destroyed, or was not made by torch.distributed: pass one that "
+                "torch.distributed.new_group() returns."
+            )
+        return group
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise RuntimeError(
+            f"{function}: {argument}: this rank is not a member of the group{_here()}. Only its members may call it."
+        )
+    raise TypeError(f"{function}: {argument} must be a torch.distributed.ProcessGroup, or None, got {group!r}")
+
+
+def _here() -> str:
+    return f" (on rank {dist.get_rank()} of the default group)" if dist.is_initialized() else ""
+
+
+def module_of(module: Any, function: str, argument: str = "module") -> torch.nn.Module:
+    """``module``, which ``function`` was given as ``argument``.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{function}: {argument} must be a torch.nn.Module, got {type(module).__name__}")
+    return module
+
+
+def path_of(path: Any, function: str, argument: str = "path") -> str:
+    """The path of a file that ``function`` is to write later, which it was given as ``argument``.
+
+    Raises:
+        TypeError: it is no path.
+        ValueError: it is empty, or holds a NUL.
+        OSError: its folder does not exist, or it is a folder.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(text := os.fspath(path), str):
+        raise TypeError(f"{function}: {argument} must be a path, as text or os.PathLike, got {path!r}")
+    if not text or "\0" in text:
+        raise ValueError(f"{function}: {argument} must name a file, got {text!r}")
+    folder = os.path.dirname(text) or "."
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"{function}: the folder {folder!r} of {argument} {text!r} does not exist")
+    if os.path.isdir(text):
+        raise IsADirectoryError(f"{function}: {argument} {text!r} is a folder; name a file in it")
+    return text
 
 
 # --- those of the core

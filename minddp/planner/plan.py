@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .documents import misfit, parse, write_whole
+from ..documents import misfit, parse, write_whole
 
 __all__ = ["BucketPlan", "ParameterInfo"]
 

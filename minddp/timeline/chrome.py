@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..documents import write_whole
 from ..logs import log
-from ..planner.documents import write_whole
 from .step_times import Stamps, flight, launched_buckets, step_begin, waits
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..planner.documents import misfit, parse
+from ..documents import misfit, parse
 from .step_times import BucketTimes, StepTimes, step_times
 
 __all__ = ["RankStep", "TraceFileError", "draw", "load", "main", "table"]

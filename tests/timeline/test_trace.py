@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from minddp import timeline
-from minddp.planner import documents
+from minddp import documents, timeline
 from minddp.straggler import command as straggler_command
 from minddp.timeline import RankStep, Trace, recording, step_times, table
 from minddp.timeline.recording import after_step

@@ -1,4 +1,4 @@
-"""Files of JSON, plans and traces: read only if they have their shape, written whole or not at all."""
+"""Files of JSON, such as plans and traces: read only if they have their shape, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from contextlib import suppress
 from math import isfinite
 from typing import Any
 
-__all__ = ["misfit", "parse", "write_whole"]
+from .logs import log
+
+__all__ = ["misfit", "parse", "write_or_log", "write_whole"]
 
 _MOST = 2**63 - 1  # what the numbers are computed with has 64 bits
 
@@ -60,3 +62,14 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         with suppress(OSError):
             os.unlink(partial)
         raise
+
+
+def write_or_log(path: str | os.PathLike[str], text: str, what: str) -> bool:
+    """:func:`write_whole` of ``what``, while a program trains: a disk that is full ends no training. Whether it was
+    written; the log has the path and the reason if not."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        log.warning("%s %s could not be written: %s", what, os.fspath(path), error.strerror or error)
+        return False
+    return True

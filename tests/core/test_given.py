@@ -1,0 +1,76 @@
+"""What public functions are given, and the files that they write: each error names function and argument."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import minddp
+from minddp.documents import write_or_log
+from minddp.functions import group_of, module_of, path_of
+
+
+class _OfOnesOwn(dist.ProcessGroup):
+    """A process group that is written in Python, which torch's tables do not hold."""
+
+
+def _raises(call: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=re.escape(words)):
+        call()
+
+
+def test_groups(tmp_path: Path) -> None:
+    _raises(lambda: group_of(None, "f", "group"), ValueError, "f needs a process group: call torch.distributed.init")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        other = dist.new_group([0])
+        assert group_of(None, "f") is dist.group.WORLD and group_of(other, "f") is other
+        own = _OfOnesOwn(0, 1)
+        assert group_of(own, "f") is own
+        dist.destroy_process_group(other)
+        words = "process_group (on rank 0 of the default group) was destroyed, or was not made by torch.distributed"
+        _raises(lambda: group_of(other, "f"), RuntimeError, f"f: {words}")
+        net = torch.nn.Linear(2, 2)
+        wrap = minddp.DistributedDataParallel
+        _raises(lambda: wrap(net, process_group=other), RuntimeError, f"DistributedDataParallel: {words}")
+        outside = dist.GroupMember.NON_GROUP_MEMBER
+        _raises(lambda: group_of(outside, "f"), RuntimeError, "f: process_group: this rank is not a member")
+        for wrong in (3, "gloo", torch.ones(2), net):
+            _raises(lambda given=wrong: group_of(given, "f", "g"), TypeError, "f: g must be a torch.distributed.Proc")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_modules() -> None:
+    net = torch.nn.Linear(2, 2)
+    assert module_of(net, "f") is net
+    _raises(lambda: module_of(None, "f"), TypeError, "f: module must be a torch.nn.Module, got NoneType")
+    _raises(lambda: minddp.DistributedDataParallel(int), TypeError, "module must be a torch.nn.Module, got type")
+
+
+def test_paths(tmp_path: Path) -> None:
+    assert path_of(tmp_path / "a.json", "f") == str(tmp_path / "a.json") and path_of("a.json", "f") == "a.json"
+    _raises(lambda: path_of("", "f"), ValueError, "f: path must name a file, got ''")
+    _raises(lambda: path_of("a\0b", "f", "p"), ValueError, "f: p must name a file")
+    _raises(lambda: path_of(3, "f"), TypeError, "f: path must be a path, as text or os.PathLike, got 3")
+    _raises(lambda: path_of(b"a", "f"), TypeError, "f: path must be a path, as text or os.PathLike")
+    _raises(lambda: path_of(tmp_path / "no" / "a", "f"), FileNotFoundError, "does not exist")
+    _raises(lambda: path_of(tmp_path, "f"), IsADirectoryError, "is a folder; name a file in it")
+
+
+@pytest.mark.parametrize("where", ["gone/t.json", "/dev/full/t.json", "is_a_folder"])
+def test_a_file_that_cannot_be_written_is_logged_with_path_and_reason(
+    tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "is_a_folder").mkdir()
+    path = tmp_path / where
+    assert not write_or_log(path, "text", "the trace")
+    (record,) = caplog.records
+    assert f"the trace {path} could not be written: " in record.getMessage()
+    assert write_or_log(tmp_path / "t.json", "text", "the trace")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["is_a_folder", "t.json"]
