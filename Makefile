@@ -30,7 +30,7 @@ ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
 else
 PY := .venv/bin/python
-BASE := .venv/.base
+BASE := .venv/.clone
 needs = .venv/.extra-$(1)
 endif
 
@@ -48,13 +48,6 @@ SYSTEM_PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; 
 EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*project["optional-dependencies"][sys.argv[1]], sep="\n")
 
-# So that `.venv/bin/python script.py` finds the package built in place, without make; and the command `minddp`.
-CLONE = import os, pathlib, sys, sysconfig; \
-	pathlib.Path(sysconfig.get_path("purelib"), "clone.pth").write_text(os.getcwd()); \
-	command = pathlib.Path(sysconfig.get_path("scripts"), "minddp"); \
-	command.write_text(f"\#!{sys.executable}\nimport sys\n\nfrom minddp.cli.command import main\n\nsys.exit(main())\n"); \
-	command.chmod(0o755)
-
 .venv/bin/python:
 	@test -n "$(SYSTEM_PYTHON)" || { echo "minddp needs Python 3.11 or newer: none found on PATH"; exit 1; }
 	@echo "1. An environment of its own, in .venv"
@@ -63,10 +56,14 @@ CLONE = import os, pathlib, sys, sysconfig; \
 .venv/.base: | .venv/bin/python
 	@echo "2. $(TORCH), numpy and ninja"
 	@.venv/bin/python -m pip install -q "$(TORCH)" numpy "setuptools>=77" wheel ninja
-	@.venv/bin/python -c '$(CLONE)'
 	@touch $@
 
-.venv/.extra-%: pyproject.toml | .venv/.base
+# Scripts find the package built in place, and the command `minddp` is there.
+.venv/.clone: .ci/clone.py | .venv/.base
+	@.venv/bin/python .ci/clone.py
+	@touch $@
+
+.venv/.extra-%: pyproject.toml | $(BASE)
 	@.venv/bin/python -c '$(EXTRA)' $* > .venv/extra-$*.txt
 	@echo "What \"$*\" needs: $$(sed 's/[^A-Za-z0-9_-].*//' .venv/extra-$*.txt | paste -sd ' ')"
 	@.venv/bin/python -m pip install -q -r .venv/extra-$*.txt

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
@@ -55,13 +55,19 @@ class Server:
         process = multiprocessing.get_context("forkserver").Process(target=_live, args=arguments, daemon=True)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        with self.lent():
+            process.start()
+        return process  # type: ignore[return-value]
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, what ``multiprocessing`` starts by "forkserver" is forked by this server."""
         path = os.pathsep.join(filter(None, sys.path))
         with _starting:
             with mock.patch.dict(os.environ, {**self._variables, "PYTHONPATH": path}):
                 self._server.ensure_running()
             with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
-                process.start()
-        return process  # type: ignore[return-value]
+                yield
 
     def close(self) -> None:
         """Ends the server. What it has started goes on."""
@@ -100,7 +106,7 @@ def _live(environment: dict[str, str], streams: list[Any], target: Any, args: An
     atexit._run_exitfuncs()
 
 
-_servers = [Server("tests.preloaded", PYTHONHASHSEED=seed, OMP_NUM_THREADS="1") for seed in "12"]
+servers = [Server("tests.preloaded", PYTHONHASHSEED=seed, OMP_NUM_THREADS="1") for seed in "12"]
 
 
 def start_rank(
@@ -119,7 +125,7 @@ def start_rank(
         pipe: the child's end of a pipe.
         streams: as for :meth:`Server.start`.
     """
-    process = _servers[rank % 2].start(target, (*args, pipe), streams)
+    process = servers[rank % 2].start(target, (*args, pipe), streams)
     pipe.close()
     return process
 
@@ -197,9 +203,14 @@ def _run_program(source: str, arguments: tuple[str, ...], pipe: Connection) -> N
     ctypes.pythonapi.Py_Exit(code or 0)
 
 
-def run_module(name: str, *arguments: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
-    """``python -m name arguments...`` in a forked process, in this process's folder; its end and what it wrote."""
-    source = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+def run(source: str, *arguments: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
+    """``python -c source arguments...`` in a forked process, in this process's folder; its end and what it wrote."""
     with Program(source, *arguments) as program:
         out, err = program.communicate(timeout)
-        return subprocess.CompletedProcess([name, *arguments], program.wait(), out, err)
+        return subprocess.CompletedProcess(["-c", *arguments], program.wait(), out, err)
+
+
+def run_module(name: str, *arguments: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
+    """The same of ``python -m name arguments...``."""
+    source = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return run(source, *arguments, timeout=timeout)

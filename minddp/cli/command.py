@@ -6,7 +6,8 @@
     minddp report trace.json              which rank is slow, and in what
     minddp doctor                         what is installed and built, and whether a step on two ranks works here
 
-``minddp COMMAND --help`` says more. Benchmarks are scripts of the source tree: ``python benchmarks/bucket_size.py``.
+``minddp COMMAND --help`` says more, and ``minddp --version`` which release this is. Benchmarks are scripts of the
+source tree: ``python benchmarks/bucket_size.py``.
 Under torchrun: ``torchrun --nproc-per-node 2 -m minddp run script.py``.
 """
 
@@ -31,6 +32,9 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["--version"]:
+        print("minddp", importlib.import_module(__name__.partition(".")[0]).__version__)
+        return 0
     asked = words[:1] in (["-h"], ["--help"])
     if asked or not words or words[0] not in COMMANDS:
         if words and not asked:

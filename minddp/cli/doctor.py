@@ -1,11 +1,11 @@
-"""``minddp doctor``: what is installed and built, what works here (``shm``), and a step on its ranks (``testing``).
+"""``minddp doctor``: what is installed and built, what works here (``shm`` included), and a step on ranks.
 
-    minddp doctor                 # everything; exit status 1 if something that should work does not
+    minddp doctor                 # everything; exit status 1 if something was not seen to work
     minddp doctor --no-step       # only what is installed
 
 The step trains one batch with torch's class and with minddp's on each backend that works here, and compares the
 gradients, bit for bit. It runs on two ranks; with NCCL on one rank, whose buckets go through the group all the same,
-and on two where there are two GPUs.
+and on two where there are two GPUs. The ranks have 120 s from when all of them have imported minddp.
 """
 
 from __future__ import annotations
@@ -14,21 +14,26 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.synchronize import Semaphore
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from .. import shm
 from .._extension import build_record
 from .._extension import config as build_config
 from ..ddp import DistributedDataParallel
-from ..testing import RankError, run_ranks
 
 __all__ = ["main"]
 
-_TIMEOUT_SECONDS = 60.0
+_START_METHOD = "spawn"
+_START_SECONDS = 600.0  # in which all ranks have imported minddp
+_STEP_SECONDS = 120.0  # in which they then have taken the step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,18 +87,51 @@ def _trials() -> list[tuple[str, int]]:
 
 
 def _try_step(backend: str, ranks: int) -> str:
-    through_the_group = {"MINDDP_ALWAYS_REDUCE": "1"}  # one rank alone, too
-    device = "cuda" if backend == "nccl" else "cpu"
-    try:
-        differing = run_ranks(_step, ranks, device, timeout=_TIMEOUT_SECONDS, backend=backend, env=through_the_group)
-    except RankError as error:
-        last = {rank: text.strip().splitlines()[-1] for rank, text in error.failures.items()}
-        return "failed. " + "; ".join(f"rank {rank}: {line}" for rank, line in sorted(last.items()))
-    wrong = {rank: names for rank, names in enumerate(differing) if names}
+    """One line on the step: "ok", or what is wrong."""
+    method = mp.get_context(_START_METHOD)
+    here, differing = method.Semaphore(0), method.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="minddp-doctor-", ignore_cleanup_errors=True) as folder:
+        arguments = (ranks, backend, os.path.join(folder, "store"), here, differing, _step)
+        started = mp.start_processes(_rank_main, arguments, ranks, join=False, start_method=_START_METHOD)
+        try:
+            ended = _wait(started, here, ranks)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            return f"failed. rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
+        finally:
+            for process in started.processes:
+                process.kill()
+                process.join()
+    if not ended:
+        return f"too slow to tell: not all ranks have ended within {_STEP_SECONDS:.0f} s"
+    wrong = {rank: names for rank, names in sorted(differing.get() for _ in range(ranks)) if names}
     return f"other gradients than torch's: {wrong}" if wrong else "ok, the same gradients"
 
 
-def _step(rank: int, world_size: int, device: str) -> list[str]:
+def _wait(started: mp.ProcessContext, here: Semaphore, ranks: int) -> bool:
+    """Whether all ranks have ended in time; raises what ended one of them."""
+    deadline, importing = time.monotonic() + _START_SECONDS, True
+    while not started.join(timeout=0.1):
+        if importing and here.get_value() == ranks:
+            deadline, importing = time.monotonic() + _STEP_SECONDS, False
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def _rank_main(
+    rank: int, ranks: int, backend: str, store: str, here: Semaphore, differing: Any, step: Callable[..., list[str]]
+) -> None:
+    here.release()  # Python has imported this module, and torch with it
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["MINDDP_ALWAYS_REDUCE"] = "1"  # one rank alone goes through its group, too
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.barrier()  # a rank that ends at once must not close while others still connect
+    differing.put((rank, step(rank, "cuda" if backend == "nccl" else "cpu")))
+    dist.destroy_process_group()
+
+
+def _step(rank: int, device: str) -> list[str]:
     """On a rank: the names of the gradients that are not, bit for bit, those of torch's class."""
     if device == "cuda":
         torch.cuda.set_device(rank)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import subprocess
-from typing import Any
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from minddp import testing
+import minddp as package
 from minddp.cli import command, doctor
 from tests import forked
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def minddp(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,40 +47,95 @@ def test_run_starts_no_ranks(option: str) -> None:
     assert f"there is no option {option!r} (SLURM, MPI: docs/launching.md)" in done.stderr
 
 
-def test_doctor_takes_a_step_beside_torch(capfd: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main([]) == 0
-    printed = capfd.readouterr().out
-    assert "gloo, 2 ranks: ok, the same gradients" in printed
-    assert "shm, 2 ranks: ok, the same gradients" in printed
+def test_version_is_the_packages() -> None:
+    assert minddp("--version").stdout == f"minddp {package.__version__}\n"
 
 
-def test_doctor_tells_what_does_not_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise testing.RankError("", {1: "Traceback\nRuntimeError: no route to host"}, {})
+SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+for _ in range(5):
+    ddp(torch.ones(1, 2)).sum().backward()
+print(type(ddp).__module__)
+"""
+MODEL = "import torch\ndef make(): return torch.nn.Linear(2, 2)\n"
 
-    monkeypatch.setattr(doctor, "run_ranks", fails)
-    assert doctor.main([]) == 1
-    assert "gloo, 2 ranks: failed. rank 1: RuntimeError: no route to host" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "run_ranks", lambda *_, **__: [[], ["0.weight"]])
-    assert doctor.main([]) == 1
-    assert "other gradients than torch's: {1: ['0.weight']}" in capsys.readouterr().out
+
+@pytest.mark.long
+def test_the_clones_command_runs_each_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `make` writes as `.venv/bin/minddp`: parts that start ranks by `spawn` run it again in each of them."""
+    script, path = runpy.run_path(str(ROOT / ".ci/clone.py")), tmp_path / "minddp"
+    script["write_command"](path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "models.py").write_text(MODEL)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINDDP_TRACE", "trace.json")
+    tune = "tune --model models:make --input 2x2 --ranks 2 --laps 1 --iterations 1 --out plan.json"
+    expected = {
+        "run train.py": "minddp.ddp",
+        "timeline trace.json": "backward",
+        "report trace.json": "rank",
+        "doctor": "gloo, 2 ranks: ok, the same gradients",
+        tune: "written to plan.json",
+    }
+    assert {line.split()[0] for line in expected} == set(command.COMMANDS)
+    for line, text in expected.items():
+        if line == "doctor":
+            done = subprocess.run([path, line], capture_output=True, text=True, timeout=600)
+            assert "shm, 2 ranks: ok, the same gradients" in done.stdout
+            assert done.stdout.count("one step, beside torch's class") == 1  # not once more on each rank
+        else:
+            done = forked.run(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", *line.split())
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+        assert text in done.stdout, (line, done.stdout, done.stderr)
+        monkeypatch.delenv("MINDDP_TRACE", raising=False)
+
+
+def _no_route(rank: int, device: str) -> list[str]:
+    raise RuntimeError("no route to host")
+
+
+def _other(rank: int, device: str) -> list[str]:
+    return ["0.weight"] * rank
+
+
+def _stuck(rank: int, device: str) -> list[str]:
+    time.sleep(600)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "step, said",
+    [
+        (_no_route, r"failed\. rank [01]: RuntimeError: no route to host"),
+        (_other, r"other gradients than torch's: \{1: \['0.weight'\]\}"),
+        (_stuck, r"too slow to tell: not all ranks have ended within 1 s"),
+    ],
+)
+def test_doctor_tells_what_does_not_work(
+    step: Callable[..., list[str]], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_trials", lambda: [("gloo", 2)])
+    monkeypatch.setattr(doctor, "_STEP_SECONDS", 1.0 if step is _stuck else doctor._STEP_SECONDS)
+    monkeypatch.setattr(doctor, "_step", step)
+    monkeypatch.setattr(doctor, "_START_METHOD", "forkserver")
+    with forked.servers[0].lent():
+        assert doctor.main([]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(f"^  gloo, 2 ranks: {said}$", printed, re.MULTILINE), printed
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
 def test_doctor_tries_gpus(gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One rank over NCCL through its group, where it would take none; two where there are two GPUs."""
-    tried = []
-
-    def takes(function: object, ranks: int, device: str, backend: str, env: dict[str, str], **_: object) -> list[Any]:
-        tried.append((backend, ranks, device, env.get("MINDDP_ALWAYS_REDUCE")))
-        return [[] for _ in range(ranks)]
-
-    monkeypatch.setattr(doctor, "run_ranks", takes)
+    """One rank over NCCL, where there is a GPU; two where there are two."""
+    monkeypatch.setattr(doctor, "_try_step", lambda backend, ranks: "ok")
     monkeypatch.setattr(doctor, "_gpus", lambda: f"{gpus} of them")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert doctor.main([]) == 0
-    over_nccl = [("nccl", ranks, "cuda", "1") for ranks in (1, 2) if ranks <= gpus]
-    assert [trial for trial in tried if trial[0] == "nccl"] == over_nccl
-    assert ("nccl, 1 rank: ok" in capsys.readouterr().out) == (gpus > 0)
+    lines = capsys.readouterr().out.splitlines()
+    over_nccl = [f"  nccl, {ranks} rank{'s' * (ranks > 1)}: ok" for ranks in (1, 2) if ranks <= gpus]
+    assert [line for line in lines if line.startswith("  nccl")] == over_nccl
