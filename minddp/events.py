@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import environment
+from .functions import refuse_left
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,7 @@ class Observer:
         name: the companion's name, for ``MINDDP_WITHOUT`` and messages.
         options: the constructor's arguments that the companion adds, with their defaults.
         arguments: their description, which the wrapper's docstring gets.
+        left: arguments that the constructor had once, with the way out: it refuses them by name.
         tunes_buckets: it cuts buckets anew for ``bucket_cap_mb="auto"``.
         settings: what :meth:`parse` made of the arguments.
     """
@@ -52,6 +54,7 @@ class Observer:
     name: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = {}
     arguments: ClassVar[str] = ""
+    left: ClassVar[Mapping[str, str]] = {}
     tunes_buckets: ClassVar[bool] = False
     _averager: weakref.ref[Averager] | None = None
 
@@ -280,6 +283,8 @@ def parse(options: Mapping[str, Any]) -> dict[str, Any]:
                     "DistributedDataParallel: MINDDP_PLAIN or MINDDP_WITHOUT leaves out the companion "
                     f"{companion.name!r}, which has the argument {name!r}: attach it, or leave the argument out."
                 )
+    gone = {name: way for companion in _registered.values() for name, way in companion.left.items()}
+    refuse_left("DistributedDataParallel", set(left) & set(gone), gone)
     for name in left:
         raise TypeError(
             f"DistributedDataParallel has no argument {name!r}: no companion of {sorted(settings)} takes it."

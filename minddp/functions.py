@@ -9,14 +9,15 @@ All public functions and classes look at what they are given here: at wrappers, 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 __all__ = [
-    "FUNCTIONS", "abort_iteration", "averager_of", "group_of", "module_of", "path_of", "refresh", "release_buckets",
-    "wrapper_of",
+    "FUNCTIONS", "abort_iteration", "averager_of", "group_of", "module_of", "path_of", "refresh", "refuse_left",
+    "release_buckets", "wrapper_of",
 ]  # fmt: skip
 
 # Function -> the module of this package that defines it. The package imports that module when the name is asked for.
@@ -150,6 +151,21 @@ def path_of(path: Any, function: str, argument: str = "path") -> str:
     if os.path.isdir(text):
         raise IsADirectoryError(f"{function}: {argument} {text!r} is a folder; name a file in it")
     return text
+
+
+def refuse_left(function: str, given: Iterable[str], left: Mapping[str, str]) -> None:
+    """Refuses ``given``, the names of arguments that ``function`` does not take.
+
+    Args:
+        left: arguments that it took once, with the way out.
+
+    Raises:
+        TypeError: there is such a name.
+    """
+    for name in given:
+        if name in left:
+            raise TypeError(f"{function} no longer has the argument {name!r}. {left[name]}")
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 # --- those of the core

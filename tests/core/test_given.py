@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import minddp
+from minddp import events
 from minddp.documents import write_or_log
-from minddp.functions import group_of, module_of, path_of
+from minddp.functions import group_of, module_of, path_of, refuse_left
 
 
 class _OfOnesOwn(dist.ProcessGroup):
@@ -61,6 +62,23 @@ def test_paths(tmp_path: Path) -> None:
     _raises(lambda: path_of(b"a", "f"), TypeError, "f: path must be a path, as text or os.PathLike")
     _raises(lambda: path_of(tmp_path / "no" / "a", "f"), FileNotFoundError, "does not exist")
     _raises(lambda: path_of(tmp_path, "f"), IsADirectoryError, "is a folder; name a file in it")
+
+
+def test_arguments_that_left() -> None:
+    ways = {"links": "Measure links by iperf3."}
+    words = "f no longer has the argument 'links'. Measure links by iperf3."
+    _raises(lambda: refuse_left("f", ["links"], ways), TypeError, words)
+    _raises(lambda: refuse_left("f", ["link"], ways), TypeError, "f() got an unexpected keyword argument 'link'")
+
+    class Companion(events.Observer):
+        name = "a companion"
+        left = ways
+
+    events.register(Companion)
+    try:
+        _raises(lambda: events.parse({"links": True}), TypeError, f"DistributedDataParallel{words[1:]}")
+    finally:
+        events.unregister("a companion")
 
 
 @pytest.mark.parametrize("where", ["gone/t.json", "/dev/full/t.json", "is_a_folder"])
