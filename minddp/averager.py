@@ -44,7 +44,7 @@ class Averager:
     Args:
         module: the wrapped module.
         config: the constructor's arguments.
-        parameters: what is reduced; not empty.
+        parameters: what is reduced.
         group: the process group.
         observers: the wrapper's.
 
@@ -98,6 +98,7 @@ class Averager:
             list(self.parameters.reduced),
             list(self.parameters.names),
             self.parameters.expect_sparse(),
+            self.parameters.device,
             self.group,
             self.config,
             always_reduce=self.has_foreign_group or environment.always_reduce(),

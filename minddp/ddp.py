@@ -155,7 +155,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
             torchs |= {"param_to_hook_all_reduce": param_to_hook_all_reduce}
             given = {name: value for name, value in torchs.items() if value is not None}
             self._minddp_observe(events.parse({**given, **options}))
-            self._minddp_wrapped = Parameters(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+            self._minddp_wrapped = Parameters(module, self._minddp_apart)
             work_on(self.process_group, self._minddp_wrapped.device)
             self.device_ids, self.output_device = self._minddp_wrapped.check_devices(device_ids, output_device)
             self.require_forward_param_sync = self.require_backward_grad_sync = True
@@ -171,6 +171,8 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
 
     def _minddp_observe(self, settings: dict[str, Any]) -> None:
         self._minddp_observers = events.Observers(self, settings)
+        # Names of parameters that a companion averages by itself, which tells them in `constructing`.
+        self._minddp_apart: set[str] = set()
         if self._minddp_config.auto_tune and not self._minddp_observers.tune_buckets():
             raise TypeError(
                 'DistributedDataParallel: bucket_cap_mb="auto" needs a companion that measures buckets, and none is '
@@ -203,9 +205,9 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         """The end of construction, and of unpickling: only now anything outside of this object knows of it."""
         wrapped, observers = self._minddp_wrapped, self._minddp_observers
         self._assign_modules_buffers()
-        self._minddp_averager: Any = None  # stays None if every parameter is reduced apart
-        if not wrapped.all_delayed:
-            self._minddp_averager = Averager(self.module, self._minddp_config, wrapped, self.process_group, observers)
+        self._minddp_averager: Any = Averager(
+            self.module, self._minddp_config, wrapped, self.process_group, observers
+        )
         for other in averagers():
             if other is not self._minddp_averager:
                 other.yield_ownership(wrapped.reduced)
@@ -240,8 +242,6 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
     @torch._disable_dynamo(recursive=True)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         averager = self._minddp_averager
-        if averager is None:
-            return inputs, kwargs
         grad, joining = torch.is_grad_enabled(), self._join_config.enable
         if grad:
             self._minddp_synchronizes()
@@ -265,19 +265,17 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
 
     @torch._disable_dynamo(recursive=True)
     def _post_forward(self, output: Any) -> Any:
-        averager, outputs, synchronized = self._minddp_averager, [], False
-        if averager is not None:
-            if self._check_sync_bufs_post_fwd():
-                with self._minddp_observers.together():
-                    self._sync_buffers()
-            grad = torch.is_grad_enabled()
-            synchronized = grad and averager.reducer.sync_enabled
-            self.__dict__["require_forward_param_sync"] = synchronized
-            if grad and self._minddp_config.graph_mode == GraphMode.FIND_UNUSED:
-                output = join_outputs(output, clones=self._ddp_sink_clone)
-            outputs = find_tensors(output)
-            if grad:
-                averager.reducer.end_forward(outputs, synchronized)
+        reducer, grad = self._minddp_averager.reducer, torch.is_grad_enabled()
+        if self._check_sync_bufs_post_fwd():
+            with self._minddp_observers.together():
+                self._sync_buffers()
+        synchronized = grad and reducer.sync_enabled
+        self.__dict__["require_forward_param_sync"] = synchronized
+        if grad and self._minddp_config.graph_mode == GraphMode.FIND_UNUSED:
+            output = join_outputs(output, clones=self._ddp_sink_clone)
+        outputs = find_tensors(output)
+        if grad:
+            reducer.end_forward(outputs, synchronized)
         for call in self._minddp_observers.after_forward:
             call(outputs, synchronized)
         return output
@@ -297,8 +295,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         try:
             yield
         except BaseException as error:
-            if self._minddp_averager is not None:
-                self._minddp_averager.failed(error, "forward")
+            self._minddp_averager.failed(error, "forward")
             raise
         finally:
             _TorchDDP._active_ddp_module = outer
@@ -321,7 +318,6 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
             return
         wait_for(work, self.process_group, "the count of ranks that still have data")
         active = work.get_future().value()[0]
-        assert self._minddp_averager is not None  # or join() has raised
         initial = self._divide_by_initial_world_size
         self._minddp_averager.reducer.set_divisor(self.process_group.size() if initial else int(active.item()))
 
@@ -501,8 +497,6 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
 
     def _minddp_check_hook_time(self, steps: bool = False) -> None:
         averager = self._minddp_averager
-        if averager is None:
-            raise RuntimeError("every parameter's reduction is delayed: there are no buckets to hook")
         if averager.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         averager.check_finished()

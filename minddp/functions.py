@@ -57,15 +57,8 @@ def averager_of(ddp: Any, function: str) -> Any:
 
     Raises:
         TypeError: see :func:`wrapper_of`.
-        RuntimeError: the wrapper has none.
     """
-    averager = wrapper_of(ddp, function)._minddp_averager
-    if averager is None:
-        raise RuntimeError(
-            f"minddp.{function}: this wrapper has no buckets, since every parameter is in "
-            "delay_all_reduce_named_params=: leave one out of it."
-        )
-    return averager
+    return wrapper_of(ddp, function)._minddp_averager
 
 
 def _described(given: Any) -> str:
@@ -178,16 +171,14 @@ def abort_iteration(ddp: torch.nn.Module) -> None:
     gradients (they are local, or half averaged). Where only some ranks failed, the others' collectives are still
     under way and would meet the wrong ones: restart from a checkpoint instead.
     """
-    averager = wrapper_of(ddp, "abort_iteration")._minddp_averager
-    if averager is not None:
-        averager.abort_iteration()
+    averager_of(ddp, "abort_iteration").abort_iteration()
 
 
 def release_buckets(ddp: torch.nn.Module) -> None:
     """Frees the buckets' memory between phases of training; the next backward allocates it again.
 
     Raises:
-        RuntimeError: an iteration is under way, or every parameter's reduction is delayed.
+        RuntimeError: an iteration is under way.
     """
     averager_of(ddp, "release_buckets").reducer.release_buckets()
 
@@ -208,8 +199,7 @@ def refresh(ddp: torch.nn.Module) -> None:
     """
     wrapper = wrapper_of(ddp, "refresh")
     averager, wrapped, observers = wrapper._minddp_averager, wrapper._minddp_wrapped, wrapper._minddp_observers
-    if averager is not None:
-        averager.check_finished()
+    averager.check_finished()
     for call in observers.refreshing:
         call(wrapper)
     wrapped.collect()

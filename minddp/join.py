@@ -2,8 +2,7 @@
 
 The order of collectives of one iteration, which the hook below must mirror, is: (by torch's Join) the
 count of ranks still training; the re-planning of buckets, once; the buffers' broadcast, where forward does
-it; the question whether this iteration synchronizes; then the backward's own, with zeros, and that of delayed
-parameters.
+it; the question whether this iteration synchronizes; then the backward's own, with zeros, and those of companions.
 
 A rank that is out of data cannot shadow the collectives of layers that communicate in forward (SyncBatchNorm): it has
 no forward. The answers to that question say which ranks are out of data, and all ranks raise before such a forward.
@@ -41,10 +40,6 @@ class DDPJoinHook(JoinHook):
     """What a joined rank does for one DistributedDataParallel; see :meth:`DistributedDataParallel.join`."""
 
     def __init__(self, ddp: Any, divide_by_initial_world_size: bool):
-        if ddp._minddp_averager is None:
-            raise NotImplementedError(
-                "join() does not go with delay_all_reduce_named_params= for every parameter: leave one out of it."
-            )
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
         self.ddp = ddp
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which parameters a module has, and which of them a wrapper cares for: reduced, ignored or delayed; where they lie.
+"""Which parameters a module has, which of them a wrapper reduces, and where they lie.
 
 A program's own class may say anything in ``named_parameters()``: leave a child out, yield a parameter twice, or one
 that is registered nowhere. What trains has to be found all the same, each parameter once, or replicas drift apart
@@ -76,90 +76,46 @@ class Parameters:
 
     Args:
         module: the module to wrap.
-        delayed: (name, parameter) pairs that are reduced apart; ``None`` or together with ``trigger``.
-        trigger: the parameter whose gradient starts that.
+        apart: names of parameters that a companion averages by itself.
 
     Attributes:
         left_alone: names of what no rank's training depends on.
-        ignored: names that are not the buckets': those left alone, and the delayed ones.
-        delayed: the delayed parameters with their names.
-        trigger: the parameter whose gradient starts their reduction, with its name.
+        ignored: names that are not the buckets': those left alone, and those apart.
         module_parameters: all that are not ignored.
         names, reduced: of those, the ones that require gradients, in the module's order.
         device, device_type, is_multi_device: where they lie.
 
     Raises:
         RuntimeError: nothing requires a gradient, or a lazy layer has no shapes yet.
-        ValueError: parameters on several types of devices; a delayed name that the module has not.
+        ValueError: parameters on several types of devices.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        delayed: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-        trigger: torch.nn.Parameter | None = None,
-    ):
-        if (delayed is None) != (trigger is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-            )
-        self._module = module
+    def __init__(self, module: torch.nn.Module, apart: Iterable[str] = ()):
         left_alone = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
-        known = _all_names(module)
+        known = all_names(module)
         if unknown := sorted(name if isinstance(name, str) else type(name).__name__ for name in left_alone - known):
             # Libraries prefix names they cannot know to be there. Torch takes them all.
             told = "_ddp_params_and_buffers_to_ignore names %s, but the module has no such parameter or buffer."
             log.warning(told, unknown)
-        named = list(delayed or ())
-        for name, _ in named:
-            if name not in known:
-                raise ValueError(f"delay_all_reduce_named_params: the module has no parameter {name!r}")
-        if trigger is None:
-            self._take(left_alone, named, None)
-        else:
-            name = next(iter(_names_of(module, trigger)), "param_to_hook_all_reduce")
-            self._take(left_alone, named, (name, trigger))
+        self._take(module, left_alone, apart)
 
     @classmethod
-    def like(cls, module: torch.nn.Module, facts: tuple[Iterable[str], Sequence[str], str]) -> Parameters:
-        """Those of a copy of the module for which :meth:`for_copies` gave ``facts``."""
-        left_alone, delayed, trigger = facts
+    def like(cls, module: torch.nn.Module, left_alone: Iterable[str], apart: Iterable[str]) -> Parameters:
+        """Those of a copy of a module of which ``left_alone`` are ignored."""
         itself = cls.__new__(cls)
-        itself._module = module
-        found = dict(every_name(module))
-        named = [(name, found[name]) for name in delayed]
-        itself._take(left_alone, named, (trigger, found[trigger]) if trigger else None)
+        itself._take(module, left_alone, apart)
         return itself
 
-    def _take(
-        self,
-        left_alone: Iterable[str],
-        delayed: list[tuple[str, torch.nn.Parameter]],
-        trigger: tuple[str, torch.nn.Parameter] | None,
-    ) -> None:
-        # By all their names: a tied one has several.
-        names = {name for _, parameter in delayed for name in _names_of(self._module, parameter)}
-        self.left_alone = set(left_alone) - names
-        self.ignored = self.left_alone | names
-        self.delayed, self.trigger = delayed, trigger
+    def _take(self, module: torch.nn.Module, left_alone: Iterable[str], apart: Iterable[str]) -> None:
+        self._module = module
+        self._apart = set(apart)
+        self.left_alone = set(left_alone) - self._apart
+        self.ignored = self.left_alone | self._apart
         self._left: dict[int, torch.nn.Parameter] = {}  # alive, so that no other object gets one's id
         if self.ignored:
             named = {id(p) for _, p in but_for(self._module, self.ignored)}
             self._left = {id(p): p for _, p in all_parameters(self._module) if id(p) not in named}
         self.collect()
-
-    def for_copies(self) -> tuple[set[str], list[str], str]:
-        """Names: of what is left alone, of what is delayed, and of the trigger (none: empty).
-
-        Raises:
-            RuntimeError: the trigger is none of the module's parameters, so that a copy's cannot be found.
-        """
-        if self.trigger is not None and self.trigger[0] not in dict(every_name(self._module)):
-            raise RuntimeError(
-                "A DistributedDataParallel whose param_to_hook_all_reduce is not a parameter of its module cannot be "
-                "copied or pickled: the copy's delayed gradients would never be reduced. Save the state_dict()."
-            )
-        return self.left_alone, [name for name, _ in self.delayed], "" if self.trigger is None else self.trigger[0]
 
     def named(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The module's of now, but for those that are left alone, whatever their names are now."""
@@ -184,7 +140,7 @@ class Parameters:
                     "reduce_dtype= to choose the dtype in which gradients travel."
                 )
         reduced = [(name, p) for name, p in named if p.requires_grad]
-        if not reduced and not self.delayed:
+        if not reduced and not self._apart:
             raise RuntimeError(
                 "DistributedDataParallel is not needed when a module doesn't have any parameter that "
                 "requires a gradient: use the module as it is, or set requires_grad before wrapping."
@@ -218,7 +174,7 @@ class Parameters:
             )
 
     def _look_at_devices(self) -> None:
-        parameters = self.module_parameters or [p for _, p in self.delayed]
+        parameters = self.module_parameters or [p for _, p in all_parameters(self._module)]
         types = sorted({p.device.type for p in parameters})
         if len(types) > 1:
             raise ValueError(
@@ -229,11 +185,6 @@ class Parameters:
         self.device = parameters[0].device
         self.devices = {p.device for p in parameters}
         self.is_multi_device = len(self.devices) > 1
-
-    @property
-    def all_delayed(self) -> bool:
-        """Nothing is left for buckets."""
-        return not self.names and bool(self.delayed)
 
     def check_devices(
         self, device_ids: Sequence[Any] | None, output_device: Any
@@ -296,12 +247,7 @@ class Parameters:
         return {index[id(p)]: name for name, p in zip(self.names, self.reduced)}
 
 
-def _names_of(module: torch.nn.Module, parameter: torch.nn.Parameter) -> list[str]:
-    """All of them, where it is tied."""
-    return [name for name, p in every_name(module) if p is parameter]
-
-
-def _all_names(module: torch.nn.Module) -> set[str]:
+def all_names(module: torch.nn.Module) -> set[str]:
     """Every name of every parameter and buffer; a tied one has several."""
     buffers = torch.nn.Module.named_buffers(module, remove_duplicate=False)
     return {name for name, _ in itertools.chain(every_name(module), module.named_buffers(), buffers)}

@@ -51,7 +51,8 @@ class Plan:
     """What a reducer is made from. Observers may change it (:meth:`minddp.events.Observer.planning`).
 
     Attributes:
-        parameters: leaf tensors that require gradients.
+        parameters: leaf tensors that require gradients; none, if companions average them all.
+        device: where the module is.
         names: their names, for messages.
         sparse: which of them get sparse gradients.
         group: the process group.
@@ -66,6 +67,7 @@ class Plan:
     parameters: list[torch.Tensor]
     names: list[str]
     sparse: list[bool]
+    device: torch.device
     group: dist.ProcessGroup
     config: Config
     always_reduce: bool = False
@@ -96,7 +98,7 @@ class Reducer(_C.Reducer):
 
     def __init__(self, plan: Plan, after_last_launch: Sequence[Callable[[], None]] = ()):
         self.config, self.group, self.names = plan.config, plan.group, plan.names
-        self.device, self._sparse = plan.parameters[0].device, plan.sparse
+        self.device, self._sparse = plan.device, plan.sparse
         plain = plan.plain_dtypes()
         dtypes = plain if plan.dtypes is None else plan.dtypes
         # Caps count bytes as if every gradient were sent whole: fewer bytes make no fewer buckets.
@@ -282,6 +284,8 @@ class Reducer(_C.Reducer):
 
     def shadow_backward(self) -> None:
         """All of a synchronized backward's collectives, with zeros. Collective."""
+        if not self.names:
+            return
         futures = [self.run_hook(bucket) for bucket in self._get_zeros_like_grad_buckets()]
         used_map = self.shadow_used_map()
         self._after_last_launch()

@@ -16,7 +16,7 @@ void Reducer::begin_forward() {
   // hook would look like an unused parameter, so each forward looks at all of them. If absence is an error, a lost
   // hook cannot lead to a wrong average. In that case each forward looks at one parameter only, in turn. If one hook
   // is lost, all are renewed.
-  size_t checks = used_map.absence_is_fine() ? parameters.size() : 1;
+  size_t checks = used_map.absence_is_fine() ? parameters.size() : std::min<size_t>(1, parameters.size());
   for (; hooks_ && iteration.phase == Phase::kIdle && checks > 0; --checks) {
     next_hook_check_ = (next_hook_check_ + 1) % parameters.size();
     if (hooks_->is_lost(next_hook_check_, parameters[next_hook_check_])) renew_hooks();
@@ -47,6 +47,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
 // An output's hook runs before autograd computes the gradients of the layers that made the output. It is the earliest
 // moment at which we know which forward a backward goes through. Outputs outlive wrappers, so the reference is weak.
 void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronized) {
+  if (parameters.empty()) return;  // companions average them all
   watch_outputs(outputs, [weak = weak_from_this(), synchronized] {
     auto self = weak.lock();
     if (!self) return;

@@ -43,7 +43,7 @@ class Timeline(events.Observer):
     name = "timeline"
 
     def planning(self, plan: Plan) -> None:
-        self._stamps = Stamps(plan.parameters[0].device.type != "cpu")
+        self._stamps = Stamps(plan.device.type != "cpu")
         plan.add(self._stamps)
 
     def entering(self) -> None:

@@ -11,6 +11,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 from ..config import MIB, choose_group
 from ..parameters import Parameters
 from ..torch_base import TorchBase, fill
+from .delayed_params import name_of
 
 _MADE_ANEW = ("process_group", "_minddp_averager", "_minddp_observers", "_minddp_wrapped")
 # The constructor's arguments that torch's class keeps under their names.
@@ -29,23 +30,29 @@ class _Copies:
             )
         state = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
         state["broadcast_buffers"] = self.forward_sync_buffers
-        state["_minddp_hook"] = None if self._minddp_averager is None else self._minddp_averager.hook
-        state["_minddp_names"] = self._minddp_wrapped.for_copies()
-        state["_minddp_settings"] = self._minddp_observers.settings
+        state["_minddp_hook"] = self._minddp_averager.hook
+        state["_minddp_left_alone"] = self._minddp_wrapped.left_alone
+        state["_minddp_settings"] = settings = self._minddp_observers.settings
+        trigger = settings["torch_surface"].trigger
+        if trigger is not None and name_of(self.module, trigger) is None:
+            raise RuntimeError(
+                "A DistributedDataParallel whose param_to_hook_all_reduce is not a parameter of its module cannot be "
+                "copied or pickled: the copy's delayed gradients would never be reduced. Save the state_dict()."
+            )
         return state
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:
-        if "_minddp_names" not in state:
+        if "_minddp_left_alone" not in state:
             return _load_torchs(self, state)
         state = dict(state)
         state.pop("broadcast_buffers", None)
-        hook, names, settings = (state.pop(f"_minddp_{name}") for name in ("hook", "names", "settings"))
+        hook, left_alone, settings = (state.pop(f"_minddp_{name}") for name in ("hook", "left_alone", "settings"))
         self.process_group = choose_group(None, None)
         super(_TorchDDP, self).__setstate__(state)  # type: ignore[misc]
         self._minddp_observe(settings)
-        self._minddp_wrapped = Parameters.like(self.module, names)
+        self._minddp_wrapped = Parameters.like(self.module, left_alone, self._minddp_apart)
         self._minddp_average(None, copied=True)
-        if hook is not None and self._minddp_averager is not None:
+        if hook is not None:
             self._minddp_averager.set_hook(*hook)
 
 

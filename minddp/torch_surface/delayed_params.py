@@ -2,14 +2,10 @@
 
 Their gradients are windows on one flat buffer. When the gradient of ``param_to_hook_all_reduce``, the trigger, has
 been accumulated, the buffer is averaged over ranks in one collective, and backward ends with it.
-
-A gradient that no such collective has averaged (the trigger took no part in its backward) is looked at before an
-optimizer uses it: as those made past a wrapper are, see ``guards/local_gradients.py``.
 """
 
 from __future__ import annotations
 
-import secrets
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -17,14 +13,54 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ..guards import step
-from ..guards.local_gradients import LocalGradients
 from ..messages import SHADOWED, wait_for
+from ..parameters import all_names, every_name
 from ..reducer import weakly
 from ..start import broadcast_coalesced
 
+Named = tuple[str, torch.nn.Parameter]
 
-class DelayedAllReduce(step.Guarded):
+
+def checked(delayed: Iterable[Named] | None, trigger: torch.nn.Parameter | None) -> tuple[Named, ...]:
+    """The pairs of ``delay_all_reduce_named_params``; none if it was not given.
+
+    Raises:
+        ValueError: one of the two arguments without the other.
+        TypeError: something that is no pair of a name and a parameter.
+    """
+    if (delayed is None) != (trigger is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
+    if trigger is not None and not isinstance(trigger, torch.Tensor):
+        raise TypeError(f"param_to_hook_all_reduce must be a parameter of the module, got {trigger!r}")
+    named = tuple(delayed or ())
+    for pair in named:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+            raise TypeError(f"delay_all_reduce_named_params must hold (name, parameter) pairs, got {pair!r}")
+    return named
+
+
+def names_of(module: torch.nn.Module, delayed: Sequence[Named]) -> set[str]:
+    """All names of what is delayed: a tied parameter has several.
+
+    Raises:
+        ValueError: the module has no parameter of one of the names.
+    """
+    known = all_names(module) if delayed else set()
+    for name, _ in delayed:
+        if name not in known:
+            raise ValueError(f"delay_all_reduce_named_params: the module has no parameter {name!r}")
+    ids = {id(parameter) for _, parameter in delayed}
+    return {name for name, parameter in every_name(module) if id(parameter) in ids} if ids else set()
+
+
+def name_of(module: torch.nn.Module, trigger: torch.nn.Parameter) -> str | None:
+    """The trigger's first name; None if it is no parameter of the module."""
+    return next((name for name, parameter in every_name(module) if parameter is trigger), None)
+
+
+class DelayedAllReduce:
     """The flat gradient buffer of the delayed parameters, and its one collective.
 
     Args:
@@ -55,9 +91,7 @@ class DelayedAllReduce(step.Guarded):
             piece.view(p.shape) for p, piece in zip(parameters, self._buffer.split([p.numel() for p in parameters]))
         ]
         self._streams: set[torch.Stream] = set()  # that have made the gradients of this backward
-        self._iteration = 0  # collectives so far
-        self._sent_in = -1  # the backward of the last one, as autograd numbers them
-        self._local: dict[int, int] = {}  # index of what has grown since that, and the backward that did it
+        self._sent_in = -1  # the backward of the last collective, as autograd numbers them
         self.set_group(group)
         if broadcast_bytes is not None:
             broadcast_coalesced(group, [p.detach() for p in parameters], broadcast_bytes, 0)
@@ -74,12 +108,9 @@ class DelayedAllReduce(step.Guarded):
         weakref.finalize(self, lambda: [handle.remove() for handle in handles]).atexit = False
 
     def set_group(self, group: dist.ProcessGroup) -> None:
-        """From now on. What is local is compared once all ranks have had a collective there."""
         self.group = group
         self.divisor, self.joining = group.size(), False
         self._accumulates = False  # a joined rank, whose buffer holds what all have averaged under no_sync
-        self._is_named = False
-        self._local_gradients = LocalGradients(group, None, "")
 
     def prepare(self, joining: bool, divisor: int | None) -> None:
         """Before backward: every delayed parameter without a gradient accumulates into the buffer.
@@ -103,13 +134,11 @@ class DelayedAllReduce(step.Guarded):
                 f"'{self.trigger[0]}', and the all-reduce of the delayed gradients was on its way: pass a "
                 "param_to_hook_all_reduce whose gradient comes later than theirs, of an earlier layer."
             )
-        self._local[index] = backward
         if self._buffer.device.type != "cpu":
             self._streams.add(torch.accelerator.current_stream(self._buffer.device))
 
     def _reduce(self) -> None:
         self._sent_in = torch._C._current_graph_task_id()
-        self._local.clear()
         for stream in self._streams:
             torch.accelerator.current_stream(self._buffer.device).wait_stream(stream)
         moved = [  # autograd or the program put another tensor there: back into the buffer
@@ -128,7 +157,6 @@ class DelayedAllReduce(step.Guarded):
             queue(lambda: self._finish(work))
 
     def _send(self) -> dist.Work:
-        self._iteration += 1
         return dist.all_reduce(self._buffer, group=self.group, async_op=True)
 
     def _finish(self, work: dist.Work) -> None:
@@ -136,8 +164,6 @@ class DelayedAllReduce(step.Guarded):
         for stream in self._streams:  # the next to touch the buffer
             stream.wait_stream(torch.accelerator.current_stream(self._buffer.device))
         self._streams.clear()
-        if not self._is_named and not self.joining:
-            self._agree_on_name()
 
     def shadow(self, synchronizes: bool, by_all: bool) -> None:
         """The collective of a rank that has no data left, after those of all buckets.
@@ -152,63 +178,6 @@ class DelayedAllReduce(step.Guarded):
             self._buffer.zero_()
         wait_for(self._send(), self.group, SHADOWED)
         self._accumulates = not synchronizes
-
-    # --- before an optimizer's step ---
-
-    def name(self, token: str) -> None:
-        """What all ranks call this wrapper. Counting is no name: a copy on one rank alone would shift the rest."""
-        self._is_named = True
-        if _has_store(self.group):
-            store = dist.distributed_c10d._get_default_store()
-            self._local_gradients = LocalGradients(self.group, store, f"delayed/{token}")
-
-    def _agree_on_name(self) -> None:
-        """Collective. A copy was made without one."""
-        token = torch.tensor([secrets.randbits(62)], device=self._buffer.device)
-        if _has_store(self.group):
-            broadcast_coalesced(self.group, [token], 8, 0)
-        self.name(f"{int(token):x}")
-
-    def may_refuse_step(self) -> bool:
-        return bool(self._local)
-
-    def parameter_ids(self) -> set[int]:
-        return {id(parameter) for parameter in self._parameters}
-
-    def yield_ownership(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        ids = set(map(id, parameters))
-        self._local = {i: b for i, b in self._local.items() if id(self._parameters[i]) not in ids}
-
-    def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
-        indices = [i for i, mine in enumerate(self._parameters) if mine is parameter]
-        return any(i not in self._local and self._sent_in >= backward for i in indices)
-
-    def check_step(self, stepped: set[int], others: Sequence[step.Guarded]) -> bool:
-        """Raises if the gradients differ between ranks."""
-        found = {
-            i: backward
-            for i, backward in self._local.items()
-            if not any(other.has_averaged(self._parameters[i], backward) for other in others)
-        }
-        if stepped.isdisjoint(id(self._parameters[i]) for i in found):
-            return False
-        gradients = [(self.named[i][0], self._parameters[i].grad) for i in found]
-        named = [(name, gradient) for name, gradient in gradients if gradient is not None]
-        try:
-            self._local_gradients.check(named, max(found.values()), self._iteration)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"optimizer.step() on rank {self.group.rank()} would use gradients of delay_all_reduce_named_params "
-                f"that were never averaged, of {[name for name, _ in named][:10]}: '{self.trigger[0]}', whose "
-                "gradient starts their all-reduce, took no part in that backward, and the ranks' differ. Pass a "
-                "param_to_hook_all_reduce that every backward uses; call the wrapper, ddp(...), instead of "
-                "ddp.module(...); or zero these gradients before step()."
-            ) from error
-        return False
-
-
-def _has_store(group: dist.ProcessGroup) -> bool:
-    return group.size() > 1 and type(group) is dist.ProcessGroup  # those written in Python have none
 
 
 def _in(buffer: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -28,10 +28,9 @@ class _WrapperNames:
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self: Any, required: bool) -> None:
         if required:
-            _reducer_of(self)
-        if self._minddp_averager is not None:
-            self._minddp_averager.reducer._set_manual_finalization_required(bool(required))
-            self.__dict__["_minddp_manual_finalization"] = bool(required)
+            _check_has_buckets(self)
+        self._minddp_averager.reducer._set_manual_finalization_required(bool(required))
+        self.__dict__["_minddp_manual_finalization"] = bool(required)
 
     @property
     def should_finalize_after_backward(self: Any) -> bool:
@@ -51,16 +50,16 @@ class _WrapperNames:
             RuntimeError: ``require_manual_backward_finalization`` is not set, gradients are still to come, nothing is
                 to be finalized (under ``no_sync``, or a second time), or every parameter's reduction is delayed.
         """
-        _reducer_of(self)._finalize_backward_manual()
+        _check_has_buckets(self)
+        self._minddp_averager.reducer._finalize_backward_manual()
 
 
-def _reducer_of(ddp: Any) -> Any:
-    if ddp._minddp_averager is None:
+def _check_has_buckets(ddp: Any) -> None:
+    if not ddp._minddp_wrapped.names:
         raise RuntimeError(
             "Manual backward finalization is not supported when all DDP parameters use "
             "delay_all_reduce_named_params: that reduction ends with backward."
         )
-    return ddp._minddp_averager.reducer
 
 
 class _ReducerNames:

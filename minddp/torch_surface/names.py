@@ -29,7 +29,7 @@ def _surface(ddp: Any) -> Any:
 def _log_of(ddp: Any) -> Any:
     if (surface := _surface(ddp)) is None or surface.logger is None:
         raise RuntimeError(
-            "This wrapper has no log: MINDDP_WITHOUT leaves out torch_surface, or all parameters are delayed."
+            "This wrapper has no log: MINDDP_WITHOUT leaves out torch_surface."
         )
     return surface.logger
 
@@ -48,8 +48,8 @@ class TorchNames:
 
     @shown
     def reducer(self: Any) -> Any:
-        """None where every parameter's reduction is delayed."""
-        return None if self._minddp_averager is None else self._minddp_averager.reducer
+        """None once the interpreter ends."""
+        return self._minddp_averager and self._minddp_averager.reducer
 
     @shown
     def logger(self: Any) -> Any:
@@ -77,21 +77,21 @@ class TorchNames:
 
     @shown
     def _delay_all_reduce_params(self: Any) -> list[torch.nn.Parameter]:
-        return self._minddp_wrapped.delayed
+        return _surface(self).settings.delayed
 
     @shown
     def _delay_all_reduce_all_params(self: Any) -> bool:
-        return self._minddp_wrapped.all_delayed
+        return not self._minddp_wrapped.names
 
     @shown
     def _has_rebuilt_buckets(self: Any) -> bool:
-        return self._minddp_averager is not None and self._minddp_averager.has_rebuilt_buckets
+        return self._minddp_averager.has_rebuilt_buckets
 
     @shown
     def bucket_bytes_cap(self: Any) -> int:
         """While forward runs torch.compile reads it, and splits the module's graph by it."""
-        averager, active = self._minddp_averager, self._get_active_ddp_module() is self
-        return cap_of_graphs(averager) if active and averager is not None else self._minddp_config.cap
+        active = self._get_active_ddp_module() is self
+        return cap_of_graphs(self._minddp_averager) if active else self._minddp_config.cap
 
     @shown
     def bucket_bytes_cap_list(self: Any) -> list[int]:
@@ -193,9 +193,8 @@ class TorchNames:
             self.process_group = new_process_group
             for call in self._minddp_observers.group_changed:
                 call(new_process_group)
-            if self._minddp_averager is not None:
-                self._minddp_averager.rebuild(group=new_process_group)
-        elif self._minddp_averager is not None:
+            self._minddp_averager.rebuild(group=new_process_group)
+        else:
             self._minddp_averager.has_rebuilt_buckets = False
 
     def _set_ddp_sink_clone(self: Any, val: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.utils import _cast_forward_inputs
@@ -13,14 +13,21 @@ from torch.distributed.utils import _cast_forward_inputs
 from .. import events
 from .._C import torch_surface as cases
 from ..averager import averagers
-from ..guards import step
 from ..parameters import but_for
 from ..reducer import Plan, Stage, weakly
 from ..timeline.observer import Stamps
-from . import copies, finalization, names  # noqa: F401  give the wrapper torch's names
-from .delayed_params import DelayedAllReduce
+from . import copies, delayed_params, finalization, names  # noqa: F401  give the wrapper torch's names
+from .delayed_params import DelayedAllReduce, Named
 from .logging_data import LoggingData
 from .mixed_precision import MixedPrecision
+
+
+class Settings(NamedTuple):
+    """What the arguments came to. In a copy of the wrapper the parameters are the copy's own: copied with it."""
+
+    mixed: Any  # mixed_precision
+    delayed: tuple[Named, ...]
+    trigger: torch.nn.Parameter | None
 
 
 class TorchSurface(events.Observer):
@@ -35,7 +42,7 @@ class TorchSurface(events.Observer):
 
     name = "torch_surface"
     options = {"delay_all_reduce_named_params": None, "param_to_hook_all_reduce": None, "mixed_precision": None}
-    settings: Any  # mixed_precision
+    settings: Settings
 
     def __init__(self, ddp: Any, settings: Any):
         super().__init__(ddp, settings)
@@ -43,11 +50,10 @@ class TorchSurface(events.Observer):
         self.logger: LoggingData | None = None
         self.mixed: MixedPrecision | None = None
         self.delayed: DelayedAllReduce | None = None
-        self._token: str | None = None
         self.is_complete = False
 
     def listens(self, event: str) -> bool:
-        return event != "inputs" or self.settings is not None
+        return event != "inputs" or self.settings.mixed is not None
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Any:
@@ -59,11 +65,15 @@ class TorchSurface(events.Observer):
                 "mixed_precision must be a torch.nn.parallel.distributed._MixedPrecision(param_dtype=, "
                 f"reduce_dtype=, buffer_dtype=), or None, got {mixed!r}"
             )
-        return mixed
+        delayed, trigger = values["delay_all_reduce_named_params"], values["param_to_hook_all_reduce"]
+        return Settings(mixed, delayed_params.checked(delayed, trigger), trigger)
 
     # --- construction ---
 
     def constructing(self, ddp: Any) -> None:
+        if self.settings.delayed:
+            self._check_delayed(ddp)
+            ddp._minddp_apart |= delayed_params.names_of(ddp.module, self.settings.delayed)
         self._localize_shards(ddp)
         config = ddp._minddp_config
         for name in ("reducer", "logger"):  # what a subclass has written before it called the constructor
@@ -72,7 +82,7 @@ class TorchSurface(events.Observer):
         ddp.gradient_as_bucket_view = config.gradient_as_bucket_view
         ddp.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
         ddp.batched_grad_copy = config.batched_grad_copy
-        ddp.mixed_precision = self.settings
+        ddp.mixed_precision = self.settings.mixed
         ddp.bucket_bytes_cap_default = config.default_caps
         ddp._lazy_init_ran = ddp._use_python_reducer = False
 
@@ -86,13 +96,10 @@ class TorchSurface(events.Observer):
             localize(ddp.module, ddp.process_group, {id(p) for _, p in but_for(ddp.module, ignored)})
 
     def compared(self, parameters: Any) -> Mapping[str, Any]:
-        if parameters.delayed:
-            self._check_delayed()
-        return {"mixed_precision": self.settings}
+        return {"mixed_precision": self.settings.mixed}
 
-    def _check_delayed(self) -> None:
+    def _check_delayed(self, ddp: Any) -> None:
         """Raises ValueError if the delayed parameters' gradients would go past what was asked for."""
-        ddp: Any = self._ddp()
         for companion, argument, default in _NOT_DELAYED:
             value = getattr(ddp._minddp_observers.settings.get(companion), argument, default)
             if value != default:
@@ -103,7 +110,7 @@ class TorchSurface(events.Observer):
                 )
 
     def planning(self, plan: Plan) -> None:
-        mixed = self.settings
+        mixed = self.settings.mixed
         if mixed is not None and not self.averager.has_builtin_hook:
             plan.reduce_dtype = plan.reduce_dtype or mixed.reduce_dtype or mixed.param_dtype
         self.shared, self._views = cases.SharedParameters(), cases.GradientViews()
@@ -119,13 +126,13 @@ class TorchSurface(events.Observer):
             plan.add(cases.LazyMemory())
         plan.add(self.shared)
         if self.averager.observers.get("timeline") is None:  # the log has times all the same
-            plan.add(Stamps(plan.parameters[0].device.type != "cpu"))
+            plan.add(Stamps(self.averager.parameters.device_type != "cpu"))
 
     def _not_in_contexts(self) -> str:
         """Why gradients of distributed autograd's contexts cannot be reduced; empty: they can."""
         if getattr(self.averager.observers.settings.get("reductions"), "reduction", "mean") != "mean":
             return 'its reduction is no mean: pass reduction="mean"'
-        delays = self.averager.parameters.delayed
+        delays = self.settings.delayed
         return "others would stay local: leave out delay_all_reduce_named_params" if delays else ""
 
     def reducer_made(self, reducer: Any, before: Any) -> None:
@@ -138,7 +145,7 @@ class TorchSurface(events.Observer):
             buffers = parameters.buffers(averager.module).values()
             moved = weakly(self._renew_hooks)
             self.mixed = MixedPrecision.make(
-                self.settings, averager.module, parameters.module_parameters, buffers, moved
+                self.settings.mixed, averager.module, parameters.module_parameters, buffers, moved
             )
         reducer.finalizes_late = self.mixed is not None  # parameters change back at the end of backward
         reducer.manual_finalization = ddp is not None and ddp.require_manual_backward_finalization
@@ -158,27 +165,20 @@ class TorchSurface(events.Observer):
 
     def constructed(self, ddp: Any, copied: bool) -> None:
         wrapped, config = ddp._minddp_wrapped, ddp._minddp_config
-        if self.averager is not None and config.gradient_as_bucket_view and not config.lazy_bucket_allocation:
+        if config.gradient_as_bucket_view and not config.lazy_bucket_allocation:
             self._views.adopt_gradients()
-        if wrapped.delayed:
+        _, delayed, trigger = self.settings
+        if delayed:
+            assert trigger is not None
+            starts = (delayed_params.name_of(ddp.module, trigger) or "param_to_hook_all_reduce", trigger)
             broadcast = None if copied else ddp.broadcast_bucket_size
-            self.delayed = DelayedAllReduce(ddp.process_group, wrapped.delayed, wrapped.trigger, broadcast)
-            step.watch(self.delayed)
-        for other in step.watched():
-            if isinstance(other, DelayedAllReduce) and other is not self.delayed:
-                other.yield_ownership(wrapped.reduced)
+            self.delayed = DelayedAllReduce(ddp.process_group, delayed, starts, broadcast)
         by_index = wrapped.debug_mapping(wrapped.reduced)
         ddp._ddp_init_helper(wrapped.reduced, wrapped.expect_sparse(), by_index, config.static_graph)
         self.is_complete = True
 
-    def named(self, token: str) -> None:
-        if self.delayed is not None and self._token is None:
-            self._token = token
-            self.delayed.name(token)
-
     def refreshing(self, ddp: Any) -> None:
-        averager = ddp._minddp_averager
-        if averager is None or self.mixed or self.delayed or averager.reducer.optimizer_in_backward:
+        if self.mixed or self.delayed or ddp._minddp_averager.reducer.optimizer_in_backward:
             raise NotImplementedError(
                 "minddp.refresh does not go with mixed_precision=, delay_all_reduce_named_params= or an optimizer in "
                 "backward, which hold on to parameters: construct the wrapper anew."
@@ -210,10 +210,9 @@ class TorchSurface(events.Observer):
 
     def prepare_delayed(self) -> None:
         """After a forward: the buffer of the gradients whose reduction is delayed is made ready."""
-        ddp, averager = self._ddp(), self.averager
+        ddp = self._ddp()
         if self.delayed is not None and ddp is not None:
-            divisor = None if averager is None else averager.reducer.divisor
-            self.delayed.prepare(ddp._join_config.enable, divisor)
+            self.delayed.prepare(ddp._join_config.enable, self.averager.reducer.divisor)
 
     # --- now and then ---
 

@@ -13,6 +13,7 @@ from minddp import DistributedDataParallel as DDP
 from tests.on_ranks import on_ranks
 
 DELAYED = ("head.weight", "head.bias")
+EVERY = ("first.weight", "first.bias", "side.weight", "side.bias", "head.weight", "head.bias")
 
 
 class Branch(nn.Module):
@@ -57,11 +58,11 @@ def _train(ddp, rank, steps, accumulates=False):
 @on_ranks(2, 3)
 def test_it_trains_as_what_is_not_delayed_and_so_do_copies(rank, world_size):
     plain = _train(DDP(Branch()), rank, 4)
-    for how in (lambda ddp: ddp, copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))):
-        ddp = how(_wrapped())
-        torch.testing.assert_close(_train(ddp, rank, 4), plain)
-        in_buckets = {ddp.reducer.names[index] for bucket in ddp.reducer.buckets() for index in bucket}
-        assert in_buckets == {"first.weight", "first.bias", "side.weight", "side.bias"}
+    for delayed, kept in ((DELAYED, {"first.weight", "first.bias", "side.weight", "side.bias"}), (EVERY, set())):
+        for how in (lambda ddp: ddp, copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))):
+            ddp = how(_wrapped(delayed=delayed))
+            torch.testing.assert_close(_train(ddp, rank, 4), plain)
+            assert {ddp.reducer.names[index] for bucket in ddp.reducer.buckets() for index in bucket} == kept
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
@@ -70,20 +71,14 @@ def test_uneven_inputs(rank, world_size, accumulates):
     """Under no_sync what is delayed is averaged all the same: a joined rank sends the average with the next."""
     for initial in (True, False):
         trained = []
-        for wrap in (lambda: DDP(Branch()), _wrapped):
+        for wrap in (lambda: DDP(Branch()), _wrapped, lambda: _wrapped(delayed=EVERY)):
             ddp = wrap()
             with ddp.join(divide_by_initial_world_size=initial):
                 _train(ddp, rank, 2 + 2 * rank, accumulates)
             trained.append([p.detach().clone() for p in ddp.module.parameters()])
         torch.testing.assert_close(trained[1], trained[0])
+        torch.testing.assert_close(trained[2], trained[0])
         _train(ddp, rank, 2)  # and no rank waits after it
-
-
-@on_ranks(2)
-def test_uneven_inputs_where_every_parameter_is_delayed_are_refused(rank, world_size):
-    ddp = _wrapped(delayed=[name for name, _ in Branch().named_parameters()])
-    with pytest.raises(NotImplementedError, match="for every parameter"):
-        ddp.join()
 
 
 @on_ranks(2)
@@ -127,31 +122,6 @@ def test_delays_beside_other_wrappers_tied_and_frozen_parameters(rank, world_siz
     for net in (frozen, plain):
         net.head.bias.requires_grad_(False)
     torch.testing.assert_close(_train(_wrapped(frozen), rank, 3), _train(DDP(plain), rank, 3))
-
-
-@on_ranks(2, 3)
-def test_a_step_on_gradients_that_no_collective_averaged_is_refused(rank, world_size):
-    # The trigger takes no part.
-    ddp = _wrapped(trigger="side.weight", find_unused_parameters=True)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    _loss(ddp, rank, 0, side=False).backward()
-    message = "on rank . would use gradients of delay_all_reduce_named_params .*head.*'side.weight'"
-    with pytest.raises(RuntimeError, match=message):
-        optimizer.step()
-    optimizer.zero_grad()
-    _loss(ddp, rank, 1).backward()
-    if rank == 0:
-        optimizer.step()  # averaged: nobody else is asked
-
-    # Past the wrapper: different on each rank, and the same.
-    ddp = _wrapped()
-    optimizer = torch.optim.SGD(ddp.module.head.parameters(), 0.1)
-    ddp.module.head(torch.full((1, 6), 1.0 + rank)).sum().backward()
-    with pytest.raises(RuntimeError, match=message.replace("side", "first")):
-        optimizer.step()
-    optimizer.zero_grad()
-    ddp.module.head.weight.pow(2).sum().backward()
-    optimizer.step()
 
 
 @on_ranks(2)

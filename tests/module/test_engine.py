@@ -430,7 +430,7 @@ def test_complex_gradients_travel_as_pairs_of_real_ones(rank, world_size):
 
 @on_ranks(3)
 def test_another_group_for_delayed_parameters(rank, world_size):
-    """Where every parameter is delayed there is no reducer; the one collective goes over the new group, too."""
+    """Where every parameter is delayed there are no buckets; the one collective goes over the new group, too."""
     pair = dist.new_group([0, 1])
     for all_delayed in (True, False):
         net = mlp()
