@@ -229,23 +229,6 @@ class Parameters:
         wrapper's, which may stand in the wrapped one's place for a while."""
         return {name: buffer for name, buffer in module.named_buffers() if name not in self.ignored}
 
-    def debug_mapping(self, parameters: Sequence[torch.nn.Parameter]) -> dict[int, str]:
-        """Index in ``parameters`` -> name.
-
-        Raises:
-            ValueError: the two do not match.
-        """
-        index = {id(parameter): i for i, parameter in enumerate(parameters)}
-        for name, parameter in zip(self.names, self.reduced):
-            if id(parameter) not in index:
-                raise ValueError(f"Param with name {name} found in module parameters, but not DDP parameters.")
-        if len(index) != len(self.names):
-            raise ValueError(
-                "Expected param to name mapping to cover all parameters, but got "
-                f"{len(index)} parameters and {len(self.names)} names."
-            )
-        return {index[id(p)]: name for name, p in zip(self.names, self.reduced)}
-
 
 def all_names(module: torch.nn.Module) -> set[str]:
     """Every name of every parameter and buffer; a tied one has several."""

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,17 @@ def _collected(ddp: Any) -> Parameters:
     found = copy.copy(ddp._minddp_wrapped)
     found.collect()
     return found
+
+
+# What torch's class has and nobody is known to call: name -> the way out.
+REFUSED = {
+    "_ddp_init_helper": "minddp.refresh(ddp) takes over what has changed in the module, on all ranks.",
+    "_lazy_init": "Nothing waits for the first forward here: leave it out.",
+    "_clear_grad_buffer": "The wrapper's forward makes the buffer of delayed gradients ready: leave it out.",
+    "_get_parameters": "Use ddp.module.parameters().",
+    "scatter": "Use torch.nn.parallel.scatter_gather.scatter_kwargs, or ddp.to_kwargs().",
+    "gather": "Use torch.nn.parallel.scatter_gather.gather.",
+}
 
 
 class TorchNames:
@@ -105,26 +116,6 @@ class TorchNames:
     def _get_active_ddp_module(cls) -> Any:
         return _TorchDDP._active_ddp_module
 
-    # --- steps of a forward that is written anew ---
-
-    def _lazy_init(self: Any) -> None:
-        """Before the first forward."""
-        self._setup_in_backward_optimizers()
-        self._lazy_init_ran = True
-
-    def _clear_grad_buffer(self: Any) -> None:
-        """The buffer of the gradients whose reduction is delayed is made ready."""
-        if surface := _surface(self):
-            surface.prepare_delayed()
-
-    # --- inputs and outputs ---
-
-    def scatter(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        return torch.nn.parallel.scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def gather(self: Any, outputs: Any, output_device: Any) -> Any:
-        return torch.nn.parallel.scatter_gather.gather(outputs, output_device, dim=self.dim)
-
     # --- the reducer ---
 
     def _remove_autograd_hooks(self: Any) -> None:
@@ -140,28 +131,17 @@ class TorchNames:
 
     def _build_debug_param_to_name_mapping(self: Any, parameters: Sequence[torch.nn.Parameter]) -> dict[int, str]:
         """Index in ``parameters`` -> name; ValueError when the two do not match."""
-        return _collected(self).debug_mapping(parameters)
-
-    def _ddp_init_helper(
-        self: Any,
-        parameters: Sequence[torch.nn.Parameter],
-        expect_sparse_gradient: Sequence[bool],
-        param_to_name_mapping: dict[int, str],
-        static_graph: bool,
-    ) -> None:
-        """Makes the reducer anew for ``parameters``, without a communication hook. A subclass that adds to it finds
-        that it is called at the end of construction and of unpickling, too, where nothing is left to be done."""
-        if not _surface(self).is_complete:
-            return
-        for call in self._minddp_observers.refreshing:
-            call(self)
-        wrapped, averager = self._minddp_wrapped, self._minddp_averager
-        wrapped.collect()
-        wrapped.reduced = list(parameters)
-        wrapped.names = [param_to_name_mapping[index] for index in range(len(wrapped.reduced))]
-        averager.hook, self.static_graph = None, static_graph
-        self._minddp_config = dataclasses.replace(averager.config, static_graph=static_graph)
-        averager.rebuild(self._minddp_config)
+        found = _collected(self)
+        index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        for name, parameter in zip(found.names, found.reduced):
+            if id(parameter) not in index:
+                raise ValueError(f"Param with name {name} found in module parameters, but not DDP parameters.")
+        if len(index) != len(found.names):
+            raise ValueError(
+                "Expected param to name mapping to cover all parameters, but got "
+                f"{len(index)} parameters and {len(found.names)} names."
+            )
+        return {index[id(p)]: name for name, p in zip(found.names, found.reduced)}
 
     def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
         """Facts and statistics under torch's keys; see :mod:`minddp.torch_surface.logging_data`."""
@@ -220,9 +200,6 @@ class TorchNames:
             if name in names:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]
 
-    def _get_parameters(self: Any, m: torch.nn.Module, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        yield from m.parameters(recurse=recurse)
-
     # --- communication hooks that run an optimizer ---
 
     def _register_fused_optim(self: Any, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
@@ -254,4 +231,13 @@ class TorchNames:
         self._minddp_averager.reducer.optimizer_in_backward = True
 
 
+def _refused(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"DistributedDataParallel.{name} is left out of minddp. {REFUSED[name]}")
+
+    method.__name__ = name
+    return method
+
+
 fill(TorchNames)
+fill(type("Refused", (), {name: _refused(name) for name in REFUSED}))

@@ -37,7 +37,6 @@ class TorchSurface(events.Observer):
         logger: what ``ddp.logger`` is.
         mixed: with ``mixed_precision``, what swaps parameters between their two precisions.
         delayed: with ``delay_all_reduce_named_params``, their one collective.
-        is_complete: the wrapper's construction is over.
     """
 
     name = "torch_surface"
@@ -50,7 +49,7 @@ class TorchSurface(events.Observer):
         self.logger: LoggingData | None = None
         self.mixed: MixedPrecision | None = None
         self.delayed: DelayedAllReduce | None = None
-        self.is_complete = False
+        self._has_begun = False
 
     def listens(self, event: str) -> bool:
         return event != "inputs" or self.settings.mixed is not None
@@ -84,7 +83,7 @@ class TorchSurface(events.Observer):
         ddp.batched_grad_copy = config.batched_grad_copy
         ddp.mixed_precision = self.settings.mixed
         ddp.bucket_bytes_cap_default = config.default_caps
-        ddp._lazy_init_ran = ddp._use_python_reducer = False
+        ddp._use_python_reducer = False
 
     def _localize_shards(self, ddp: Any) -> None:
         """Makes parameters that are DTensors this rank's shards, between forwards: ``tensor_parallel.py``. Those that
@@ -164,7 +163,7 @@ class TorchSurface(events.Observer):
         self.averager.reducer.renew_hooks()
 
     def constructed(self, ddp: Any, copied: bool) -> None:
-        wrapped, config = ddp._minddp_wrapped, ddp._minddp_config
+        config = ddp._minddp_config
         if config.gradient_as_bucket_view and not config.lazy_bucket_allocation:
             self._views.adopt_gradients()
         _, delayed, trigger = self.settings
@@ -173,9 +172,6 @@ class TorchSurface(events.Observer):
             starts = (delayed_params.name_of(ddp.module, trigger) or "param_to_hook_all_reduce", trigger)
             broadcast = None if copied else ddp.broadcast_bucket_size
             self.delayed = DelayedAllReduce(ddp.process_group, delayed, starts, broadcast)
-        by_index = wrapped.debug_mapping(wrapped.reduced)
-        ddp._ddp_init_helper(wrapped.reduced, wrapped.expect_sparse(), by_index, config.static_graph)
-        self.is_complete = True
 
     def refreshing(self, ddp: Any) -> None:
         if self.mixed or self.delayed or ddp._minddp_averager.reducer.optimizer_in_backward:
@@ -189,8 +185,9 @@ class TorchSurface(events.Observer):
 
     def entering(self) -> None:
         ddp = self._ddp()
-        if ddp is not None and not ddp._lazy_init_ran:
-            ddp._lazy_init()
+        if ddp is not None and not self._has_begun:
+            self._has_begun = True
+            ddp._setup_in_backward_optimizers()
         if self.logger is not None and self.logger.rebuilds:
             self.logger.note_steps(self.averager)
 

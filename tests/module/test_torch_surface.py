@@ -18,7 +18,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 import minddp
 from minddp.functions import FUNCTIONS
 from minddp.testing import run_ranks
-from minddp.torch_surface.names import TorchNames
+from minddp.torch_surface.names import REFUSED, TorchNames
 from tests.on_ranks import on_ranks
 
 OURS = minddp.DistributedDataParallel
@@ -46,6 +46,7 @@ LEFT_OUT = {
 }
 ATTRIBUTES_LEFT_OUT = {
     "_comm_hooks": _INSIDE,
+    "_lazy_init_ran": _INSIDE,
     "_bucket_config": _INSIDE,
     "_delay_grad_buffer": _INSIDE,
     "_delay_grad_views": _INSIDE,
@@ -113,13 +114,20 @@ def test_every_argument_is_documented() -> None:
 def test_every_method_and_property_is_here_or_left_out() -> None:
     after = {name for base in TorchDDP.__mro__[1:] for name in vars(base)}
     here = _defined_here()
-    missing = {name for name in _defined_by_torch() if name not in here and name not in after}
+    missing = {name for name in _defined_by_torch() if name not in here and name not in after} - set(REFUSED)
     assert missing <= set(LEFT_OUT), f"torch {torch.__version__} has {sorted(missing - set(LEFT_OUT))}"
     assert not _public(missing)
     assert not set(LEFT_OUT) & set(here), "listed as left out, but here"
 
 
-@pytest.mark.parametrize("name", sorted(_public(_defined_by_torch()) - {"train"}))
+def test_what_nobody_calls_raises_with_the_way_out() -> None:
+    assert set(REFUSED) <= set(vars(TorchDDP))
+    for name, way_out in REFUSED.items():
+        with pytest.raises(NotImplementedError, match=re.escape(f"{name} is left out of minddp. {way_out}")):
+            getattr(OURS, name)(None)
+
+
+@pytest.mark.parametrize("name", sorted(_public(_defined_by_torch()) - {"train", *REFUSED}))
 def test_it_is_of_the_same_kind_and_takes_the_same(name: str) -> None:
     """A property is a property, settable where torch's is; a method takes what torch's takes, in its order."""
     theirs, ours = _defined_by_torch()[name], _defined_here()[name]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed.utils import _sync_module_states
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
@@ -91,22 +90,9 @@ def unfrozen_and_its_own(cls, rank, **args):
     return [*seen, *trained(ddp, rank)]
 
 
-def remade_by_torchs_names(cls, rank, **args):
-    """As programs do that exchange layers: parameters and reducer are looked up and made anew."""
-    ddp = cls(Frozen(), **args)
-    seen = trained(ddp, rank)
-    ddp.module.b = nn.Linear(8, 2)
-    ddp.module.frozen.requires_grad_(True)
-    parameters, sparse = ddp._build_params_for_reducer()
-    _sync_module_states(ddp.module, ddp.process_group, 1 << 20, 0, ddp.parameters_to_ignore)
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
-    return [*seen, *trained(ddp, rank), torch.tensor(len(parameters))]
-
-
 HEALTHY = [
     a_cast_for_a_last_evaluation, unfrozen_for_a_penalty_that_is_looked_at, unfrozen_where_its_features_are_detached,
-    a_layer_for_later, unfrozen_and_its_own, remade_by_torchs_names,
+    a_layer_for_later, unfrozen_and_its_own,
 ]  # fmt: skip
 
 

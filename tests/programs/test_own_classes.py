@@ -151,17 +151,13 @@ def names_of_its_own(cls, rank, **args):
             self._has_joined, self.check_finite, self.has_comm_hook = True, True, True
             self.device, self.parameter_names, self.bucket_plan = torch.device("cpu"), ["a"], None
 
-        def _ddp_init_helper(self, *arguments, **options):
-            super()._ddp_init_helper(*arguments, **options)
-            self.ready = True
-
         def _move_inputs(self, one_batch):
             raise AssertionError("it is the program's own")
 
     net = Two()
     net.a = nn.Sequential(nn.BatchNorm1d(4), net.a)
     ddp = Own(net, **args)
-    assert ddp.parameter_names == ["a"] and ddp._has_joined is True and ddp.ready
+    assert ddp.parameter_names == ["a"] and ddp._has_joined is True
     return [*trained(ddp, rank), *(buffer.clone() for buffer in net.buffers())]
 
 
@@ -266,11 +262,6 @@ def writes_steps_anew(cls, rank, **args):
         def __init__(self, module, num_iterations):
             super().__init__(module, **args)
             self.num_iterations = num_iterations
-            self.made_ready = 0
-
-        def _lazy_init(self):
-            self.made_ready += 1
-            super()._lazy_init()
 
         def _run_ddp_forward(self, *inputs, **kwargs):
             if self._use_python_reducer:
@@ -279,13 +270,9 @@ def writes_steps_anew(cls, rank, **args):
                 assert nn.parallel.DistributedDataParallel._get_active_ddp_module() is self
                 return self.num_iterations * self.module(*inputs, **kwargs)
 
-        def _post_forward(self, output):
-            self._clear_grad_buffer()
-            return super()._post_forward(output)
-
     ddp = Own(Two(), 3)
     seen = trained(ddp, rank)
-    return [*seen, torch.tensor(ddp.made_ready), torch.tensor(ddp.num_iterations)]
+    return [*seen, torch.tensor(ddp.num_iterations)]
 
 
 def a_bucket_for_each_gradient(cls, rank, **args):
