@@ -208,7 +208,7 @@ class Bucketed(PerParameter):
 
     def __init__(self, model: nn.Module, cap_bytes: int):
         mini = MiniDDP(model, cap_bytes / 2**20)
-        mini.all_reduce = lambda buffer: link.all_reduce(buffer, async_op=True)
+        mini.launch = lambda bucket: link.all_reduce(bucket.buffer, async_op=True)
         super().__init__(mini)
 
     def backward(self, loss: Tensor) -> None:

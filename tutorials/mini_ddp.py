@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 tutorials/mini_ddp.py
 
 It needs torch alone. NaiveDDP comes first: the idea in 20 lines, with one all-reduce for each parameter. MiniDDP
-sends few large buckets, in one order, and has no_sync. Each parameter must get one gradient in each backward; the
-real reducer (csrc/reducer) does the same steps, under the same names, and handles what else can happen. A test
-holds the gradients of all three equal, bit for bit.
+sends few large buckets, in one order, and has no_sync. Each parameter must get one gradient in each backward. The
+real reducer (csrc/reducer) cuts the same buckets, does the same steps under the same names, and handles what else can
+happen. A test holds buckets and gradients equal, bit for bit.
 """
 
 import os
@@ -42,7 +42,7 @@ class NaiveDDP(nn.Module):
 
     def on_ready(self, parameter: nn.Parameter) -> None:
         """Autograd calls this in backward, when ``parameter.grad`` is complete."""
-        if not self.launched:  # the first gradient of this backward
+        if not self.launched:  # the first gradient of this backward: call us again when backward is over
             Variable._execution_engine.queue_callback(self.finish_backward)
         parameter.grad /= dist.get_world_size()
         self.launched.append(dist.all_reduce(parameter.grad, async_op=True))
@@ -61,8 +61,16 @@ class Bucket:
         sizes = [parameter.numel() for parameter in parameters]
         self.parameters = parameters
         self.buffer = parameters[0].new_zeros(sum(sizes))
-        self.parts = self.buffer.split(sizes)
-        self.pending = len(parameters)
+        self.parts = dict(zip(parameters, self.buffer.split(sizes), strict=True))
+        self.pending = len(parameters)  # gradients that have not come yet
+
+    def copy_in(self, parameter: nn.Parameter) -> None:
+        torch.div(parameter.grad.reshape(-1), dist.get_world_size(), out=self.parts[parameter])
+
+    def copy_out(self) -> None:
+        for parameter, part in self.parts.items():
+            parameter.grad.copy_(part.view_as(parameter))
+        self.pending = len(self.parameters)
 
 
 class MiniDDP(nn.Module):
@@ -73,39 +81,39 @@ class MiniDDP(nn.Module):
         self.launched: list[Any] = []
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
-        # Backward begins at the last layer, so buckets are filled from the last parameter to the first.
-        self.buckets = [Bucket(group) for group in assign(list(module.parameters())[::-1], bucket_cap_mb * 2**20)]
+        self.buckets = [Bucket(group) for group in assign(list(module.parameters()), bucket_cap_mb * 2**20)]
         for bucket in self.buckets:
-            for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
-                parameter.register_post_accumulate_grad_hook(partial(self.on_ready, bucket, part))
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self.on_ready, bucket))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def on_ready(self, bucket: Bucket, part: Tensor, parameter: nn.Parameter) -> None:
+    def on_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         if not self.synchronized:
             return  # the gradient stays in .grad, and the next backward adds to it
         if all(b.pending == len(b.parameters) for b in self.buckets):  # the first gradient of this backward
             Variable._execution_engine.queue_callback(self.finish_backward)
-        torch.div(parameter.grad.reshape(-1), dist.get_world_size(), out=part)
-        bucket.pending -= 1
-        self.launch_in_order()
+        bucket.copy_in(parameter)
+        self.mark_variable_ready(bucket)
 
-    def launch_in_order(self) -> None:
+    def mark_variable_ready(self, bucket: Bucket) -> None:
         """A bucket leaves when it is complete and all before it have left: all ranks then send the same one."""
+        bucket.pending -= 1
         while len(self.launched) < len(self.buckets) and self.buckets[len(self.launched)].pending == 0:
-            self.launched.append(self.all_reduce(self.buckets[len(self.launched)].buffer))
+            self.launched.append(self.launch(self.buckets[len(self.launched)]))
 
-    def all_reduce(self, buffer: Tensor) -> Any:
-        return dist.all_reduce(buffer, async_op=True)  # backward goes on meanwhile
+    def launch(self, bucket: Bucket) -> Any:
+        return dist.all_reduce(bucket.buffer, async_op=True)  # backward goes on meanwhile
 
     def finish_backward(self) -> None:
         for work, bucket in zip(self.launched, self.buckets, strict=True):
-            work.wait()
-            for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
-                parameter.grad.copy_(part.view_as(parameter))
-            bucket.pending = len(bucket.parameters)
+            self.unpack(work, bucket)
         self.launched.clear()
+
+    def unpack(self, work: Any, bucket: Bucket) -> None:
+        work.wait()
+        bucket.copy_out()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -117,13 +125,21 @@ class MiniDDP(nn.Module):
 
 
 def assign(parameters: list[nn.Parameter], cap_bytes: float) -> list[list[nn.Parameter]]:
-    """A new bucket wherever the cap would be exceeded."""
-    groups: list[list[nn.Parameter]] = [[]]
+    """Buckets in the order in which they leave. The last layer's gradients come first, so what is left over leaves first:
+    buckets are filled from the first parameter on, and a bucket is closed when it has reached the cap. It then still
+    takes what is small, such as the next layer's bias, which would be the last one to arrive in a bucket of its own."""
+    buckets: list[list[nn.Parameter]] = []
+    size, room = cap_bytes, 0.0
     for parameter in parameters:
-        if groups[-1] and sum(p.nbytes for p in groups[-1]) + parameter.nbytes > cap_bytes:
-            groups.append([])
-        groups[-1].append(parameter)
-    return groups
+        room -= parameter.nbytes
+        if size >= cap_bytes and room < 0:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        if size < cap_bytes:
+            size += parameter.nbytes
+            room = cap_bytes / 16
+    return [bucket[::-1] for bucket in buckets[::-1]]
 
 
 def train() -> None:
@@ -134,18 +150,21 @@ def train() -> None:
         bucket_cap_mb=0.001,
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    for step in range(201):
+    losses = []
+    for step in range(1, 201):
         x = torch.randn(32, 8)
-        loss = (net(x) - x.square().sum(1, keepdim=True)).square().mean()
+        loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        losses.append(loss.item())
         if rank == 0 and step % 50 == 0:
-            print(f"step {step:3}  loss {loss.item():.3f}")
+            print(f"steps {step - 49:3} to {step:3}: mean loss {sum(losses[-50:]) / 50:5.2f}")
     mine = torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
-    zeros = mine.clone()
-    dist.broadcast(zeros, src=0)
-    print(f"rank {rank}: {len(net.buckets)} buckets; the weights are rank 0's: {torch.equal(mine, zeros)}")
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    # Each rank began with other weights and saw other data.
+    print(f"rank {rank}: {len(net.buckets)} buckets; the weights are rank 0's: {torch.equal(mine, first)}")
 
 
 def start(rank: int, store: str) -> None:
