@@ -7,7 +7,7 @@ variable                       meaning
 ``MINDDP_WITHOUT``             names of companions, with commas between them, that are attached to no wrapper
 ``MINDDP_TRACE``               a path: the whole process is traced, as by :func:`minddp.trace`
 ``MINDDP_DESYNC_TIMEOUT``      seconds: ``desync_timeout`` of every wrapper that is given none (no such limit)
-``MINDDP_CHECK_COLLECTIVES``   ``0``: ``minddp.functional`` exchanges no headers before its collectives
+``MINDDP_CHECK_COLLECTIVES``   ``0``: ``minddp.functional`` compares no calls before its collectives
 ``MINDDP_ALWAYS_REDUCE``       ``1``: one rank alone goes through its process group too (tests, benchmarks)
 ``MINDDP_SHM_HOST_ID``         distinct from other machines' (read by ``csrc/shm``; tests)
 ``MINDDP_CUDA``                while building: ``0`` leaves CUDA out, ``1`` insists on it (``setup.py``)

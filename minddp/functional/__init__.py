@@ -17,13 +17,11 @@ What always holds
       a collective: every rank must reach it, if only with ``(y * 0).sum().backward()``. Likewise with
       ``create_graph=True`` for second derivatives: use ``create_graph`` on all ranks or on none.
     * Calls that do not fit together raise :class:`CollectiveError` on every rank; ``agreement.py`` says how,
-      what it costs (one small exchange a call) and how to leave it out (``MINDDP_CHECK_COLLECTIVES=0``).
+      what it costs (a maximum of four integers a call) and how to leave it out (``MINDDP_CHECK_COLLECTIVES=0``).
     * Under torch.compile a call is a graph break: it runs, eagerly; ``fullgraph=True`` refuses it.
       ``torch.func`` transforms (grad, vmap, jvp) and forward-mode tangents raise, on every rank.
 
 Reading order: ``linear.py`` (the derivation), ``collectives.py``, ``agreement.py``, ``control.py``, ``transport.py``.
-``gradcheck.py`` checks a program of your own by finite differences across ranks. May import from
-``ranks`` and ``environment`` only.
 """
 
 from .agreement import CollectiveError

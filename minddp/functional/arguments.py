@@ -20,7 +20,7 @@ from .agreement import Call, CollectiveError
 
 OPS = ("sum", "avg", "product", "min", "max")
 LOSSES = ("per_rank", "replicated")
-_MOST_ROWS = 2**62  # what travels in a header
+_MOST_ROWS = 2**62  # what travels as an int64
 
 
 def member(group: Any) -> Any:
@@ -71,6 +71,12 @@ def tensor(x: Any, group: Any, name: str = "x") -> Tensor:
             f"{name} is on {x.device}, which the group's backend {dist.get_backend(group)!r} cannot reach"
         )
     return x
+
+
+def announceable(x: Any, group: Any) -> None:
+    """Raises unless the other ranks can make a tensor like ``x`` (:meth:`~.agreement.Call.empty`)."""
+    if tensor(x, group).is_quantized:
+        raise TypeError(f"x, {x.dtype} on {x.device}, is of no kind that the other ranks can make a tensor of")
 
 
 def has_rows(x: Tensor) -> Tensor:

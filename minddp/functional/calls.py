@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .. import environment
 from . import agreement, arguments
-from .agreement import Call, CollectiveError, Header
+from .agreement import Call, CollectiveError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -57,12 +57,11 @@ def _tell_misuse(fn: Callable[..., Any], error: TypeError, args: Any, kwargs: An
                 settle(Call(fn.__name__, error=str(error)), arguments.member(groups[0] if groups else None))
 
 
-def settle(call: Call, group: Any, learns: bool = False) -> tuple[bool, list[Header]]:
-    """Whether gradients are needed on any rank, and everybody's header (none if checks are off and nothing is
-    to be learned from them)."""
+def settle(call: Call, group: Any, learns: bool = False) -> tuple[bool, list[Call]]:
+    """Whether gradients are needed on any rank, and everybody's call (none if checks are off and nothing is to be
+    learned from them)."""
     if learns or environment.check_collectives():
-        headers = agreement.agree(call, group)
-        return any(header.grad == agreement.REQUIRED for header in headers), headers
+        return agreement.agree(call, group)
     if call.error:
         raise CollectiveError(call.error)
     return call.grad == agreement.REQUIRED, []

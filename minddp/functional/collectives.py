@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import environment
 from . import agreement, arguments, control, linear, transport
-from .agreement import Call, CollectiveError, Header
+from .agreement import APART, EXPECTED, TOLD, Call
 from .calls import eager, settle
 
 
@@ -167,8 +167,8 @@ def all_gather(
     """
     group = arguments.member(group)
     call = arguments.checked("all_gather", lambda: _gathering(x, "all_gather", group, sizes=sizes, loss=loss))
-    needs_grad, headers = settle(call, group, learns=sizes is None)
-    rows = _rows(headers) if headers else call.rows
+    needs_grad, calls = settle(call, group, learns=sizes is None)
+    rows = call.rows or tuple(map(_rows_of, calls))
     mapping = (linear.GatherToReplica if loss == "replicated" else linear.Gather)(group, rows)
     return _parts(linear.apply(mapping, _as_rows(x), needs_grad), rows, x, concat)
 
@@ -209,8 +209,8 @@ def gather(
         return _gathering(x, "gather", group, root=root)
 
     call = arguments.checked("gather", build)
-    needs_grad, headers = settle(call, group, learns=True)
-    rows = _rows(headers)
+    needs_grad, calls = settle(call, group, learns=True)
+    rows = tuple(map(_rows_of, calls))
     result = linear.apply(_to_root(rows, call.root, group), _as_rows(x), needs_grad)
     at_root = dist.get_rank(group) == call.root
     return _parts(result, rows if at_root else (0,) * len(rows), x, concat)
@@ -252,13 +252,13 @@ def broadcast(
         if x is None and (dist.get_rank(group) == root or not environment.check_collectives()):
             raise ValueError("x is None on rank src; with MINDDP_CHECK_COLLECTIVES=0 no rank may pass None")
         if x is not None and dist.get_rank(group) == root:
-            agreement.require_announceable(arguments.tensor(x, group))
+            arguments.announceable(x, group)
         return _described(x, "broadcast", group, root=root, loss=arguments.loss_name(loss))
 
     call = arguments.checked("broadcast", build)
-    needs_grad, headers = settle(call, group)
+    needs_grad, calls = settle(call, group)
     mapping = (linear.RootToReplica if loss == "replicated" else linear.FromRoot)(group, call.root)
-    mine = agreement.empty_like_header(headers[call.root]) if x is None else x
+    mine = calls[call.root].empty() if x is None else x
     return linear.apply(mapping, mine, needs_grad)
 
 
@@ -295,19 +295,24 @@ def scatter(
         root = arguments.root_rank(src, global_src, group, "src")
         if dist.get_rank(group) == root:
             rows, counts = arguments.joined(x, group, splits)
-            agreement.require_announceable(rows)
-            return _described(rows, "scatter", group, root=root), (rows, counts)
+            arguments.announceable(rows, group)
+            first = TOLD if len(set(counts)) == 1 else APART
+            return _described(rows, "scatter", group, root=root, first=first), (rows, counts)
         if isinstance(x, Tensor):
             arguments.tensor(x, group)
         return _described(None, "scatter", group, root=root), (None, None)
 
     call, parsed = arguments.checked_with("scatter", build)
-    needs_grad, headers = settle(call, group, learns=True)
+    needs_grad, calls = settle(call, group, learns=True)
     rows, counts = parsed
+    announced, size = calls[call.root], len(calls)
     if dist.get_rank(group) != call.root:
-        rows = _no_rows(agreement.empty_like_header(headers[call.root]), x)
-    counts = control.ints_from_root(counts, call.root, group)
-    return linear.apply(_from_root(counts, call.root, group), rows, needs_grad)
+        rows, counts = _no_rows(announced.empty(), x), (0,) * size
+    if announced.first == TOLD:
+        receive = tuple(_rows_of(announced) // size if rank == call.root else 0 for rank in range(size))
+    else:
+        receive = control.exchange(counts, group)
+    return linear.apply(linear.Exchange(group, counts, receive), rows, needs_grad)
 
 
 @eager
@@ -341,13 +346,14 @@ def all_to_all(
     def build() -> tuple[Call, tuple[Any, Any, Any]]:
         rows, counts = arguments.joined(x, group, input_splits, "input_splits")
         wanted = arguments.output_counts(output_splits, group)
-        return _described(rows, "all_to_all", group, same_shape=False), (rows, counts, wanted)
+        first = EXPECTED if wanted else APART if uneven else TOLD
+        return _described(rows, "all_to_all", group, first=first), (rows, counts, wanted)
 
-    call, parsed = arguments.checked_with("all_to_all", build)
     uneven = input_splits is not None or not isinstance(x, Tensor)
-    needs_grad, headers = settle(call, group, learns=uneven and output_splits is None)
+    call, parsed = arguments.checked_with("all_to_all", build)
+    needs_grad, calls = settle(call, group, learns=uneven and output_splits is None)
     rows, send, wanted = parsed
-    receive = _received(send, wanted, group) if headers else (wanted or send)
+    receive = _received(send, wanted, calls, group) if calls else (wanted or send)
     result = linear.apply(linear.Exchange(group, send, receive), rows, needs_grad)
     return result if isinstance(x, Tensor) else list(result.split(receive))
 
@@ -358,7 +364,7 @@ def _described(x: Any, collective: str, group: Any, **options: Any) -> Call:
     x = arguments.tensor(x, group)
     return Call(
         collective,
-        dtype=x.dtype,
+        dtype=str(x.dtype),
         device=x.device.type,
         shape=tuple(x.shape),
         grad=arguments.grad_mode(x),
@@ -379,7 +385,7 @@ def _gathering(x: Any, collective: str, group: Any, sizes: Sequence[int] | None 
         raise ValueError(f"sizes={list(known)} does not give this rank its {rows} rows")
     if "loss" in options:
         arguments.loss_name(options["loss"])
-    return _described(x, collective, group, rows=known, same_shape=False, **options)
+    return _described(x, collective, group, rows=known, first=APART if known else TOLD, **options)
 
 
 def _no_rows(like: Tensor, x: Any) -> Tensor:
@@ -393,8 +399,8 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.reshape(1) if x.dim() == 0 else x
 
 
-def _rows(headers: Sequence[Header]) -> tuple[int, ...]:
-    return tuple(header.shape[0] if header.shape else 1 for header in headers)
+def _rows_of(call: Call) -> int:
+    return call.shape[0] if call.shape else 1
 
 
 def _parts(result: Tensor, rows: Sequence[int], x: Tensor, concat: bool) -> Any:
@@ -416,12 +422,6 @@ def _to_root(rows: Sequence[int], root: int, group: Any) -> linear.Exchange:
     return linear.Exchange(group, send, tuple(rows) if rank == root else (0,) * size)
 
 
-def _from_root(rows: Sequence[int], root: int, group: Any) -> linear.Exchange:
-    """Scatter as an exchange in which only the root sends."""
-    inverse = _to_root(rows, root, group)
-    return linear.Exchange(group, inverse.receive, inverse.send)
-
-
 def _reduced_share(rows: Tensor, op: str, counts: tuple[int, ...], group: Any, needs_grad: bool) -> Tensor:
     """This rank's part of the rows, reduced over the ranks by local, differentiable operations."""
     mine, size = counts[dist.get_rank(group)], len(counts)
@@ -433,17 +433,18 @@ def _reduced_share(rows: Tensor, op: str, counts: tuple[int, ...], group: Any, n
     return stacked.amin(0) if op == "min" else stacked.amax(0)
 
 
-def _received(send: Sequence[int], expected: Sequence[int] | None, group: Any) -> tuple[int, ...]:
+def _received(
+    send: Sequence[int], expected: Sequence[int] | None, calls: Sequence[Call], group: Any
+) -> tuple[int, ...]:
     """Rows that every rank sends to this one; raises on every rank if one expects anything else."""
-    size, rank = len(send), dist.get_rank(group)
-    row = [*send, *(expected if expected is not None else [-1] * size)]
-    table = control.all_gather_ints(row, group)
-    for receiver, line in enumerate(table):
-        sent = [table[sender][receiver] for sender in range(size)]
-        if line[size] >= 0 and line[size:] != sent:
-            raise CollectiveError(
-                f"minddp.functional.all_to_all: rank {receiver} of the group passes output_splits="
-                f"{line[size:]}, but ranks 0 to {size - 1} send it {sent} rows; without output_splits they "
-                "are learned"
-            )
-    return tuple(table[sender][rank] for sender in range(size))
+    if all(call.first == TOLD for call in calls):
+        return tuple(_rows_of(call) // len(calls) for call in calls)
+    receive, error = control.exchange(send, group), ""
+    if expected is not None and receive != tuple(expected):
+        error = (
+            f"all_to_all: rank {dist.get_rank(group)} of the group passes output_splits={list(expected)}, but "
+            f"ranks 0 to {len(calls) - 1} send it {list(receive)} rows; without output_splits they are learned"
+        )
+    if any(call.first == EXPECTED for call in calls):
+        agreement.agree(Call("all_to_all", error=error), group)
+    return receive

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from minddp import functional as F
-from minddp.functional import gradcheck
 from minddp.testing import run_ranks
+from tests.functional import gradcheck
 
 pytestmark = pytest.mark.cuda
 

@@ -1,16 +1,17 @@
 """Bad input: the same error on every rank, within seconds, and a group that still works afterwards."""
 
 import re
+import types
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
 
-from minddp import DistributedDataParallel
+from minddp import DistributedDataParallel, messages
 from minddp import functional as F
 from minddp.functional import control
-from minddp.functional.agreement import Header, disagreement, message
+from minddp.functional.agreement import Call, agree, message
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 
@@ -230,6 +231,26 @@ def test_a_rank_outside_the_group_is_told_so(rank, size):
         assert outside in _error_of(lambda: F.all_reduce(x, group=group))
 
 
+@on_ranks(2, 3)
+def test_calls_that_are_alike_gather_nothing(rank, size):
+    """What a rank is told then does not grow with the number of ranks: a digest, and counts of rows of its own."""
+    x = torch.ones(size, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "gather_objects", lambda value, group: pytest.fail(f"gathered {value}"))
+        F.all_reduce(x.requires_grad_(rank == 0))
+        F.all_gather(x)
+        F.all_gather(torch.ones(rank, 2), sizes=range(size))
+        F.gather(x, 1)
+        F.reduce_scatter(x, splits=[0] * (size - 1) + [size])
+        F.broadcast(x, 1)
+        F.all_to_all(x)
+        assert F.all_to_all(torch.full((rank + 1, 2), rank), [0] * (size - 1) + [rank + 1]).shape[0] == (
+            size * (size + 1) // 2 if rank == size - 1 else 0
+        )
+        F.all_to_all(x, [1] * size, [1] * size)
+        F.all_reduce(x, loss="replicated").sum().backward()
+
+
 def _error_of(program):
     with pytest.raises(F.CollectiveError) as caught:
         program()
@@ -285,8 +306,19 @@ def test_torchs_debug_mode_names_a_wrong_order(rank, size, program):
     dist.set_debug_level(before)  # the next test's class of torch would look for a group's wrapper that is not there
 
 
-def test_another_librarys_bytes_are_recognized():
-    assert "another library" in disagreement([Header.decode([7] * 11 + [0] * 16)])
+@on_ranks(2)
+def test_another_librarys_bytes_are_recognized(rank, size):
+    """Other numbers in the place of a digest, then what is no call, or no JSON, in the place of a call."""
+    for bytes_of_another in (b"[7]", b"\xff\x00"):
+        if rank == 0:
+            with pytest.raises(F.CollectiveError, match="another library's collective"):
+                agree(Call("all_reduce"), dist.group.WORLD)
+        else:
+            dist.all_reduce(torch.tensor([7, 7, 0, 0]), dist.ReduceOp.MAX)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(messages.json, "dumps", lambda value: types.SimpleNamespace(encode=lambda: value))
+                patch.setattr(messages.json, "loads", lambda data: data)
+                messages.gather_objects(bytes_of_another, dist.group.WORLD)
 
 
 def test_the_text_puts_ranks_that_say_the_same_together():

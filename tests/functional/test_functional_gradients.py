@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from minddp import functional as F
-from minddp.functional import gradcheck
 from minddp.testing import run_ranks
+from tests.functional import gradcheck
 from tests.on_ranks import on_ranks
 
 # Three ranks run without the headers, two with them: gradients may not depend on that.

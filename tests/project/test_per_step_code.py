@@ -31,11 +31,11 @@ ALLOWED = {
         "_require_two_values",
         "item",
     ): "read only where a rank has at most one value per channel",
-    ("functional/control.py", "all_gather_ints", "tolist"): "of a tensor on the CPU, as it travels",
-    ("functional/control.py", "ints_from_root", "tolist"): "of a tensor on the CPU, as it travels",
-    ("functional/agreement.py", "_raise_together", "tolist"): "of an array.array, on the way to an error",
+    ("functional/control.py", "compare", "tolist"): "of a tensor on the CPU, as it travels",
+    ("functional/control.py", "exchange", "tolist"): "of a tensor on the CPU, as it travels",
+    ("functional/control.py", "compare", "tensor"): "on the CPU, whatever the default device is",
+    ("functional/control.py", "exchange", "tensor"): "as above",
     ("functional/agreement.py", "require_replicated", "tolist"): "a check that can be turned off; it says so",
-    ("functional/agreement.py", "require_replicated", "cpu"): "as above",
 }
 READS = {"item", "tolist", "cpu", "numpy"}
 MAKES = {"new_tensor"}

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..messages import gather_objects
-from .arguments import member
+from minddp.functional.arguments import member
+from minddp.messages import gather_objects
 
 __all__ = ["analytic_gradient", "check", "numerical_gradient"]
 
