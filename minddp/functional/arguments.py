@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..functions import group_of
 from . import agreement, control, linear
 from .agreement import Call, CollectiveError
 
@@ -27,8 +28,10 @@ def member(group: Any) -> Any:
     """The process group, the default one for None; raises where this process is not in it."""
     if not dist.is_available() or not dist.is_initialized():
         raise CollectiveError("minddp.functional needs a process group: call torch.distributed.init_process_group")
-    group = dist.group.WORLD if group is None else group
-    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+    inside = group is not dist.GroupMember.NON_GROUP_MEMBER
+    if inside:
+        group = group_of(group, "minddp.functional", "group")
+    if not inside or dist.get_rank(group) < 0:
         raise CollectiveError(
             f"rank {dist.get_rank()} (of the default group) is outside the group of this collective; "
             "only the members of a group may call it"

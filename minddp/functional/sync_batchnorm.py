@@ -34,6 +34,7 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
+from ..functions import group_of, module_of
 from ..messages import CommunicatesInForward, gather_objects, wait_for, work_on
 from . import all_reduce
 from .transport import gather_rows
@@ -275,6 +276,12 @@ def _require_two_values(x: Tensor, count: Tensor, group: Any) -> None:
         )
 
 
+def _given(group: Any, function: str) -> Any:
+    """``group``; raises if it is neither a process group nor None, nor what a rank outside of one gets for it."""
+    unused = group is None or group is dist.GroupMember.NON_GROUP_MEMBER  # on this rank: forward says so
+    return group if unused else group_of(group, function)
+
+
 class SyncBatchNorm(_BatchNorm, CommunicatesInForward):
     """Batch normalization whose training statistics cover the batches of all ranks.
 
@@ -302,6 +309,7 @@ class SyncBatchNorm(_BatchNorm, CommunicatesInForward):
         bias: False for an affine layer that has no shift.
 
     Raises:
+        TypeError: ``process_group`` is no process group.
         ValueError: from forward, if the input has less than two dimensions, another number of channels
             than ``num_features``, or no floating-point dtype; if the group does not include this rank; and
             on all ranks together, if the group's batch has only one value per channel, or if at a layer's
@@ -324,7 +332,7 @@ class SyncBatchNorm(_BatchNorm, CommunicatesInForward):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         if affine and not bias:  # torch before 2.12 has no such argument
             self.register_parameter("bias", None)
-        self.process_group = process_group
+        self.process_group = _given(process_group, "SyncBatchNorm")
 
     def reset_parameters(self) -> None:
         """Scale 1, shift 0, running statistics as at the start."""
@@ -411,14 +419,15 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
         ``module``; or the new layer, when ``module`` itself is a batch-norm layer.
 
     Raises:
+        TypeError: ``module`` is no module, or ``process_group`` no process group.
         ValueError: for a lazy layer that has not seen an input yet, for a parametrized one, and for a
             subclass with a forward of its own, which the conversion would drop (as an activation fused
             into it). Nothing is changed then.
     """
-    for name, layer in module.named_modules():
+    for name, layer in module_of(module, "convert_sync_batchnorm").named_modules():
         if isinstance(layer, _BatchNorm):
             _require_convertible(name, layer)
-    return _convert(module, process_group, {})
+    return _convert(module, _given(process_group, "convert_sync_batchnorm"), {})
 
 
 def _require_convertible(name: str, layer: _BatchNorm) -> None:

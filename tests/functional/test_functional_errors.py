@@ -221,6 +221,19 @@ def test_forward_mode_and_transforms_raise_instead_of_losing_derivatives(rank, s
 
 
 @on_ranks(2)
+def test_what_is_no_group_is_named(rank, size):
+    destroyed = dist.new_group()
+    dist.destroy_process_group(destroyed)
+    for group, error, text in [
+        (torch.ones(1), TypeError, "minddp.functional: group must be a torch.distributed.ProcessGroup, .* tensor"),
+        ("gloo", TypeError, "minddp.functional: group must be .* 'gloo'"),
+        (destroyed, RuntimeError, "minddp.functional: group .* was destroyed"),
+    ]:
+        with pytest.raises(error, match=text):
+            F.all_reduce(torch.ones(1), group=group)
+
+
+@on_ranks(2)
 def test_a_rank_outside_the_group_is_told_so(rank, size):
     group = dist.new_group([0])
     x = torch.ones(1)

@@ -5,10 +5,18 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
 
 from minddp.functional.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+
+
+class OwnGroup(dist.ProcessGroup):
+    """A group whose class is in Python: torch's tables need not hold it."""
+
+
+A_GROUP = OwnGroup(0, 1)
 
 
 class Twice(nn.Module):
@@ -30,7 +38,7 @@ def test_conversion_keeps_what_the_layer_had():
     handle = layer.register_forward_hook(lambda module, args, out: calls.append(type(module)))
     layer.register_full_backward_hook(lambda module, grad_in, grad_out: calls.append("backward"))
     layer.eval()
-    new = convert_sync_batchnorm(layer, process_group="a group")
+    new = convert_sync_batchnorm(layer, process_group=A_GROUP)
     assert type(new) is SyncBatchNorm
     assert (new.eps, new.momentum, new.qconfig, new.note, new.training) == (
         1e-3,
@@ -39,7 +47,7 @@ def test_conversion_keeps_what_the_layer_had():
         "mine",
         False,
     )
-    assert new.process_group == "a group"
+    assert new.process_group is A_GROUP
     assert not hasattr(layer, "process_group")
     assert new.weight is layer.weight
     assert new.running_var is layer.running_var
@@ -60,9 +68,9 @@ def test_conversion_of_a_tree():
     assert model.child[2].weight is None
     assert list(model.state_dict()) == names
     assert isinstance(SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2)), SyncBatchNorm)
-    again = convert_sync_batchnorm(nn.Sequential(nn.SyncBatchNorm(2), SyncBatchNorm(2)), "g")
+    again = convert_sync_batchnorm(nn.Sequential(nn.SyncBatchNorm(2), SyncBatchNorm(2)), A_GROUP)
     assert [type(layer) for layer in again] == [SyncBatchNorm] * 2
-    assert [layer.process_group for layer in again] == ["g", "g"]
+    assert [layer.process_group for layer in again] == [A_GROUP, A_GROUP]
 
 
 class Activated(nn.BatchNorm1d):
@@ -89,6 +97,19 @@ def test_conversion_refuses_what_it_would_break():
     lazy = nn.LazyBatchNorm1d()
     lazy(torch.randn(2, 3))
     assert isinstance(convert_sync_batchnorm(lazy), SyncBatchNorm)
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: convert_sync_batchnorm(None), "convert_sync_batchnorm: module must be .* got NoneType"),
+        (lambda: convert_sync_batchnorm(nn.BatchNorm1d(2), 3), "convert_sync_batchnorm: process_group must .* got 3"),
+        (lambda: SyncBatchNorm(2, process_group=3), "SyncBatchNorm: process_group must be .* got 3"),
+    ],
+)
+def test_what_is_no_module_or_group_is_named(call, text):
+    with pytest.raises(TypeError, match=text):
+        call()
 
 
 def test_state_dicts_load_both_ways():
