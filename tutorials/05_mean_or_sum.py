@@ -324,9 +324,63 @@ def how_large_a_batch() -> None:
     assert abs(estimated / exact - 1) < 0.2
 
 
+# %% [markdown]
+# ## Unequal numbers of micro-batches
+#
+# Packed sequences, images and rollouts give ranks different numbers of micro-batches in a step. Nothing has to be
+# padded, and no number has to be agreed on. Each rank runs its own forwards and backwards under `no_sync()`, and the
+# last one outside. The ranks communicate in that one alone. `reduction="weighted"` divides by the rows of all ranks.
+#
+# A rank that has no batch at all in a step runs an empty one, with the weight 0. It sends zeros, and steps as the
+# others do.
+
+# %%
+
+COUNTS = ((3, 5, 1), (1, 2, 4), (2, 0, 6))  # micro-batches of three ranks, in each step
+
+
+def micro_batches(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Each has 1 to 7 rows."""
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    rows = [int(torch.randint(1, 8, (1,), generator=draw)) for _ in range(COUNTS[step][rank])]
+    drawn = [torch.randn(count, 6, generator=draw) for count in rows]
+    return [(x, x.exp().sum(1, keepdim=True)) for x in drawn]
+
+
+def train_unevenly(rank: int, world_size: int) -> list[Tensor]:
+    """This rank's gradients in each step."""
+    net, found = minddp.DistributedDataParallel(make_model(), reduction="weighted"), []
+    for step in range(len(COUNTS)):
+        net.zero_grad()
+        *local, last = micro_batches(step, rank) or [(torch.empty(0, 6), torch.empty(0, 1))]
+        with net.no_sync():
+            for x, target in local:
+                minddp.add_weight(net, len(x))
+                F.mse_loss(net(x), target, reduction="sum").backward()
+        x, target = last
+        minddp.add_weight(net, len(x))
+        F.mse_loss(net(x), target, reduction="sum").backward()  # here the ranks communicate, once
+        found.append(gradient(net))
+    return found
+
+
+def unequal_numbers() -> None:
+    print("\n7. Unequal numbers of micro-batches")
+    ranks = run_ranks(train_unevenly, 3)
+    for step, counts in enumerate(COUNTS):
+        whole = [pair for rank in range(3) for pair in micro_batches(step, rank)]
+        x, target = (torch.cat(parts) for parts in zip(*whole, strict=True))
+        model = make_model()
+        F.mse_loss(model(x), target).backward()
+        assert all(torch.equal(rank[step], ranks[0][step]) for rank in ranks)
+        assert equal_up_to_rounding(ranks[0][step], gradient(model))
+        print(f"   step {step}, {counts} micro-batches: the gradient of one process with all {len(x)} rows")
+
+
 if __name__ == "__main__":
     uneven_shares(mean_and_sum())
     where_to_divide()
     passes_over_memory()
     equivalence()
     how_large_a_batch()
+    unequal_numbers()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Variable
 
 
@@ -125,9 +125,12 @@ class MiniDDP(nn.Module):
 
 
 def assign(parameters: list[nn.Parameter], cap_bytes: float) -> list[list[nn.Parameter]]:
-    """Buckets in the order in which they leave. The last layer's gradients come first, so what is left over leaves first:
-    buckets are filled from the first parameter on, and a bucket is closed when it has reached the cap. It then still
-    takes what is small, such as the next layer's bias, which would be the last one to arrive in a bucket of its own."""
+    """Buckets in the order in which they leave.
+
+    They are filled from the first parameter on, whose gradient comes last, so what is left over leaves first. A
+    bucket is closed when it has reached the cap. It then still takes what is small, such as the bias of the same
+    layer: in the next bucket it would be the last gradient to come.
+    """
     buckets: list[list[nn.Parameter]] = []
     size, room = cap_bytes, 0.0
     for parameter in parameters:

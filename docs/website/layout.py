@@ -20,6 +20,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "gaps": "docs/gaps.md",
         "arguments": "docs/arguments.md",
         "wrapper": "docs/wrapper.md",
+        "uneven": "docs/uneven.md",
         "owned": "docs/owned.md",
         "launching": "docs/launching.md",
         "gpus": "docs/gpus.md",

@@ -1,4 +1,4 @@
-"""The two classes of tutorials/mini_ddp.py have the gradients of the real one, bit for bit, and MiniDDP its buckets."""
+"""tutorials/mini_ddp.py: both classes have the gradients of the real one, bit for bit, and MiniDDP its buckets."""
 
 from __future__ import annotations
 
