@@ -193,7 +193,8 @@ CHECK_CUDA = import minddp; print(minddp.__config__()); \
 
 check-cuda:
 ifeq ($(NVCC),)
-	@echo "check-cuda: skipped, there is no nvcc on PATH or in /usr/local/cuda/bin"
+	@echo "check-cuda: $(if $(filter true,$(CI)),failed,skipped), there is no nvcc on PATH or in /usr/local/cuda/bin"
+	@$(if $(filter true,$(CI)),false)
 else
 	$(MAKE) $(CUDA_BUILD)/.built
 	@echo "Registers of each kernel:" && grep -E "ptxas info *: Used [0-9]+ registers" $(CUDA_BUILD)/ptxas.txt | sort | uniq -c

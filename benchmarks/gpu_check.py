@@ -4,7 +4,7 @@
     python benchmarks/gpu_check.py --plan            # what each call does, how long it may take, what it leaves
     python benchmarks/gpu_check.py A --results OUT   # or: make gpu-check ARGS="A --results OUT"
     python benchmarks/gpu_check.py B --results OUT2 --carry OUT
-    python benchmarks/gpu_check.py C --cpu-half      # what can be tried of it without a GPU
+    python benchmarks/gpu_check.py D E --dry         # what can be tried of them on the CPU; CI does
 
 A  every mode beside a group that ends late, the kernel's tests, also under compute-sanitizer, the reducer's tests
 B  late collectives, memory, what a step launches and waits for, graphs, SyncBatchNorm, functional, GradScaler
@@ -24,10 +24,12 @@ machine with a network:
 What lies there is found by all that a call starts. A call leaves one folder of at most 8 files (``--results``): a
 table, its numbers by part with the digest of the sources, the extension with its record, and in call C traces of a
 step. ``--carry`` is such a folder of a call before: its extension is taken where there is none, and what it has
-passed is not done again.
+passed is not done again. What goes to benchmarks/results names its commit: a changed tree is refused there, and a
+copy without git needs ``--commit``.
 
-Each part is a process of its own with a limit of its own: one that fails or hangs ends no other. ``--again`` does
-again what has passed. Nothing of minddp is imported here: it need not be built yet.
+Each part is a process of its own with a limit of its own: one that fails or hangs ends no other. It says first what
+it does. When its time is up, or the call is ended, what it has found stays; where the end is sudden, in a file
+``-unfinished.json``. ``--again`` does again what has passed. Nothing of minddp is imported: it need not be built.
 """
 
 from __future__ import annotations
@@ -50,8 +52,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import provenance
+from provenance import RESULTS, ROOT
+
 TOOLS = ROOT / "build" / "gpu-tools"
 PACKAGE = ROOT / "minddp"
 CALL_SECONDS = {"A": 480, "B": 480, "C": 480, "D": 300, "E": 270}
@@ -70,6 +75,7 @@ class Part:
         command: pytest's arguments, or the name of a measurement of ``gpu_measure.py``.
         tool: what runs it; "ranks": a program of `benchmarks/nccl`, whose output is shown as it comes.
         on_cpu: whether it makes sense without a GPU.
+        dry: further arguments there.
         files: what it leaves beside the table and the numbers.
         beside_build: whether it needs no extension, and runs while that is built.
     """
@@ -79,12 +85,13 @@ class Part:
     command: tuple[str, ...]
     tool: str = "pytest"
     on_cpu: bool = False
+    dry: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     beside_build: bool = False
 
 
 BUILT = ("_*.so", "_build.json")
-BUILD = Part("the extension with CUDA, where it is not current", 200, ("build",), "measure", True, BUILT)
+BUILD = Part("the extension with CUDA, where it is not current", 200, ("build",), "measure", True, files=BUILT)
 TRACES = tuple(f"trace-{variant}.json.gz" for variant in ("torch", "minddp", "minddp-views"))
 KERNEL = "tests/cuda/test_cuda_scaled_copy.py"
 BLOCKS = "tests/cuda/test_cuda_quantization.py"
@@ -92,11 +99,16 @@ FEW = (KERNEL, BLOCKS, "-k", "gpu and (in_place or special or complex or bits)",
 SYNC_BATCH_NORM = "tests/sync_batchnorm/test_sync_batchnorm.py::test_equals_batch_norm_over_the_whole_batch"
 STEPS = "tests/cuda/test_cuda_steps.py"
 CONTROL = ("many", "control")
-CONFORM = ("--jobs", "4", "--first", "no_sync|static|uneven_inputs|comm_hook|unused|SyncBatch|buffers|get_future")
+STOP = threading.Event()  # this process is to end
 
 
 def _ranks(what: str, seconds: int, *command: str) -> Part:
     return Part(what, seconds, command, "ranks", on_cpu=True, beside_build=command == CONTROL)
+
+
+def _conform(impl: str) -> Part:
+    what = f"PyTorch's tests with {impl}'s class, the most telling first"
+    return Part(what, 70, ("conform", "--impl", impl, "--jobs", "4"), "ranks", on_cpu=True, dry=("--telling",))
 
 
 CALLS: dict[str, dict[str, Part]] = {
@@ -122,7 +134,7 @@ CALLS: dict[str, dict[str, Part]] = {
     "C": {
         "build": BUILD,
         "many-small": Part("what 400 small parameters cost, beside torch", 80, ("many-small",), "measure", True),
-        "traces": Part("a step of GPT-2, as Chrome traces", 40, ("traces",), "measure", False, TRACES),
+        "traces": Part("a step of GPT-2, as Chrome traces", 40, ("traces",), "measure", files=TRACES),
         "resnet50": Part("ResNet-50, 256 images of 224 px, AMP", 60, ("resnet50-224",), "measure"),
         "gpt2": Part("GPT-2, 8 x 1,024 tokens", 60, ("gpt2-1024",), "measure"),
         "7B layers": Part("four layers as those of a 7B model", 110, ("layers-7b",), "measure"),
@@ -141,8 +153,8 @@ CALLS: dict[str, dict[str, Part]] = {
         "build": BUILD,
         "4 ranks": _ranks("same program, same numbers", 75, "many", "cases", "--ranks", "4"),
         "profile": _ranks("what of a step runs beside NCCL", 45, "many", "profile"),
-        "torch": _ranks("PyTorch's tests, torch's class", 70, "conform", "--impl", "torch", *CONFORM),
-        "minddp": _ranks("PyTorch's tests, minddp", 70, "conform", "--impl", "minddp", *CONFORM),
+        "torch": _conform("torch"),
+        "minddp": _conform("minddp"),
     },
 }
 
@@ -217,21 +229,25 @@ def run_part(part: Part, device: str, seconds: float, output: Path, way: str = "
     environment = environment_of(part)
     with tempfile.TemporaryDirectory(prefix="minddp-gpu-check-") as folder:
         answer = Path(folder) / "answer.json"
+        if part.tool == "ranks":  # it has what was found so far, and outlives this process
+            answer = output.with_name(f"{output.stem}-unfinished.json")
+            answer.unlink(missing_ok=True)
         command = _command(part, device, answer, output.parent)
         if part.tool == "ranks":
             command += ["--limit", f"{max(10, seconds - 8):.0f}", *(["--way", way] if way else [])]
         begin = time.monotonic()
-        code, output = _run(command, environment, seconds, show=part.tool == "ranks")
+        code, told = _run(command, environment, seconds, show=part.tool == "ranks")
         result: dict[str, Any] = {"ok": code == 0, "seconds": round(time.monotonic() - begin, 1)}
         if code is None:
-            result["error"] = f"killed after {seconds:.0f} s"
+            result["error"] = "stopped" if STOP.is_set() else f"killed after {seconds:.0f} s"
         elif code != 0:
-            result["error"] = output[-3000:]
+            result["error"] = told[-3000:]
         if answer.exists():
             result["measured"] = json.loads(answer.read_text())
+            answer.unlink()
         elif part.tool not in ("measure", "ranks"):
-            result["closing"] = closing(output)
-            result["failed"] = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+            result["closing"] = closing(told)
+            result["failed"] = re.findall(r"^(?:FAILED|ERROR) (\S+)", told, re.MULTILINE)
             if " passed" not in result["closing"]:  # all skipped is nothing proven
                 result["ok"] = False
         return result
@@ -252,7 +268,8 @@ def _command(part: Part, device: str, answer: Path, folder: Path) -> list[str]:
     if part.tool == "ranks":
         script, *arguments = part.command
         path = str(ROOT / "benchmarks" / "nccl" / f"{script}.py")
-        return [sys.executable, path, *arguments, "--device", device, "--output", str(answer)]
+        dry = part.dry if device == "cpu" else ()
+        return [sys.executable, path, *arguments, *dry, "--device", device, "--output", str(answer)]
     tests = [sys.executable, "-m", "pytest", "-rf", "--tb=short", *part.command]
     if part.tool == "pytest":
         return tests
@@ -278,12 +295,10 @@ def _run(
         shown = threading.Thread(target=_show, args=(process.stdout, output))
         shown.start()
         try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-            process.terminate()  # what starts ranks in sessions of their own ends them
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
+            if (code := _wait(process, seconds)) is None:
+                process.terminate()  # what starts ranks in sessions of their own ends them
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # ranks that outlived it
@@ -291,6 +306,14 @@ def _run(
             shown.join()
         output.seek(0)
         return code, output.read()
+
+
+def _wait(process: subprocess.Popen[str], seconds: float) -> int | None:
+    """Its exit code; None where the time is up, or this process is to end."""
+    deadline = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline and not STOP.wait(0.05):
+        pass
+    return process.poll()
 
 
 def _show(lines: IO[str] | None, output: IO[str]) -> None:
@@ -319,10 +342,12 @@ def passed_before(output: Path, carry: Path | None, now: str, device: str) -> di
     return None
 
 
-def run_call(call: str, gpu: str, output: Path, again: bool, carry: Path | None = None, gpus: int = 1) -> bool:
+def run_call(
+    call: str, gpu: str, output: Path, again: bool, carry: Path | None = None, gpus: int = 1, commit: str = ""
+) -> bool:
     """Runs what has not passed; writes after each part. Whether all passed.
 
-    ``gpu``: its name, with torch's release, or empty; ``gpus``: how many there are.
+    ``gpu``: its name, with torch's release, or empty; ``gpus``: how many there are; ``commit``: that of the sources.
     """
     device = "cuda" if gpu else "cpu"
     take_build(carry)
@@ -330,11 +355,12 @@ def run_call(call: str, gpu: str, output: Path, again: bool, carry: Path | None 
     parts = {name: part for name, part in parts_of(call).items() if device == "cuda" or part.on_cpu}
     ranks = 0 if call in CALLS else int(call.removesuffix("ranks"))
     if device == "cpu" and any(part.tool == "ranks" for part in parts.values()) and list(PACKAGE.glob("_*.so")):
-        del parts["build"]  # `make` has built it, and others may be using it
+        parts.pop("build", None)  # `make` has built it, and others may be using it
     result: dict[str, Any] = {"benchmark": "gpu_check", "call": call, "device": device, "parts": {}}
     result |= {"gpu": gpu, "where": where(ranks, gpu, gpus), "sources": sources()}
+    result["commit"] = commit
     if not again:
-        result = passed_before(output, carry, result["sources"], device) or result
+        result = {**(passed_before(output, carry, result["sources"], device) or result), "commit": commit}
     print(heading(result), flush=True)
     patience = 1 if device == "cuda" else CPU_PATIENCE
     deadline = time.monotonic() + CALL_SECONDS.get(call, RANKS_SECONDS) * patience
@@ -350,10 +376,10 @@ def run_call(call: str, gpu: str, output: Path, again: bool, carry: Path | None 
             print(f"{call} {name}: passed before")
             continue
         left = min(part.seconds * patience, deadline - time.monotonic())
-        if left < 5:
+        if left < 5 or STOP.is_set():
             print(f"{call} {name}: no time left; call {call} once more")
             continue
-        print(f"{call} {name}, at most {left:.0f} s …", flush=True)
+        print(f"{call} {name}: {part.what}; at most {left:.0f} s …", flush=True)
         done = early[name].result() if name in early else run_part(part, device, left, output, way)
         result["parts"][name] = {**done, "sources": result["sources"]}
         way = way_found(output.parent, carry, result) if part.command == CONTROL else way
@@ -385,7 +411,7 @@ def where(ranks: int, gpu: str, gpus: int) -> str:
 
 
 def heading(result: dict[str, Any]) -> str:
-    return f"gpu-check {result['call']} on {result['where']}"
+    return f"gpu-check {result['call']} on {result['where']}, commit {result.get('commit') or 'unknown'}"
 
 
 def way_found(folder: Path, carry: Path | None, result: dict[str, Any] | None = None) -> str:
@@ -416,7 +442,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, metavar="N", help="N ranks beside torch's class")
     parser.add_argument("--plan", action="store_true", help="say what each call does, and end")
     parser.add_argument("--again", action="store_true", help="also what has passed")
-    parser.add_argument("--cpu-half", action="store_true", help="on the CPU, also where there is a GPU")
+    parser.add_argument("--dry", action="store_true", help="on the CPU, also where there is a GPU")
+    parser.add_argument("--commit", default="", help="that of the sources, where no git can say it")
     parser.add_argument("--results", type=Path, help="folder for all that it leaves (on a GPU: benchmarks/results)")
     parser.add_argument("--carry", type=Path, help="the folder that a call before has left")
     return parser.parse_args(argv)
@@ -441,13 +468,18 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.plan:
         print(plan())
         return 0
-    gpu, gpus = ("", 0) if arguments.cpu_half else gpus_here()
+    gpu, gpus = ("", 0) if arguments.dry else gpus_here()
     folder = arguments.results
     if folder is None:
         folder = RESULTS if gpu else Path(tempfile.mkdtemp(prefix="minddp-gpu-check-"))
+    if why := provenance.why_not(folder, arguments.commit):
+        print(f"gpu-check: {why} (--results)", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: STOP.set())  # parts leave what they have
+    commit = provenance.commit() or arguments.commit
     calls = arguments.calls or ([] if arguments.ranks else list(CALLS))
     outcomes = [
-        run_call(call, gpu, folder / f"gpu-check-{call.lower()}.json", arguments.again, arguments.carry, gpus)
+        run_call(call, gpu, folder / f"gpu-check-{call.lower()}.json", arguments.again, arguments.carry, gpus, commit)
         for call in [*calls, *([f"{arguments.ranks}ranks"] if arguments.ranks else [])]
     ]
     shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder.name

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import platform
 import random
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +26,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+import provenance  # noqa: E402
 from links import Endpoint, LinkError, ShapedNetwork, enter  # noqa: E402
+from provenance import RESULTS  # noqa: E402
 
 from minddp.testing import RankError, RankPool  # noqa: E402
 
@@ -38,7 +38,6 @@ __all__ = [
     "write_json", "write_text",
 ]  # fmt: skip
 
-RESULTS = Path(__file__).resolve().parent / "results"
 ENGINES = ("gloo", "nccl", "shm")
 # For glibc in the ranks: keep freed memory. By default large blocks go back to the kernel, and come again page by
 # page: some 30 ms for 64 MB in one step, nothing in the next, as the heap happens to lie.
@@ -212,16 +211,11 @@ def rounds(variants: Sequence[Any], count: int, seed: int = 0) -> list[list[Any]
 # ---- result files
 
 
-@functools.cache
 def version() -> str:
     """minddp's, and the commit, in a clone."""
     import minddp
 
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
-    with contextlib.suppress(OSError):
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        return f"{minddp.__version__} {commit}".strip()
-    return str(minddp.__version__)
+    return f"{minddp.__version__} {provenance.commit()}".strip()
 
 
 def machine() -> dict[str, Any]:
@@ -249,7 +243,12 @@ def machine() -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes the whole file or nothing: readers never see half of it."""
+    """Writes the whole file or nothing: readers never see half of it.
+
+    Raises:
+        BenchmarkError: a result of a changed tree would go to ``benchmarks/results``.
+    """
+    _check(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -257,6 +256,11 @@ def write_text(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _check(path: Path) -> None:
+    if why := provenance.why_not(path):
+        raise BenchmarkError(why)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -275,9 +279,20 @@ def read_json(path: Path) -> Any:
 # ---- command line
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """It refuses ``--output`` at once where :func:`write_text` would do so after the measurement."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        options, rest = super().parse_known_args(*args, **kwargs)
+        for path in (getattr(options, name, None) for name in ("output", "out")):
+            if isinstance(path, Path):
+                _check(path)
+        return options, rest
+
+
+def parser(description: str | None) -> Parser:
     """A parser that shows a module's docstring as it is written."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def command() -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank import CUDA, DEVICE, RANK, WORLD
+from here import CUDA, DEVICE, RANK, WORLD
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -649,7 +649,3 @@ def mismatch() -> tuple[bool, str]:
         dist.all_reduce(x)
         return float(x) == WORLD, str(error).splitlines()[0][:120]
     return False, "no error"
-
-
-if CUDA:
-    import device_cases  # noqa: F401 - adds its cases

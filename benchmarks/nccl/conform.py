@@ -7,24 +7,29 @@
 The tests are those of the installed torch that `tests/conformance` lists for two ranks. It forks ranks from a process
 that has imported the tests and has not touched CUDA. A ``TorchFunctionMode`` in each rank maps the device of whatever
 torch function is called; the names of ``torch.cuda`` that take an index are rebound.
+
+Each answer is printed, and stands in ``--output``, as soon as it is there. Those that tell most (:data:`TELLING`)
+begin, and the others follow by the seconds that they take. ``--limit`` counts from the start of the process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
+import signal
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from world import COMMON, ROOT, WAYS, environment, without_places
+from world import BEGAN, COMMON, ROOT, WAYS, Told, environment, without_places
 
 sys.path.insert(0, str(ROOT))
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that asking for GPUs does not touch CUDA before the fork
@@ -37,6 +42,16 @@ from tests.conformance import cases, cpu_for_cuda, zygote
 
 Answer = dict[str, Any]
 WORLD_SIZE = 2
+
+# One test for each thing that a card may do otherwise than the CPU, in the order in which one wants to know it.
+TELLING = (
+    "grads_same_across_ranks_with_no_sync", "accumulate_gradients_no_sync", "ddp_hook_parity_allreduce",
+    "skip_all_reduce_unused_parameters", "accumulate_gradients_no_sync_allreduce_with_then_hook",
+    "ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none", "ddp_broadcast_buffer",
+    "ddp_join_model_equivalence", "ddp_shared_grad_acc_unused_params", "ddp_hook_parity_powerSGD",
+    "ddp_model_diff_num_params_across_ranks", "ddp_python_error_logged",
+    "DistributedDataParallel_with_amp_and_grad_is_view",
+)  # fmt: skip
 
 
 def is_index(value: Any) -> bool:
@@ -145,33 +160,76 @@ def test_class_for(options: argparse.Namespace) -> Any:
     return test_class
 
 
-def run_all(test_class: Any, names: list[str], options: argparse.Namespace) -> list[Answer]:
-    """As many as the limit allows, ``--jobs`` at a time, each job in a process of its own."""
-    began, workers = time.monotonic(), []
+def in_order(found: list[cases.Case]) -> list[str]:
+    """Names: :data:`TELLING` in its order, then the quick ones before the slow ones."""
+    ranks = {f"test_{name}": rank for rank, name in enumerate(TELLING)}
+    return [case.name for case in sorted(found, key=lambda case: (ranks.get(case.name, len(ranks)), case.seconds))]
+
+
+def run_all(
+    test_class: Any,
+    names: list[str],
+    options: argparse.Namespace,
+    take: Callable[[Answer], None],
+    stopped: Callable[[], None],
+) -> None:
+    """As many as the limit allows, ``--jobs`` at a time; ``take`` gets each answer as it comes.
+
+    SIGTERM ends all that it has started, calls ``stopped``, and exits with 124.
+    """
     zygote.test_class = test_class
+    forks, pipes = multiprocessing.get_context("fork"), []
+    jobs: list[Any] = []
+    stop = threading.Event()
+    following = forks.Value("i")
+    for _ in range(options.jobs):
+        ours, theirs = forks.Pipe(duplex=False)
+        job = forks.Process(target=_job, args=(names, following, options, theirs))
+        job.start()
+        jobs.append(job)
+        theirs.close()
+        pipes.append(ours)
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    while pipes and not stop.is_set():
+        for pipe in multiprocessing.connection.wait(pipes, 0.1):
+            try:
+                take(pipe.recv())
+            except EOFError:
+                pipes.remove(pipe)
+    if stop.is_set():
+        for job in jobs:
+            _end(job.pid)
+            job.join()
+        stopped()
+        os._exit(124)
+
+
+def _end(job: int) -> None:
+    """Ends a job and the test that it runs, whose processes are a group of their own."""
+    with contextlib.suppress(OSError):
+        os.kill(job, signal.SIGSTOP)  # it starts no other
+        for children in Path(f"/proc/{job}/task").glob("*/children"):
+            for case in map(int, children.read_text().split()):
+                for kill in (os.killpg, os.kill):
+                    with contextlib.suppress(ProcessLookupError):
+                        kill(case, signal.SIGKILL)
+        os.kill(job, signal.SIGKILL)
+
+
+def _job(names: list[str], following: Any, options: argparse.Namespace, pipe: Any) -> None:
+    """One test after the other, each in a process of its own."""
 
     def start(*args: Any) -> Any:
         process = multiprocessing.get_context("fork").Process(target=zygote.answer, args=args)
         process.start()
         return process
 
-    with tempfile.TemporaryDirectory(prefix="minddp-conform-") as folder:
-        for job in range(options.jobs):
-            if worker := os.fork():
-                workers.append(worker)
-                continue
-            with (Path(folder) / str(job)).open("w") as answers:
-                for name in names[job :: options.jobs]:
-                    left = options.limit - (time.monotonic() - began)
-                    if left < 8:
-                        break
-                    answer = zygote.run_case(start, name, min(options.timeout, left))
-                    print(json.dumps({"name": name, **answer}), file=answers, flush=True)
-                    print(f"  {answer['outcome']:8}{name}{_why(answer)}", flush=True)
-            os._exit(0)
-        for worker in workers:
-            os.waitpid(worker, 0)
-        return [json.loads(line) for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
+    while (left := options.limit - (time.monotonic() - BEGAN)) > 8:
+        with following.get_lock():
+            number, following.value = following.value, following.value + 1
+        if number >= len(names):
+            return
+        pipe.send({"name": names[number], **zygote.run_case(start, names[number], min(options.timeout, left))})
 
 
 def _why(answer: Answer) -> str:
@@ -191,25 +249,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--limit", type=float, default=150, help="seconds for all of them")
     parser.add_argument("--timeout", type=float, default=40, help="seconds for one")
+    parser.add_argument("--telling", action="store_true", help="the most telling alone")
     parser.add_argument("-k", default="", help="of tests with this in their names: a regular expression")
-    parser.add_argument("--first", default="", help="those that begin, since not all may be reached: likewise")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args(argv)
-    began, test_class = time.monotonic(), test_class_for(options)
-    passes = [c.name for c in cases.read_passes() if (c.module, c.world_size) == ("distributed_test", WORLD_SIZE)]
-    names = [name for name in passes if re.search(options.k, name) and hasattr(test_class, name)]
-    names.sort(key=lambda name: re.search(options.first, name) is None)
-    print(f"{len(names)} of PyTorch's tests with {options.impl}'s class, {options.jobs} at a time", flush=True)
-    answers = run_all(test_class, names, options)
-    found = {kind: [a["name"] for a in answers if a["outcome"] == kind] for kind in ("passed", "failed", "skipped")}
-    missed = sorted(set(names) - {answer["name"] for answer in answers})
-    counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in found.items())
-    closing = f"{counts}, {len(missed)} not reached, {time.monotonic() - began:.0f} s"
-    print(closing)
-    if options.output is not None:
-        table = [closing, *(f"  failed {a['name']}{_why(a)}" for a in answers if a["outcome"] == "failed")]
-        options.output.write_text(json.dumps({**found, "not_reached": missed, "table": table}) + "\n")
-    return 0 if found["passed"] and not found["failed"] else 1
+    found = [c for c in cases.read_passes() if (c.module, c.world_size) == ("distributed_test", WORLD_SIZE)]
+    names = in_order([c for c in found if re.search(options.k, c.name)])
+    names = names[: len(TELLING)] if options.telling else names
+    told = Told(options.output)
+    told.facts |= {"passed": [], "failed": [], "skipped": [], "not_reached": names}
+    first = ", ".join(name.removeprefix("test_") for name in names[:6])
+    told.say(f"{len(names)} of PyTorch's tests with {options.impl}'s class, {options.jobs} at a time; first {first}")
+
+    def take(answer: Answer) -> None:
+        names.remove(answer["name"])
+        told.facts[answer["outcome"]].append(answer["name"])
+        told.say(f"  {answer['outcome']:8}{answer['seconds']:6.1f} s  {answer['name']}{_why(answer)}")
+
+    test_class = test_class_for(options)
+    names[:] = [name for name in names if hasattr(test_class, name)]
+    run_all(test_class, list(names), options, take, lambda: told.say("stopped: no time left"))
+    counts = ", ".join(f"{len(told.facts[kind])} {kind}" for kind in ("passed", "failed", "skipped"))
+    told.say(f"{counts}, {len(names)} not reached, {time.monotonic() - BEGAN:.0f} s")
+    return 0 if told.facts["passed"] and not told.facts["failed"] else 1
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from cases import (
     train,
     wrap,
 )  # fmt: skip
-from rank import CUDA, DEVICE, RANK, WORLD, Write, synchronize
+from here import CUDA, DEVICE, RANK, WORLD, Write, synchronize
 from torch import nn
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler

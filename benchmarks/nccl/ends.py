@@ -13,7 +13,7 @@ import time
 
 import torch
 from cases import SMALL, batches, net, wrap
-from rank import RANK, WORLD, Write, synchronize
+from here import RANK, WORLD, Write, synchronize
 
 VICTIM = WORLD - 1
 STEP = 3

@@ -7,14 +7,13 @@
     ... --device cpu                                      # the same over Gloo: a dry run without a GPU
 
 `benchmarks/gpu_check.py --ranks N` and its calls D and E start this; `world.py` says how ranks share a GPU. The ranks
-are processes of `rank.py`. Results are printed as they come; ``--output`` gets them as JSON.
+are processes of `rank.py`. Results are printed as they come; ``--output`` has those so far as JSON, at any moment.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import signal
 import sys
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from world import WAYS, World, without_places
+from world import WAYS, Told, World, without_places
 
 # In the order of what a first run on a card should answer. What may spoil the process comes last.
 CASES = (
@@ -43,23 +42,11 @@ ON_DEVICE = (
 HOWS = ("raise", "kill", "stay", "stop", "late", "differ")
 
 
-class Told:
-    """What is printed, kept for the file of results."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.facts: dict[str, Any] = {}
-
-    def say(self, line: str) -> None:
-        line = without_places(line)
-        self.lines.append(line)
-        print(line, flush=True)
-
-
 def control(options: argparse.Namespace, told: Told) -> bool:
     """Two ranks of one host must be refused on one GPU; then the first way that works is written to ``--folder``."""
     found, refused = "", options.device == "cpu"
     ways = ["hostid"] if options.device == "cpu" else ["same-host", "hostid", "hostid-nocumem", "hostid-plain"]
+    told.say(f"collectives of two ranks, until a way works: {', '.join(ways)}")
     for way in ways:
         if found:
             break
@@ -85,6 +72,7 @@ def control(options: argparse.Namespace, told: Told) -> bool:
                 told.say("      " + line)
     (options.folder / "way").write_text(found)
     told.facts |= {"refused": refused, "way": found}
+    told.say(f"ranks share the device by {found}" if found else "no way works")
     return refused and bool(found)
 
 
@@ -99,6 +87,8 @@ def cases(options: argparse.Namespace, told: Told) -> bool:
     asked = options.cases.split(",") if options.cases else CASES
     left = [case for case in asked if options.device == "cuda" or case not in ON_DEVICE]
     way, begin, turn, passed, failed = chosen_way(options), time.monotonic(), 0, [], []
+    told.facts |= {"way": way, "ranks": options.ranks, "passed": passed, "failed": failed, "not_reached": left}
+    told.say(f"{len(left)} programs on {options.ranks} ranks, in this order: {', '.join(left)}")
     while left and time.monotonic() - begin < options.limit - 5:
         turn += 1
         folder = options.folder / f"cases-{options.ranks}-{turn}"
@@ -116,7 +106,6 @@ def cases(options: argparse.Namespace, told: Told) -> bool:
                 for line in world.log(rank, 14):
                     told.say("      " + line)
             failed.append(left.pop(0))
-    told.facts |= {"way": way, "ranks": options.ranks, "passed": passed, "failed": failed, "not_reached": left}
     sums = f"{len(passed)} passed, {len(failed)} failed {failed}, {len(left)} not reached {left}"
     told.say(f"{options.ranks} ranks: {sums}, {time.monotonic() - begin:.0f} s")
     return not failed and not left
@@ -139,6 +128,7 @@ def _take_answers(
 
 
 def profile(options: argparse.Namespace, told: Told) -> bool:
+    told.say(f"a step on {options.ranks} ranks with torch's class and minddp's: what runs beside its collectives")
     folder = options.folder / f"profile-{options.ranks}"
     world = World(["profile"], options.ranks, chosen_way(options), options.device, folder)
     why = world.wait(options.limit)
@@ -160,6 +150,7 @@ def ends(options: argparse.Namespace, told: Told) -> bool:
     """How the other ranks end, and after how many seconds: both classes, all ways of going wrong at the same time."""
     begin, way = time.monotonic(), chosen_way(options)
     worlds = {}
+    told.say(f"in a step of {options.ranks} ranks one does this: {options.how}; with the classes {options.which}")
     for how in options.how.split(","):
         for which in options.which.split(","):
             command = ["ends", "--how", how, "--which", which]
@@ -174,14 +165,14 @@ def ends(options: argparse.Namespace, told: Told) -> bool:
         codes = world.codes()
         world.kill()
         told.say(f"  {how:7}{which:7} exit codes {codes} {why}")
-        notes = {}
+        notes: dict[int, list[str]] = {}
+        told.facts[f"{how} {which}"] = {"codes": codes, "told": notes}
         for rank in range(options.ranks):
             notes[rank] = [without_places(line["note"])[:420] for line in world.answers(rank)]
             explained = bool(notes[rank]) and (not why or codes[rank] is not None)
             log = [] if explained else world.log(rank, 6)
             for line in [*(f"rank {rank}: {note}" for note in notes[rank]), *log]:
                 told.say("      " + line)
-        told.facts[f"{how} {which}"] = {"codes": codes, "told": notes}
     return all(any(notes) for fact in told.facts.values() for notes in fact["told"].values())
 
 
@@ -206,26 +197,19 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     options.folder = options.folder or Path(tempfile.mkdtemp(prefix="minddp-ranks-"))
     options.folder.mkdir(parents=True, exist_ok=True)
-    told = Told()
+    told = Told(options.output)
     programs: dict[str, Callable[[argparse.Namespace, Told], bool]] = {
         "control": control, "cases": cases, "profile": profile, "ends": ends,
     }  # fmt: skip
-
-    def write() -> None:
-        if options.output is not None:
-            options.output.write_text(json.dumps({**told.facts, "table": told.lines}) + "\n")
 
     def stop(*_: Any) -> None:  # the time of who started this is up: no rank outlives it
         for world in list(World.alive):
             world.kill()
         told.say("stopped: no time left")
-        write()
         os._exit(124)
 
     signal.signal(signal.SIGTERM, stop)
-    ok = programs[options.what](options, told)
-    write()
-    return 0 if ok else 1
+    return 0 if programs[options.what](options, told) else 1
 
 
 if __name__ == "__main__":

@@ -11,31 +11,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # minddp as built in place
 
 import torch
 import torch.distributed as dist
-
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-CUDA = os.environ["DEVICE"] == "cuda"
-DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
-GROUP_SECONDS = {"late": 8.0, "stay": 12.0, "stop": 12.0}  # a late rank sleeps for 14 s
-Write = Callable[[str], None]
-
-
-def begin(seconds: float) -> None:
-    if CUDA:
-        torch.cuda.set_device(DEVICE)
-        torch.backends.cuda.matmul.allow_tf32 = False
-    dist.init_process_group("nccl" if CUDA else "gloo", timeout=timedelta(seconds=seconds))
-
-
-def synchronize() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
+from here import CUDA, DEVICE, GROUP_SECONDS, RANK, WORLD, begin, synchronize
 
 
 def collectives() -> tuple[bool, str]:
@@ -73,7 +52,9 @@ def run_cases(names: list[str], line: Callable[..., None]) -> None:
             if name == "collectives":
                 ok, note = collectives()
             else:
-                import cases  # needs minddp, which may be being built while NCCL is asked for the way
+                # They need minddp, which may be being built while NCCL is asked for the way.
+                import cases
+                import device_cases  # noqa: F401 - adds its cases
 
                 ok, note = cases.CASES[name]()
             synchronize()
@@ -124,5 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["rank"] = sys.modules["__main__"]  # cases import it
     main()

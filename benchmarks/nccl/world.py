@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+BEGAN = time.monotonic()  # before torch is imported
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
@@ -69,6 +70,27 @@ def without_places(text: str) -> str:
     text = re.sub(r"\[?\b\d{1,3}(\.\d{1,3}){3}\b\]?(:\d+|<\d+>)?", "<address>", text)
     text = re.sub(rf"(?<![\w.:])\[?{_IPV6}\]?(:\d+|<\d+>)?(?![\w:])", "<address>", text)
     return re.sub(r"(?<![\w/.])~?/(?:[^\s/:'\"()\[\],]+/)+([^\s/:'\"()\[\],]*)", r"\1", text)
+
+
+class Told:
+    """What is printed, and the facts behind it.
+
+    With each line the file ``output`` has all of them, since this process may be ended at any moment.
+    """
+
+    def __init__(self, output: Path | None) -> None:
+        self.output = output
+        self.lines: list[str] = []
+        self.facts: dict[str, Any] = {}
+
+    def say(self, line: str) -> None:
+        line = without_places(line)
+        self.lines.append(line)
+        if self.output is not None:
+            partial = self.output.with_name(f".{self.output.name}.{os.getpid()}")
+            partial.write_text(json.dumps({**self.facts, "table": self.lines}) + "\n")
+            partial.replace(self.output)
+        print(line, flush=True)
 
 
 def free_port() -> int:

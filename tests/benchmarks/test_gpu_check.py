@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +21,9 @@ SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
 
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_check", module)  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.setattr(sys, "path", [str(SCRIPT.parent), *sys.path])
+    monkeypatch.delitem(sys.modules, "gpu_check", raising=False)
+    return importlib.import_module("gpu_check")
 
 
 def test_every_call_fits_into_its_time(check: ModuleType) -> None:
@@ -92,3 +91,70 @@ def test_it_goes_on_where_it_stopped(check: ModuleType, monkeypatch: pytest.Monk
     assert check.run_call("A", "", output, again=False)
     assert ran == ["first", "second", "third", "second"]
     assert all(part["ok"] for part in json.loads(output.read_text())["parts"].values())
+
+
+def test_all_of_d_and_e_runs_dry(check: ModuleType) -> None:
+    assert all(part.on_cpu for call in "DE" for part in check.CALLS[call].values())
+
+
+@pytest.mark.parametrize("sudden", [False, True])
+def test_a_part_that_is_cut_leaves_what_it_has(
+    sudden: bool, check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its time is up, or this process is ended; where that is sudden, the part's own file stays."""
+    code = "import json, sys, time; open(sys.argv[1], 'w').write(json.dumps({'found': 3})); time.sleep(600)"
+    left = tmp_path / "gpu-check-d-unfinished.json"
+    monkeypatch.setattr(check, "_command", lambda *_: [sys.executable, "-c", code, str(left)])
+    monkeypatch.setitem(check.CALLS, "D", {"part": check._ranks("it waits", 20, "many", "cases")})
+    stop = threading.Timer(0.01, lambda: (_wait_for(left), check.STOP.set()))
+    stop.start()
+    if sudden:
+        monkeypatch.setattr(check.json, "loads", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            check.run_call("D", "", tmp_path / "gpu-check-d.json", again=False, commit="abc")
+        monkeypatch.undo()
+        assert json.loads(left.read_text()) == {"found": 3}
+        return
+    assert not check.run_call("D", "", tmp_path / "gpu-check-d.json", again=False, commit="abc")
+    result = json.loads((tmp_path / "gpu-check-d.json").read_text())
+    assert result["commit"] == "abc" and result["parts"]["part"]["measured"] == {"found": 3}
+    assert result["parts"]["part"]["error"] == "stopped" and not left.exists()
+
+
+def _wait_for(path: Path) -> None:
+    while not path.exists() or not path.read_text():
+        time.sleep(0.01)
+
+
+def _killed(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_results_name_a_commit_that_holds_all(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    provenance = check.provenance
+    results = tmp_path / "benchmarks" / "results"
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "RESULTS", results)
+
+    def why(path: Path, told: str = "") -> str:
+        provenance.commit.cache_clear()
+        return str(provenance.why_not(path, told))
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e", *words], check=True)
+
+    results.mkdir(parents=True)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert "is no clone of git" in why(results / "a.json")
+    assert not why(results / "a.json", "abc") and not why(tmp_path / "a.json")
+    (results.parent / "script.py").write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    (results / "a.json").write_text("1")
+    assert not why(results / "b.json") and len(provenance.commit()) >= 7
+    (results.parent / "another.py").write_text("1")
+    assert "has changes that no commit holds" in why(results) and why(results / "a.json", "abc")
+    assert not why(tmp_path / "a.json")

@@ -1,8 +1,9 @@
-"""benchmarks/nccl as far as it goes without a GPU. CI runs its cases on the CPU, by `gpu_check.py --ranks 2`."""
+"""benchmarks/nccl as far as it goes without a GPU. CI runs its cases on the CPU, by `gpu_check.py D E --dry`."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests import forked
+from tests.conformance import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "nccl"
@@ -35,6 +39,17 @@ def test_the_cases_are_those_that_are_written(many: ModuleType) -> None:
                 names.add(node.name)
     assert sorted(many.CASES) == sorted(written["cases.py"] | written["device_cases.py"])
     assert set(many.ON_DEVICE) == written["device_cases.py"] | {"bf16_hook"}
+
+
+def test_no_file_imports_another_in_a_circle() -> None:
+    """Those in the head and those within functions: `TopologicalSorter` raises where there is a circle."""
+    files = {path.stem: list(ast.walk(ast.parse(path.read_text()))) for path in FOLDER.glob("*.py")}
+    imported: dict[str, set[str | None]] = {}
+    for name, nodes in files.items():
+        whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        imported[name] = whole | {node.module for node in nodes if isinstance(node, ast.ImportFrom)} & set(files)
+    order = list(graphlib.TopologicalSorter(imported).static_order())
+    assert order.index("here") < order.index("cases") < order.index("device_cases") < order.index("rank")
 
 
 RANK = """
@@ -72,8 +87,35 @@ def test_a_case_that_hangs_is_ended_alone(
     assert not world.World.alive
 
 
-def test_pytorchs_own_tests_run_on_one_device(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_pytorchs_own_tests_that_are_cut_leave_their_answers(tmp_path: Path) -> None:
+    """They run on one device, the telling ones first; the file has each answer at once; SIGTERM leaves no process."""
     output = tmp_path / "out.json"
-    command = [sys.executable, str(FOLDER / "conform.py"), "--device", "cpu", "-k", "undefined_grad_parity"]
-    subprocess.run([*command, "--output", str(output)], check=True, capture_output=True)
-    assert json.loads(output.read_text())["passed"]
+    command = [sys.executable, str(FOLDER / "conform.py"), "--device", "cpu", "--jobs", "1", "--output", str(output)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "first grads_same_across_ranks_with_no_sync, " in process.stdout.readline()
+        assert "test_grads_same_across_ranks_with_no_sync" in process.stdout.readline()
+        found = json.loads(output.read_text())
+        assert found["passed"] == ["test_grads_same_across_ranks_with_no_sync"] and len(found["not_reached"]) > 50
+        started = forked.children_of(process.pid)
+        process.terminate()
+        assert process.stdout.read() == "stopped: no time left\n"
+    assert process.returncode == 124
+    assert json.loads(output.read_text())["table"][-1] == "stopped: no time left"
+    assert started and not any(map(_runs, started))
+
+
+def _runs(pid: int) -> bool:
+    """Not where it has ended and nobody has asked for its exit code."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_the_telling_tests_are_pytorchs() -> None:
+    names = {case.name.removeprefix("test_") for case in cases.read_passes() if case.world_size == 2}
+    assigned = [node for node in ast.parse((FOLDER / "conform.py").read_text()).body if isinstance(node, ast.Assign)]
+    (telling,) = [node.value for node in assigned if ast.unparse(node.targets[0]) == "TELLING"]
+    assert set(ast.literal_eval(telling)) <= names
