@@ -3,8 +3,8 @@
     python tutorials/16_a_rank_is_killed.py
 
 Three ranks train. In its third step rank 2 is killed, as by a machine that runs out of memory: SIGKILL, without a
-word. The program runs twice, with PyTorch's class and with minddp's. It prints what the other ranks' errors say, and how
-long after the kill they come.
+word. The program runs twice, with PyTorch's class and with minddp's. It prints what the other ranks' errors say, and
+how long after the kill they come.
 """
 
 import os
