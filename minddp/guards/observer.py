@@ -127,7 +127,8 @@ class Guards(events.Observer):
         averager, parameters = self.averager, self.averager.parameters
         self.changes = ModuleChanges(averager.module, parameters.named, parameters.reduced)
         # Mixed precision casts parameters itself. One rank alone cannot drift.
-        casts = averager.observers.settings.get("torch_surface") is not None
+        torchs = averager.observers.settings.get("torch_surface")
+        casts = torchs is not None and torchs.mixed is not None
         self._may_change = not casts and (self._group.size() > 1 or averager.has_foreign_group)
         self._sizes = BufferSizes(averager.module, parameters.buffers)
         streams = parameters.device.type != "cpu"
