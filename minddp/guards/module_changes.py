@@ -64,7 +64,7 @@ class ModuleChanges:
         self._kinds = list(map(_kind, reduced))
         self._facts = dict(zip(map(id, reduced), self._kinds))
         self._frozen = [p for _, p in self._named() if id(p) not in self._facts]
-        self._turn, self._turns = 0, -(-len(self._reduced) // _AT_ONCE)
+        self._turn, self._turns = 0, max(-(-len(self._reduced) // _AT_ONCE), 1)
         self._differs = False
         self._note()
 

@@ -71,7 +71,7 @@ def test_the_clones_command_runs_each_of_its_parts(tmp_path: Path, monkeypatch: 
     (tmp_path / "models.py").write_text(MODEL)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MINDDP_TRACE", "trace.json")
+    monkeypatch.setenv("MINDDP_TRACE", str(tmp_path / "trace.json"))
     tune = "tune --model models:make --input 2x2 --ranks 2 --laps 1 --iterations 1 --out plan.json"
     expected = {
         "run train.py": "minddp.ddp",
