@@ -200,6 +200,7 @@ else
 	@echo "Registers of each kernel:" && grep -E "ptxas info *: Used [0-9]+ registers" $(CUDA_BUILD)/ptxas.txt | sort | uniq -c
 	@! grep -E "[1-9][0-9]* bytes (stack frame|spill)" $(CUDA_BUILD)/ptxas.txt && echo "no stack, no spills"
 	@! grep -l "trap;" $(CUDA_BUILD)/kept/*.ptx && echo "no traps: none uses an address of the host's"
+	@! grep -l "fma\." $(CUDA_BUILD)/kept/block_quantization*.ptx && echo "blocks: no sum is fused with a product, as on the CPU"
 	PYTHONPATH=$(CURDIR)/$(CUDA_BUILD)/lib .venv-cuda/bin/python -P -c '$(CHECK_CUDA)'
 endif
 

@@ -67,6 +67,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
+def shorten(text: str) -> str:
+    """Cut in the middle: names stand near a message's beginning, or at its end."""
+    if len(text) <= 400:
+        return text
+    head, tail = textwrap.shorten(text, 240, placeholder=""), textwrap.shorten(text[::-1], 160, placeholder="")[::-1]
+    return f"{head} … {tail}"
+
+
 def show(title: str, program: Callable, **extra: Any) -> dict[str, tuple[list[list[str]], bool | None]]:
     """Prints what each class does; by class, what each rank told, and whether the ranks' weights are equal."""
     print(title)
@@ -84,8 +92,7 @@ def show(title: str, program: Callable, **extra: Any) -> dict[str, tuple[list[li
         for rank in range(2):
             told = "; ".join(results[rank][0])
             label = f"   {which if rank == 0 else '':7} rank {rank}: "
-            print(textwrap.fill(textwrap.shorten(told, 330, placeholder=" …"), 110, initial_indent=label,
-                                subsequent_indent=" " * 19))  # fmt: skip
+            print(textwrap.fill(shorten(told), 110, initial_indent=label, subsequent_indent=" " * 19))
         if equal is not None:
             print(f"           the ranks' weights are {'the same' if equal else 'DIFFERENT'}")
         found[which] = [results[rank][0] for rank in range(2)], equal

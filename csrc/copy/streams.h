@@ -17,6 +17,16 @@
 
 namespace minddp {
 
+// `tensor` is about to be freed, or handed over, while the current stream may still use it. Nobody knows on which
+// stream it was allocated; if it is this one, the allocator does nothing.
+inline void record_current_stream(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_cpu()) return;
+  const c10::Stream current = c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+  if (!tensor.is_sparse()) return tensor.record_stream(current);
+  tensor._indices().record_stream(current);
+  tensor._values().record_stream(current);
+}
+
 class Producers {
  public:
   explicit Producers(at::Device device) : device_(device) {}
@@ -47,11 +57,6 @@ class Producers {
   // waits for them.
   void hold_back() const {
     for (const c10::Stream& stream : streams_) order(current(), stream);
-  }
-  // `tensor` is about to be freed while the current stream may still read it. Nobody knows on which stream it was
-  // allocated; if it is this one, the allocator does nothing.
-  void keep(at::Tensor& tensor) const {
-    if (!device_.is_cpu() && tensor.defined() && !tensor.is_sparse()) tensor.record_stream(current());
   }
 
  private:

@@ -1,5 +1,7 @@
 #include "sparse_allreduce.h"
 
+#include "copy/streams.h"
+
 #include <ATen/ATen.h>
 
 namespace minddp {
@@ -41,6 +43,7 @@ c10::intrusive_ptr<c10::ivalue::Future> sparse_allreduce(
   at::Tensor all_values = all_gather_rows(group, mine._values().contiguous(), counts, wait);
   at::Tensor sum =
       at::_sparse_coo_tensor_unsafe(all_indices, all_values, tensor.sizes(), tensor.options()).coalesce();
+  record_current_stream(tensor);  // its memory, which was allocated where it was packed, goes now
   tensor.copy_(sum);
   return completed(tensor);
 }

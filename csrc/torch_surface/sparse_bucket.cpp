@@ -1,6 +1,7 @@
 #include "sparse_bucket.h"
 
 #include "copy/scale_in_place.h"
+#include "copy/streams.h"
 #include "sparse_allreduce.h"
 
 #include <ATen/ATen.h>
@@ -27,6 +28,7 @@ void SparseBucket::unpack(const at::Tensor& result, double scale, const std::vec
   c10::NoGradGuard no_grad;
   flight_ = {};
   Slot& slot = slots_->front();
+  record_current_stream(result);  // allocated on the stream of the launch; it becomes the gradient, or goes now
   if (used[slot.index]) slot.grad() = scale == 1.0 ? result : result.mul(scale);
   release();
 }

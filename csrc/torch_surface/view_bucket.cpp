@@ -56,7 +56,7 @@ void ViewBucket::borrow(const Packing& how) {
 void ViewBucket::adopt(Slot& slot) {
   at::Tensor& grad = slot.grad();
   if (!grad.defined() || grad.requires_grad() || grad.is_same(slot.view)) return;
-  producers_.keep(grad);
+  record_current_stream(grad);
   grad = slot.view;
 }
 

@@ -50,11 +50,12 @@ constexpr int8_t special_code(float x, float scale) {
   if (magnitude(x) == kInfinity) return x > 0 ? kPlus : kMinus;
   return scale == 0 ? int8_t(0) : static_cast<int8_t>(low_bits(x / scale + kRounds, kRounds));
 }
-constexpr float value_of(int8_t code, float scale) {
+// Its number. `product`: the code's with the scale, which a GPU must not fuse with a sum.
+constexpr float value_of(int8_t code, float product) {
   if (code == kPlus) return std::numeric_limits<float>::infinity();
   if (code == kMinus) return -std::numeric_limits<float>::infinity();
   if (code == kNaN) return std::numeric_limits<float>::quiet_NaN();
-  return float(code) * scale;
+  return product;
 }
 
 }  // namespace block_codes

@@ -144,7 +144,7 @@ void encode_and_keep(const float* x, uint32_t largest, Rounding rounding, uint64
 
 void decode_any(const QuantizedBlock* block, float* x) {
   if (!std::signbit(block->scale)) return decode(block, x);
-  for (int64_t i = 0; i < kN; ++i) x[i] = value_of(block->codes[i], -block->scale);
+  for (int64_t i = 0; i < kN; ++i) x[i] = value_of(block->codes[i], float(block->codes[i]) * -block->scale);
 }
 
 MINDDP_VECTORIZED

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
@@ -17,11 +16,6 @@ at::Tensor blocks_at(const at::Tensor& buffer, const Bucket::Slot& slot) {
 
 at::Tensor blocks_of(const at::Tensor& bytes, int64_t begin, int64_t end) {
   return bytes.narrow(0, begin * kBytes, (end - begin) * kBytes);
-}
-
-// The transport's stream, while it enqueues.
-void record_current_stream(const at::Tensor& tensor) {
-  tensor.record_stream(c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()));
 }
 
 }  // namespace
@@ -105,7 +99,7 @@ PieceSum QuantizedBucket::sum_of_pieces() {
       const bool feeds_back = part.residual.defined() && summing->feeds_back;
       const at::Tensor lost =
           feeds_back ? blocks_of(part.residual, from - part.begin, to - part.begin) : at::Tensor();
-      if (feeds_back && !lost.is_cpu()) record_current_stream(lost);
+      if (feeds_back) record_current_stream(lost);  // the transport's, while it enqueues
       add_quantized(its, {how.stochastic, how.seed, uint64_t(from)}, lost);
     }
   };
@@ -139,9 +133,12 @@ void QuantizedBucket::unpack(const at::Tensor& result, double scale, const std::
     if (const auto& residual = quantization_->residuals[slot.index]) residual->masked_fill_(special, 0);
 }
 
+// The copies were made on the stream of the launch, and this one has only now been given what reads them.
 void QuantizedBucket::take_back(const std::vector<int32_t>& used) {
-  for (const auto& [i, residual] : unused_)
+  for (auto& [i, residual] : unused_) {
     if (const size_t index = (*slots_)[i].index; !used[index]) quantization_->residuals[index]->copy_(residual);
+    record_current_stream(residual);
+  }
   unused_.clear();
 }
 

@@ -44,20 +44,24 @@ class Segment(ctypes.Structure):
     _fields_ = [("src", ctypes.c_void_p), ("dst", ctypes.c_void_p), ("numel", ctypes.c_int64)]
 
 
+def compile_kernels(source: str, target: Path, *flags: str) -> None:
+    """A file of this folder, with the kernels' headers."""
+    compiler = os.environ.get("CXX") or (sysconfig.get_config_var("CXX") or "c++").split()[0]
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    command = [compiler, "-std=c++20", "-O0", *flags]
+    command += [f"-I{path}" for path in [str(ROOT / "csrc"), *cpp_extension.include_paths()]]
+    command += [str(Path(__file__).with_name(source)), "-o", str(target)]
+    subprocess.run([*command, f"-L{torch_libraries}", f"-Wl,-rpath,{torch_libraries}", "-lc10"], check=True)
+
+
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """emulated_kernel.cpp, compiled."""
     target = tmp_path_factory.mktemp("kernel") / "emulated_kernel.so"
-    compiler = os.environ.get("CXX") or (sysconfig.get_config_var("CXX") or "c++").split()[0]
-    torch_libraries = Path(torch.__file__).parent / "lib"
-    command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC"]
     # A GPU faults where a vector is not aligned to its size; a CPU does only if told to.
-    command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-    command += [f"-I{path}" for path in [str(ROOT / "csrc"), *cpp_extension.include_paths()]]
-    command += [str(Path(__file__).with_name("emulated_kernel.cpp")), "-o", str(target)]
-    command += [f"-L{torch_libraries}", f"-Wl,-rpath,{torch_libraries}", "-lc10"]
-    command += ["-Wl,--exclude-libs,ALL"]  # where the compiler adds its standard library to it, that one stays inside
-    subprocess.run(command, check=True)
+    flags = ["-shared", "-fPIC", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+    # Where the compiler adds its standard library to it, that one stays inside.
+    compile_kernels("emulated_kernel.cpp", target, *flags, "-Wl,--exclude-libs,ALL")
     library = ctypes.CDLL(str(target))
     library.emulate.argtypes = [ctypes.POINTER(Segment), ctypes.c_int64, ctypes.c_int, ctypes.c_int]
     library.emulate.argtypes += [ctypes.c_double, ctypes.c_void_p, ctypes.c_int64]

@@ -79,7 +79,8 @@ __device__ void decode(const QuantizedBlock* block, int lane, Use&& use) {
   if (!std::signbit(scale))
     read_codes(block, lane, [&](int i, int8_t code) { use(i, product(static_cast<float>(code), scale)); });
   else
-    read_codes(block, lane, [&](int i, int8_t code) { use(i, block_codes::value_of(code, -scale)); });
+    read_codes(block, lane,
+        [&](int i, int8_t code) { use(i, block_codes::value_of(code, product(static_cast<float>(code), -scale))); });
 }
 
 // The lane's numbers of `src`, times `scale`; zeros from `left` on.

@@ -173,6 +173,9 @@ PROGRAMS: dict[str, Program] = {
     "fp16 travels": Program({"wire": "fp16"}),
     "int8 travels": Program({**SMALL, "wire": minddp.Wire("int8", error_feedback=False)}),
     "int8 travels, feeds back": Program({**SMALL, "wire": "int8"}, rounding=2e-2),
+    "int8 travels, unused": Program(
+        {"wire": "int8", "find_unused_parameters": True}, spare_in=(0, 1), side_first_in=(1, 2, 3), rounding=2e-2
+    ),
     "int8 travels, no_sync": Program({**SMALL, "wire": "int8"}, zero=None, steps=False, no_sync_in=(0, 2)),
     "check_finite": Program({**SMALL, "check_finite": "skip"}),
     "check_finite, futures that order nothing": Program({**SMALL, "check_finite": "skip"}, backend=extension.PLAIN),
