@@ -55,7 +55,7 @@ CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-u
 LINK_FLAGS = ["-Wl,--exclude-libs,ALL"] if sys.platform == "linux" else []
 # Most of a compilation is torch's headers, so files that include the same of them are compiled at once: in the first
 # unit whose pattern matches a file's path, from csrc on. Anonymous namespaces are a unit's, not a file's.
-LOOPS = r"copy/|wire/(block_quantization|reduce)"
+LOOPS = r"copy/|wire/block_quantization"
 UNITS = {"shm": "shm/", "bindings": r"(\w+/)?bindings", "loops": LOOPS, "reducer": ""}
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"]
 
@@ -128,7 +128,7 @@ def extensions(cuda: bool) -> list[Extension]:
         "depends": sources("csrc/**/*.h", "csrc/**/*.cuh", "csrc/**/*.cpp"),
     }
     shm = sources("csrc/shm/*.cpp") if use_shm() else []
-    found = [cpp_extension.CppExtension("minddp._shm", [*shm, "csrc/wire/reduce.cpp"], **arguments)] if shm else []
+    found = [cpp_extension.CppExtension("minddp._shm", [*shm, "csrc/copy/reduce.cpp"], **arguments)] if shm else []
     if not cuda:
         return [cpp_extension.CppExtension("minddp._C", files, **arguments), *found]
     os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_archs()

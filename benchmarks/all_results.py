@@ -46,7 +46,6 @@ COMMANDS = {
     "wire-mlp38-gloo-4ranks-1gbit": f"wire.py --models mlp38,gpt2-small --ranks 4 --link 1gbit {_SLOW}",
     "wire-learning": "wire.py --learning",
     "straggler": "straggler.py",
-    "straggler-links": "straggler.py --link 200mbit",
     "shm": "shm.py --model mlp67-light",
     "paper": "paper.py --models mlp38,gpt2-small --rounds 3 --link 1gbit",
     "simulate-mlp38": "simulate.py --model mlp38 --link 1gbit",

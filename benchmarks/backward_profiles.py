@@ -23,9 +23,9 @@ OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "website" / "how.json"
 def measure(rank: int, world_size: int, model: str, steps: int) -> dict[str, Any]:
     """Runs on the one rank: the smallest of each time over ``steps`` steps, to the microsecond."""
     from models import MODELS, workload
+    from optimum.backward_profile import BackwardProfile, StepTimes
 
     import minddp
-    from minddp.planner.backward_profile import BackwardProfile, StepTimes
 
     work = workload(model, harness.rank_device("gloo", rank), rank)
     ddp = minddp.DistributedDataParallel(work.module)

@@ -20,6 +20,7 @@ COLORS = {
     RAW: "#2a9d8f", LOCAL: "#555b66",
 }  # fmt: skip
 LABELS = {RAW: "collectives alone", LOCAL: "no communication"}
+OPTIMUM = Point("minddp", "optimum")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ def findings(summary: Summary) -> list[str]:
     auto = summary.times.get(Point("minddp", "auto"))
     if auto is not None and not doubt:
         lines.append(_auto_finding(summary, auto))
+    if OPTIMUM in summary.times and not doubt:
+        lines.append(_optimum_finding(summary, summary.times[OPTIMUM]))
     return lines
 
 
@@ -131,13 +134,27 @@ def _auto_finding(summary: Summary, auto: Spread) -> str:
     return text
 
 
+def _optimum_finding(summary: Summary, measured: Spread) -> str:
+    count = len(summary.bucket_bytes(OPTIMUM))
+    text = f"the optimum's {count} buckets: {_ms(measured)} ms"
+    computed = predicted_seconds(summary, OPTIMUM)
+    if computed is not None:
+        text += f"; computed were {computed * 1e3:.1f} ms, so the model is off by {_off(measured, computed)}"
+    return text
+
+
 def predicted_seconds(summary: Summary, point: Point) -> float | None:
+    """The step that was computed for the plan of ``point``, if one was."""
     plan = summary.sweep.facts.get(point.key, {}).get("plan")
     if plan is None:
         return None
     from minddp.planner import BucketPlan
 
     return BucketPlan.from_json(plan).notes.get("predicted_step_seconds")
+
+
+def _off(time: Spread, seconds: float) -> str:
+    return f"{time.median / seconds - 1:+.1%}"
 
 
 def _ms(time: Spread) -> str:
@@ -149,19 +166,32 @@ def _change(time: Spread, base: Spread) -> str:
 
 
 def rows(summary: Summary) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells: a row per cap, then one per point without; ms, median [quartiles]."""
+    """Headings and cells: a row per cap, then one per point without; ms, median [quartiles].
+
+    Where the optimum was computed, a column behind each implementation's has how far its steps are from it.
+    """
     with_caps = [name for name in (*summary.variants(), RAW) if summary.curve(name)]
     caps = sorted({cap for name in with_caps for cap, _ in summary.curve(name)})
-    heads = ["bucket_cap_mb", *(LABELS.get(name, name) for name in with_caps)]
-    curves = {name: dict(summary.curve(name)) for name in with_caps}
-    table = [
-        [f"{cap:g}", *(curves[name][cap].show(1e3, 1) if cap in curves[name] else "" for name in with_caps)]
-        for cap in caps
-    ]
-    for cap in ("default", "auto"):
-        found = {name: summary.times.get(Point(name, cap)) for name in with_caps}
-        if any(found.values()):
-            table.append([cap, *("" if time is None else time.show(1e3, 1) for time in found.values())])
+    optimum = predicted_seconds(summary, OPTIMUM)
+    heads = ["bucket_cap_mb"]
+    for name in with_caps:
+        heads += [LABELS.get(name, name), *["from the optimum"] * (optimum is not None and name != RAW)]
+
+    def row(label: str, cap: float | str) -> list[str]:
+        cells = [label]
+        for name in with_caps:
+            time = summary.times.get(Point(name, cap))
+            cells.append("" if time is None else time.show(1e3, 1))
+            if optimum is not None and name != RAW:
+                cells.append("" if time is None else _off(time, optimum))
+        return cells
+
+    table = [row(f"{cap:g}", cap) for cap in caps]
+    measured = {point.cap_mb for point in summary.times}
+    table += [row(cap, cap) for cap in ("default", "auto") if cap in measured]
+    if optimum is not None:
+        table.append(row("the optimum's buckets", "optimum"))
+        table.append(["the optimum, computed", f"{1e3 * optimum:.1f}", *[""] * (len(heads) - 2)])
     return heads, table
 
 
@@ -279,6 +309,10 @@ def _mark_default_and_auto(axes: Any, summary: Summary) -> None:
             color=COLORS["minddp"], markeredgecolor="white", linestyle="none", zorder=5,
             label='minddp, "auto" (at its mean bucket)',
         )  # fmt: skip
+    computed = predicted_seconds(summary, OPTIMUM)
+    if computed is not None:
+        label = "the optimum, computed"
+        axes.axhline(computed * 1e3, color=COLORS["minddp"], linestyle=(0, (1, 2)), linewidth=1.2, label=label)
 
 
 def _mean_mib(summary: Summary, point: Point) -> float:

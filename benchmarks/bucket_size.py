@@ -9,8 +9,11 @@ returns a module (--input gives the shapes of its inputs), or a module and a fun
 Each model is swept over uniform caps by every implementation that has buckets (minddp, torch); naive, flat
 and per-parameter have none and give one time. Two floors are measured beside them: the local step (no
 communication) and the collectives alone at each size. minddp's "auto" tunes itself once; its plan is
-pinned in later visits. All of it is visited in rounds, in an order that changes; shown are medians of the
-rounds with quartiles. No optimizer runs.
+pinned in later visits. So is that of the optimum: benchmarks/optimum measures when gradients come and what an
+all-reduce costs, computes the buckets that finish first, and the step that they would take. The table has how
+far each size is from that step, and so are the optimum's own buckets when they are measured: what the model leaves
+out. All of it is visited in rounds, in an order that changes; shown are medians of the rounds with quartiles. No
+optimizer runs.
 
 Each model gives one set of files in --output: .json (everything), .csv (every step), .svg and .png (the
 plot) and .html (a report that needs no other file). An interrupted run keeps what it measured; the same
@@ -43,8 +46,10 @@ def points(arguments: argparse.Namespace) -> list[Point]:
             found.append(Point(implementation))
             continue
         found += [Point(implementation, cap) for cap in (*arguments.caps, "default")]
-        if implementation == "minddp" and not arguments.no_auto:
-            found.append(Point(implementation, "auto"))
+        if implementation == "minddp":
+            found += [Point(implementation, "auto")] * (not arguments.no_auto)
+            # On a device nobody knows when a gradient was ready, or a collective done.
+            found += [Point(implementation, "optimum")] * (arguments.engine != "nccl")
     return found
 
 

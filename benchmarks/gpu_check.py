@@ -56,6 +56,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import provenance
 from provenance import RESULTS, ROOT
+from result_json import as_json
 
 TOOLS = ROOT / "build" / "gpu-tools"
 PACKAGE = ROOT / "minddp"
@@ -386,7 +387,7 @@ def run_call(
         if name == "build":
             leave_build(output.parent)
         result["date"] = time.strftime("%Y-%m-%d")
-        write(output, json.dumps(result, indent=1) + "\n")
+        write(output, as_json(result) + "\n")
         write(output.with_suffix(".txt"), table(result) + "\n")
     print(table(result, measured=not any(part.tool == "ranks" for part in parts.values())))
     return all(result["parts"].get(name, {}).get("ok") for name in parts)

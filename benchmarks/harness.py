@@ -29,6 +29,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import provenance  # noqa: E402
 from links import Endpoint, LinkError, ShapedNetwork, enter  # noqa: E402
 from provenance import RESULTS  # noqa: E402
+from result_json import as_json  # noqa: E402
 
 from minddp.testing import RankError, RankPool  # noqa: E402
 
@@ -264,8 +265,8 @@ def _check(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """``value`` as indented JSON, whole or not at all."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
+    """``value`` as JSON, whole or not at all."""
+    write_text(path, as_json(value) + "\n")
 
 
 def read_json(path: Path) -> Any:

@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable
 
-from minddp.planner import LinearCost, TableCost, capped_buckets, optimal_plan, plan_finish
+from minddp.planner import LinearCost, capped_buckets, optimal_plan, plan_finish
 
 MIB = 1 << 20
 CAPS = [MIB // 4, MIB // 2, MIB, 2 * MIB, 5 * MIB, 10 * MIB, 25 * MIB, 50 * MIB]
@@ -91,8 +91,7 @@ def verify(instance: Instance, finish: float) -> str:
         truth = min(plan_finish(plan, ready, nbytes, cost) for plan in partitions(len(ready)))
     else:
         how = "O(n^2) program"
-        table = TableCost([0, sum(nbytes)], [cost(0), cost(sum(nbytes))])  # the same line, not known as one
-        truth = optimal_plan(ready, nbytes, table).finish_seconds
+        truth = optimal_plan(ready, nbytes, cost.__call__).finish_seconds  # the same line, not known as one
     if abs(finish - truth) > 1e-9 * truth:
         sys.exit(f"optimal_plan gives {finish} where the {how} gives {truth}: {instance}")
     return how

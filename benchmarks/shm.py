@@ -3,10 +3,8 @@
 Collectives: for each size every variant runs in every round, interleaved in a new order:
 
     gloo     all_reduce through Gloo
-    shm      the same tensor through backend "shm", its memory private to the rank
-    shared   a tensor from minddp.shm.empty: its memory can be reached by all ranks
-    copy     every rank copies a tensor of that size in shared memory, all at once: for two ranks, what
-             an all-reduce of shared tensors has to move at least
+    shm      the same tensor through backend "shm"
+    copy     every rank copies a tensor of that size, all at once
 
 Steps: a model whose gradients are large beside its arithmetic; torch's DDP and minddp's on both engines.
 Printed are medians over rounds with quartiles and ratios of each round's times; a round's time is its
@@ -28,7 +26,6 @@ from typing import Any
 import harness
 from harness import Ranks, spread
 
-COLLECTIVES = ("gloo", "shm", "shared", "copy")
 STEPS = ("torch gloo", "torch shm", "minddp gloo", "minddp shm", "minddp-views shm")
 BASELINE = {"collectives": "gloo", "steps": "torch gloo"}
 WARMUP = 3
@@ -43,15 +40,11 @@ def collective_calls(numel: int, group: Any) -> dict[str, Callable[[], Any]]:
     import torch
     import torch.distributed as dist
 
-    import minddp.shm
-
-    private = torch.zeros(numel)
-    shared, target = (minddp.shm.empty(numel, group=group).zero_() for _ in range(2))
+    tensor, target = torch.zeros(numel), torch.zeros(numel)
     return {
-        "gloo": lambda: dist.all_reduce(private),
-        "shm": lambda: dist.all_reduce(private, group=group),
-        "shared": lambda: dist.all_reduce(shared, group=group),
-        "copy": lambda: target.copy_(shared),
+        "gloo": lambda: dist.all_reduce(tensor),
+        "shm": lambda: dist.all_reduce(tensor, group=group),
+        "copy": lambda: target.copy_(tensor),
     }
 
 
@@ -177,7 +170,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = harness.parser(__doc__)
-    parser.add_argument("--sizes", type=harness.numbers, default=[4096, 262144, 33554432], help="bytes")
+    parser.add_argument("--sizes", type=harness.numbers, default=[1024, 262144, 33554432], help="bytes")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30, help="rounds of the collectives")
     parser.add_argument("--steps", type=int, default=15, help="rounds of the training steps; 0: leave them out")

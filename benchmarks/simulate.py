@@ -27,11 +27,11 @@ from typing import Any
 import harness
 from harness import BenchmarkError, Ranks, run_main
 from links import parse_rate
+from optimum.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts, simulate_step
+from optimum.collective_cost import measure_allreduce
 from topologies import Hierarchy, Ring, ScalingPoint, Stragglers, Topology, Tree, scaling, slowed
 
-from minddp.planner import capped_buckets, optimal_plan
-from minddp.planner.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts, simulate_step
-from minddp.planner.collective_cost import LinearCost, measure_allreduce
+from minddp.planner import LinearCost, capped_buckets, optimal_plan
 
 MIB = 1 << 20
 CAPS_MB = [0.25, 0.5, 1, 2, 3, 5, 8, 12, 18, 25, 50]

@@ -1,12 +1,10 @@
 """How often is the late rank named? Delays in each phase of each rank, and runs without any.
 
     python benchmarks/straggler.py                       # 5 runs of each case, and as many without a delay
-    python benchmarks/straggler.py --link 200mbit        # one rank's link has half the rate, each rank in turn
 
 Three ranks train a network whose forward and backward sleep, so that two processors are enough. In each run one rank
 sleeps longer, by 10 % of the step, in its input, forward, backward or communication hook. ``minddp.report`` is right
-if it names that rank and that phase. Without a delay it is right if it names nobody. With ``--link`` a run is right
-if ``minddp.report`` names the rank whose link is slow, and no other cause.
+if it names that rank and that phase. Without a delay it is right if it names nobody.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def _network(sleeps: dict[str, float]) -> Any:
     return Network()
 
 
-def _train(rank: int, world_size: int, case: Case, delay: float, hooked: bool) -> dict[str, Any]:
+def _train(rank: int, world_size: int, case: Case, delay: float) -> dict[str, Any]:
     """One run, and its report as a dictionary."""
     import torch
     import torch.distributed as dist
@@ -74,23 +72,21 @@ def _train(rank: int, world_size: int, case: Case, delay: float, hooked: bool) -
         work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    if hooked:
-        ddp.register_comm_hook(None, hook)
+    ddp.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
     for _ in range(STEPS):
         time.sleep(sleeps["input"])
         optimizer.zero_grad()
         ddp(torch.ones(2, 128)).sum().backward()
         optimizer.step()
-    return dict(minddp.report(ddp, links=not hooked).to_dict())
+    return dict(minddp.report(ddp).to_dict())
 
 
 def _outcome(report: dict[str, Any]) -> dict[str, Any]:
-    late, link = report["straggler"], report["slow_link"]
+    late = report["straggler"]
     return {
         "late": late and [late["rank"], late["phase"]],
         "seconds": late and round(late["seconds"], 5),
-        "link": link and link["ranks"],
         "step_seconds": round(report["step_seconds"], 5),
     }
 
@@ -103,7 +99,7 @@ def measure_delays(runs: int, share: float) -> dict[str, Any]:
     results = []
     with Ranks(WORLD_SIZE) as ranks:
         for number, case in enumerate(cases):
-            reports = ranks.run(_train, case, share * STEP, True, timeout=120)
+            reports = ranks.run(_train, case, share * STEP, timeout=120)
             assert all(report == reports[0] for report in reports)
             results.append({"case": case and list(case), **_outcome(reports[0])})
             print(f"{number + 1}/{len(cases)}: delayed {case}, {results[-1]}", flush=True)
@@ -116,30 +112,6 @@ def measure_delays(runs: int, share: float) -> dict[str, Any]:
         "rank_right": sum(bool(r["late"]) and r["late"][0] == r["case"][0] for r in delayed),
         "balanced_runs": len(balanced),
         "false_alarms": sum(r["late"] is not None for r in balanced),
-        "false_links": sum(r["link"] is not None for r in results),
-        "runs": results,
-    }
-
-
-def measure_links(runs: int, rate: str) -> dict[str, Any]:
-    """``runs`` with each rank's link at half of ``rate``, and as many with equal links."""
-    half = f"{float(rate[:-4]) / 2:g}{rate[-4:]}"
-    results = []
-    for rank in [*range(WORLD_SIZE), None]:
-        with Ranks(WORLD_SIZE, link=rate) as ranks:
-            if rank is not None:
-                ranks.limit(rank, half)
-            for _ in range(runs if rank is not None else runs * WORLD_SIZE):
-                report = ranks.run(_train, None, 0.0, False, timeout=300)[0]
-                results.append({"halved": rank, **_outcome(report)})
-                print(f"link of rank {rank} halved: {results[-1]}", flush=True)
-    halved = [r for r in results if r["halved"] is not None]
-    return {
-        "rate": rate,
-        "halved_runs": len(halved),
-        "right": sum(bool(r["link"]) and r["link"][0] == r["halved"] and r["late"] is None for r in halved),
-        "equal_runs": len(results) - len(halved),
-        "false_alarms": sum(r["halved"] is None and (r["link"] or r["late"]) is not None for r in results),
         "runs": results,
     }
 
@@ -148,20 +120,13 @@ def main() -> None:
     arguments = harness.parser(__doc__)
     arguments.add_argument("--runs", type=int, default=5, help="of each case (default: 5)")
     arguments.add_argument("--share", type=float, default=0.1, help="the delay, as a part of a step (default: 0.1)")
-    arguments.add_argument("--link", help="measure halved links in place of delays; a rate such as 200mbit")
     options = arguments.parse_args()
-    if options.link:
-        name, found = "straggler-links", measure_links(options.runs, options.link)
-        print(f"named right: {found['right']} of {found['halved_runs']}")
-        print(f"false alarms: {found['false_alarms']} of {found['equal_runs']}")
-    else:
-        name, found = "straggler", measure_delays(options.runs, options.share)
-        print(f"rank and phase named right: {found['rank_and_phase_right']} of {found['delayed_runs']}")
-        print(f"rank named right: {found['rank_right']} of {found['delayed_runs']}")
-        print(f"false alarms: {found['false_alarms']} of {found['balanced_runs']}")
-        print(f"links named without cause: {found['false_links']} of {len(found['runs'])}")
+    found = measure_delays(options.runs, options.share)
+    print(f"rank and phase named right: {found['rank_and_phase_right']} of {found['delayed_runs']}")
+    print(f"rank named right: {found['rank_right']} of {found['delayed_runs']}")
+    print(f"false alarms: {found['false_alarms']} of {found['balanced_runs']}")
     facts = {"command": harness.command(), "machine": harness.machine()}
-    harness.write_json(harness.RESULTS / f"{name}.json", facts | found)
+    harness.write_json(harness.RESULTS / "straggler.json", facts | found)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ class Point:
 
     Attributes:
         variant: a name of benchmarks/variants.py, or ``"raw"``: the collectives alone.
-        cap_mb: ``bucket_cap_mb`` in MiB, ``"default"`` (not passed), ``"auto"``, or None where the
-            variant has no buckets.
+        cap_mb: ``bucket_cap_mb`` in MiB, ``"default"`` (not passed), ``"auto"``, ``"optimum"`` (the buckets
+            that ``optimum/planned.py`` computes), or None where the variant has no buckets.
         option: see ``with_option`` of benchmarks/variants.py; else "".
     """
 
@@ -56,7 +56,8 @@ def visit(
 ) -> dict[str, Any]:
     """Measures ``point``: this rank's seconds of ``steps`` steps, and what the buckets were.
 
-    ``plan`` (JSON) is what an earlier visit of an ``"auto"`` point found; without it this visit tunes first.
+    ``plan`` (JSON) is what an earlier visit of an ``"auto"`` or ``"optimum"`` point found; without it this visit
+    finds it first.
     """
     import models
     import torch
@@ -74,8 +75,8 @@ def visit(
         sizes = [sum(sizes[index] for index in group) for group in groups]
         return {"seconds": variants.timed(variants.raw_collectives(sizes, device), steps)}
     work = models.Workload(model, copy.deepcopy(base.module), base.call)
-    if point.cap_mb == "auto" and plan is None:
-        plan = _tune(point, work, device)
+    if plan is None and point.cap_mb in ("auto", "optimum"):
+        plan = _find_plan(point, work, device)
     step = variants.make_step(point.variant, work, device, **_bucket_arguments(point, plan))
     call, length = variants.with_option(step, point.option)
     for _ in range(WARMUP):
@@ -93,13 +94,17 @@ def visit(
     return found
 
 
-def _tune(point: Point, work: Any, device: Any) -> str:
-    """Lets ``bucket_cap_mb="auto"`` settle; the plan it found, as JSON."""
+def _find_plan(point: Point, work: Any, device: Any) -> str:
+    """Lets ``bucket_cap_mb="auto"`` settle, or computes the optimum; the plan that was found, as JSON."""
     import variants
+    from optimum.planned import find_plan
 
     from minddp.cli.tune import tune
 
     copied = replace(work, module=copy.deepcopy(work.module))
+    if point.cap_mb == "optimum":
+        step = variants.make_step(point.variant, copied, device)
+        return find_plan(step.wrapped, step).to_json()
     step = variants.make_step(point.variant, copied, device, bucket_cap_mb="auto")
     return tune(step.wrapped, work.call).to_json()
 

@@ -1,7 +1,7 @@
 """What simulate.py computes with: a measured backward, replayed on networks and rank counts that are not at hand.
 
 Overview
-    A :class:`~minddp.planner.backward_profile.BackwardProfile` says when gradients are ready; a topology says
+    A :class:`~optimum.backward_profile.BackwardProfile` says when gradients are ready; a topology says
     what an allreduce of M bytes costs on p ranks, from the cost of one message over one hop;
     :class:`Stragglers` says how much slower than usual the slowest rank of a step is. From those follow
     a step's time for any buckets, at any number of ranks, without any rank.
@@ -22,8 +22,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from optimum.backward_profile import BackwardProfile, simulate_step
+
 from minddp.planner import Cost, LinearCost, capped_buckets, optimal_plan
-from minddp.planner.backward_profile import BackwardProfile, simulate_step
 
 MIB = 1 << 20
 _FIRST_CAP, _CAP = MIB, 25 * MIB  # torch's default caps

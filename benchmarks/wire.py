@@ -137,7 +137,7 @@ def measure(arguments: argparse.Namespace, model: str) -> None:
 # ---- what it costs
 
 SEEDS = range(5)
-LEARNED = ("float32", "bf16", "fp16", "int8", "int8 without feedback", "int8, stochastic, without feedback")
+LEARNED = ("float32", "bf16", "fp16", "int8", "int8 without feedback")
 
 
 def _digits(seed: int, rank: int, world_size: int) -> tuple[Any, Any, Any, Any]:
@@ -193,10 +193,7 @@ def learn(rank: int, world_size: int, task: str, wire: str, seed: int, steps: in
     import minddp
 
     model, optimizer, loss, final = TASKS[task](seed, rank, world_size)
-    options = {
-        "float32": None, "int8 without feedback": minddp.Wire("int8", error_feedback=False),
-        "int8, stochastic, without feedback": minddp.Wire("int8", error_feedback=False, stochastic=True, seed=seed),
-    }  # fmt: skip
+    options = {"float32": None, "int8 without feedback": minddp.Wire("int8", error_feedback=False)}
     ddp = minddp.DistributedDataParallel(model, wire=options.get(wire, wire))
     for _ in range(steps):
         optimizer.zero_grad()

@@ -1,6 +1,7 @@
 // Python's view of the core: pybind11 only, no logic of its own. Each companion binds itself (bindings.h).
 #include "bindings.h"
 
+#include "copy/in_memory.h"
 #include "reducer/launch_order.h"
 #include "reducer/program_collectives.h"
 #include "reducer/reducer.h"
@@ -270,8 +271,8 @@ void bind_reducer(py::module_& module) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(
       module, "Reducer", "Averages gradients over ranks during backward; see csrc/reducer/reducer.h.")
       .def(py::init<Parameters, std::vector<std::string>, c10::intrusive_ptr<c10d::ProcessGroup>, ReducerOptions>(),
-          py::arg("parameters"), py::arg("names"), py::arg("group"), py::arg("options"))
-      .def("add", &Reducer::add, py::arg("case"))
+          py::arg("parameters"), py::arg("names"), given("group"), py::arg("options"))
+      .def("add", &Reducer::add, given("case"))
       .def("set_buckets", &Reducer::set_buckets, py::arg("buckets"))
       .def("renew_hooks", &Reducer::renew_hooks)
       .def("remove_hooks", &Reducer::remove_hooks)
@@ -310,7 +311,7 @@ void bind_reducer(py::module_& module) {
       .def("shadow_used_map", [](Reducer& reducer) { return without_gil([&] { return reducer.shadow_used_map(); }); })
       .def(
           "wait_after_backward", [](Reducer& r, const PythonFuture& future) { r.wait_after_backward(future->fut); },
-          py::arg("future").none(false))
+          given("future"))
       .def(
           "set_skip_all_reduce_unused", [](Reducer& r, bool skips) { r.skip_all_reduce_unused = skips; },
           py::arg("skips"))
@@ -348,6 +349,7 @@ std::chrono::milliseconds cpu_timeout(const c10::intrusive_ptr<c10d::ProcessGrou
 // For tests: the copy, and its readable version.
 void scaled_copy_tensors(const at::Tensor& src, const at::Tensor& dst, double scale, bool reference) {
   TORCH_CHECK(src.numel() == dst.numel() && src.is_contiguous() && dst.is_contiguous());
+  TORCH_CHECK(lies_in_memory(src) && lies_in_memory(dst) && src.device() == dst.device());
   CopySegment segment{src.const_data_ptr(), dst.mutable_data_ptr(), src.numel()};
   if (reference)
     scaled_copy_reference(segment, src.device(), src.scalar_type(), dst.scalar_type(), scale);
@@ -366,13 +368,13 @@ PYBIND11_MODULE(_C, module) {
   bind_cases(module);
   bind_reducer(module);
   module.def("backward_looks_ahead", [] { return GraphTaskNodes().looks_ahead(); });
-  module.def("cpu_timeout", &cpu_timeout, py::arg("group"));
+  module.def("cpu_timeout", &cpu_timeout, given("group"));
   module.def("set_look_seconds", [](double seconds) { look_seconds = seconds; }, py::arg("seconds"));
-  module.def("wait_for", &wait_for, Release(), py::arg("work").none(false), py::arg("on_stall") = nullptr);
-  module.def("wait_for_future", &wait_for_future, py::arg("future").none(false), py::arg("on_stall") = nullptr);
-  module.def("group_allgather", &group_allgather, Release(), py::arg("group"), py::arg("outputs"), py::arg("input"),
+  module.def("wait_for", &wait_for, Release(), given("work"), py::arg("on_stall") = nullptr);
+  module.def("wait_for_future", &wait_for_future, given("future"), py::arg("on_stall") = nullptr);
+  module.def("group_allgather", &group_allgather, Release(), given("group"), py::arg("outputs"), py::arg("input"),
       py::arg("on_stall") = nullptr);
-  module.def("group_broadcast", &group_broadcast, Release(), py::arg("group"), py::arg("tensor"), py::arg("src"),
+  module.def("group_broadcast", &group_broadcast, Release(), given("group"), py::arg("tensor"), py::arg("src"),
       py::arg("on_stall") = nullptr);
   module.def("scaled_copy", &scaled_copy_tensors, py::arg("src"), py::arg("dst"), py::arg("scale"),
       py::arg("reference") = false);

@@ -18,6 +18,10 @@ namespace py = pybind11;
 
 namespace minddp {
 
+// An argument that must be there. Of a plain py::arg, None makes a null pointer in the place of what Python holds by
+// a pointer.
+inline py::arg given(const char* name) { return py::arg(name).none(false); }
+
 using Release = py::call_guard<py::gil_scoped_release>;
 
 // Before anything is imported, each is noted; import of `_C` calls `bind` with a new module `_C.<name>`.

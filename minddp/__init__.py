@@ -29,7 +29,7 @@ from .functions import FUNCTIONS as _FUNCTIONS  # noqa: E402
 
 # The companions whose observers every wrapper gets, in this order. One that is not there is left out: the core works
 # without. "shm" registers its backends.
-for _name in ("torch_surface", "reductions", "wire", "timeline", "guards", "planner", "straggler"):
+for _name in ("torch_surface", "reductions", "wire", "timeline", "guards", "planner"):
     if _find_spec(f"{__name__}.{_name}"):
         _events.register(_import_module(f"{__name__}.{_name}.observer").OBSERVER)
 if _find_spec(f"{__name__}.shm"):
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .owned import Owned
     from .planner import BucketPlan
     from .planner.observer import bucket_plan
-    from .reductions.weights import add_weight, clear_weight
+    from .reductions.weights import add_weight
     from .straggler.exchange import report
     from .timeline.recording import trace
     from .timeline.step_times import last_step
@@ -99,7 +99,6 @@ __all__ = [
     "add_weight",
     "bucket_plan",
     "check_replicas",
-    "clear_weight",
     "convert_sync_batchnorm",
     "functional",
     "install",

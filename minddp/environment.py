@@ -9,7 +9,7 @@ variable                       meaning
 ``MINDDP_DESYNC_TIMEOUT``      seconds: ``desync_timeout`` of every wrapper that is given none (no such limit)
 ``MINDDP_CHECK_COLLECTIVES``   ``0``: ``minddp.functional`` compares no calls before its collectives
 ``MINDDP_ALWAYS_REDUCE``       ``1``: one rank alone goes through its process group too (tests, benchmarks)
-``MINDDP_SHM_HOST_ID``         distinct from other machines' (read by ``csrc/shm``; tests)
+``MINDDP_SHM_HOST_ID``         distinct from other machines' (read by ``minddp/shm``; tests)
 ``MINDDP_CUDA``                while building: ``0`` leaves CUDA out, ``1`` insists on it (``setup.py``)
 ``MINDDP_SHM``                 while building: ``0`` leaves the shared-memory transport out (``setup.py``)
 ``RANK``, ``LOCAL_RANK``       a launcher's: ``minddp tune`` without them starts its own ranks (``cli/tune.py``)
@@ -26,7 +26,7 @@ import sys
 
 __all__ = [
     "always_reduce", "check_collectives", "desync_timeout", "leaves_out", "prompts",
-    "torch_ddp_variables", "trace_path", "use_side_stream",
+    "shm_host_id", "torch_ddp_variables", "trace_path", "use_side_stream",
 ]  # fmt: skip
 
 
@@ -68,6 +68,11 @@ def check_collectives() -> bool:
 def always_reduce() -> bool:
     """Whether a group of one rank is gone through, too."""
     return os.environ.get("MINDDP_ALWAYS_REDUCE") == "1"
+
+
+def shm_host_id() -> str:
+    """What tells hosts apart whose kernel and process ids are one."""
+    return os.environ.get("MINDDP_SHM_HOST_ID", "")
 
 
 def use_side_stream() -> bool:

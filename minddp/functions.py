@@ -26,7 +26,6 @@ FUNCTIONS = {
     "add_weight": "reductions.weights",
     "bucket_plan": "planner.observer",
     "check_replicas": "guards.check",
-    "clear_weight": "reductions.weights",
     "last_step": "timeline.step_times",
     "load_wire_state": "wire.format",
     "refresh": "functions",

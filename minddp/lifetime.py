@@ -13,6 +13,8 @@ last reference, so nothing here may keep one much beyond that.
 from __future__ import annotations
 
 import atexit
+import os
+import socket
 import threading
 import time
 import weakref
@@ -90,6 +92,18 @@ def _others_run() -> bool:
             if stat.parent.name != own and stat.read_bytes().rpartition(b")")[2].split()[0] == b"R":
                 return True
     return False
+
+
+def cut_connections(port: int) -> None:
+    """Ends this process's connections to a port, and with them the requests that wait there for a stopped host."""
+    for fd in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError):  # closed meanwhile, or no socket, or not connected
+            link = socket.socket(fileno=fd)
+            try:
+                if link.getpeername()[1] == port:
+                    link.shutdown(socket.SHUT_RDWR)
+            finally:
+                link.detach()
 
 
 @atexit.register

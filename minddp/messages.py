@@ -83,6 +83,17 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device(types[0].type if types else "cpu")
 
 
+def is_registered(group: Any) -> bool:
+    """Whether torch's tables hold ``group``, so that torch's functions may be asked about it. Not those that are
+    destroyed, nor, unless a program has put them there, those whose class is written in Python."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def global_ranks(group: Any) -> list[int] | None:
+    """The number in the default group of each rank of ``group``; None: nobody knows (:func:`is_registered`)."""
+    return dist.get_process_group_ranks(group) if is_registered(group) else None
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """ "rank 1", "ranks 0, 2": for messages."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

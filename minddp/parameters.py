@@ -18,6 +18,10 @@ from .logs import log
 
 Named = tuple[str, torch.nn.Parameter]
 
+# Around what torch's class does not ask of a parameter: the __torch_function__ of a program's own class may refuse
+# it. Nothing of the program's runs inside.
+plainly = torch._C.DisableTorchFunction
+
 
 def all_parameters(module: torch.nn.Module) -> list[Named]:
     """Each parameter once, with its first name: what the module's ``named_parameters()`` yields, and then what each
@@ -133,10 +137,13 @@ class Parameters:
                 )
             if not parameter.requires_grad:
                 continue
-            if getattr(parameter, "grad_dtype", parameter.dtype) not in (None, parameter.dtype):
+            with plainly():
+                dtype = parameter.dtype
+                grad_dtype = getattr(parameter, "grad_dtype", dtype)
+            if grad_dtype not in (None, dtype):
                 raise RuntimeError(
                     f"DistributedDataParallel reduces gradients of their parameters' dtypes, but '{name}' is "
-                    f"{parameter.dtype} with grad_dtype {parameter.grad_dtype}: leave grad_dtype as it is, or pass "
+                    f"{dtype} with grad_dtype {grad_dtype}: leave grad_dtype as it is, or pass "
                     "reduce_dtype= to choose the dtype in which gradients travel."
                 )
         reduced = [(name, p) for name, p in named if p.requires_grad]
@@ -153,7 +160,9 @@ class Parameters:
 
     def check_materialized(self) -> None:
         """Raises RuntimeError where a parameter has no values that could be sent."""
-        found = [name for name, p in all_parameters(self._module) if p.is_meta and name not in self.ignored]
+        named = all_parameters(self._module)
+        with plainly():
+            found = [name for name, p in named if p.is_meta and name not in self.ignored]
         if found:
             raise RuntimeError(
                 f"DistributedDataParallel: {found[:10]} are on the meta device, without values: give them some "
@@ -222,7 +231,8 @@ class Parameters:
 
     def facts(self) -> tuple[list[str], list[torch.Size], list[torch.dtype]]:
         """Names, shapes and dtypes of what is reduced: what a bucket plan is tied to."""
-        return self.names, [p.shape for p in self.reduced], [p.dtype for p in self.reduced]
+        with plainly():
+            return self.names, [p.shape for p in self.reduced], [p.dtype for p in self.reduced]
 
     def buffers(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The module's buffers as they are now: modules may put other tensors in their places. ``module``: the

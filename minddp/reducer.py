@@ -33,6 +33,7 @@ from .buckets import (
 from .config import FIRST_BUCKET_BYTES, Config
 from .lifetime import outlive, outlive_callbacks
 from .messages import SHADOWED, wait_for_future
+from .parameters import plainly
 
 ScaleRule = Callable[[int, int, bool], tuple[float, float]]
 
@@ -82,10 +83,11 @@ class Plan:
 
     def plain_dtypes(self) -> list[torch.dtype]:
         """What travels, by parameter, if every gradient is sent whole."""
-        return [
-            p.dtype if self.reduce_dtype is None or sparse or not p.is_floating_point() else self.reduce_dtype
-            for p, sparse in zip(self.parameters, self.sparse)
-        ]
+        with plainly():
+            return [
+                p.dtype if self.reduce_dtype is None or sparse or not p.is_floating_point() else self.reduce_dtype
+                for p, sparse in zip(self.parameters, self.sparse)
+            ]
 
 
 class Reducer(_C.Reducer):
@@ -101,13 +103,14 @@ class Reducer(_C.Reducer):
         self.device, self._sparse = plan.device, plan.sparse
         plain = plan.plain_dtypes()
         dtypes = plain if plan.dtypes is None else plan.dtypes
-        # Caps count bytes as if every gradient were sent whole: fewer bytes make no fewer buckets.
-        self.nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(plan.parameters, plain)]
+        with plainly():
+            # Caps count bytes as if every gradient were sent whole: fewer bytes make no fewer buckets.
+            self.nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(plan.parameters, plain)]
+            self.kinds: list[Hashable] = [
+                (p.dtype, p.device, name if sparse else "", dtype)
+                for p, name, sparse, dtype in zip(plan.parameters, plan.names, plan.sparse, dtypes)
+            ]
         self.wire_nbytes = self.nbytes if plan.wire_nbytes is None else plan.wire_nbytes
-        self.kinds: list[Hashable] = [
-            (p.dtype, p.device, name if sparse else "", dtype)
-            for p, name, sparse, dtype in zip(plan.parameters, plan.names, plan.sparse, dtypes)
-        ]
         # With find_unused_parameters, buckets are torch's, and are never cut anew. A bucket whose parameters this
         # rank does not use is complete here before a collective of the program's own in backward (SyncBatchNorm's),
         # and after it on a rank that uses them: torch's buckets leave where they do with torch's class. And new

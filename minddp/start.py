@@ -19,25 +19,26 @@ import torch.distributed as dist
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from .messages import gather_objects, wait_for
-from .parameters import all_parameters
+from .parameters import all_parameters, plainly
 
 Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 
 
-def signature(named: Iterable[tuple[str, torch.Tensor]]) -> Signature:
+def signature(named: Sequence[tuple[str, torch.Tensor]]) -> Signature:
     """(name, shape, dtype, strides) of every tensor, in order. The dtype's text also names a layout without
     strides, and the meta device."""
-    return [
-        (
-            name,
-            tuple(t.shape),
-            str(t.dtype)
-            + (f" {t.layout}" if t.layout is not torch.strided else "")
-            + (" on meta" if t.is_meta else ""),
-            tuple(t.stride()) if t.layout is torch.strided else (),
-        )
-        for name, t in named
-    ]
+    with plainly():
+        return [
+            (
+                name,
+                tuple(t.shape),
+                str(t.dtype)
+                + (f" {t.layout}" if t.layout is not torch.strided else "")
+                + (" on meta" if t.is_meta else ""),
+                tuple(t.stride()) if t.layout is torch.strided else (),
+            )
+            for name, t in named
+        ]
 
 
 def verify_same_start(
@@ -177,7 +178,7 @@ def broadcast_coalesced(
         RuntimeError: a tensor is sparse; before anything is sent, so on every rank whose
             tensors are such.
     """
-    with torch._C.DisableTorchFunction():  # a class of the program's is not to see all tensors in one
+    with plainly():  # a class of the program's is not to see all tensors in one
         refused = _broadcast(group, tensors, buffer_bytes, src)
     # Only now, since all ranks send the same messages before one of them raises.
     inner = [part for tensor, error in refused for part in _inner(tensor, error, tensors, names)]

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mini_ddp import MiniDDP
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import minddp
-from minddp.testing import run_ranks
 from minddp.timeline import step_times
 
 RANKS = 2

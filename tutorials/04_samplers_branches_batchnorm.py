@@ -16,12 +16,12 @@ import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 import minddp
 from minddp.functional.sync_batchnorm import convert_sync_batchnorm
-from minddp.testing import run_ranks
 
 # %% [markdown]
 # ## 1. The sampler

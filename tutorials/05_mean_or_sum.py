@@ -13,11 +13,11 @@ import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import minddp
-from minddp.testing import run_ranks
 
 RANKS = 4
 ROWS = 16
@@ -131,8 +131,7 @@ def half_gradient(rank: int, world_size: int) -> dict[str, list[float]]:
     slope = torch.tensor([LARGE, SMALL], dtype=torch.float16)
     ways = {
         "all of it before the sum (default)": {},
-        "all of it after the sum": {"predivide_factor": 1.0},
-        "half before, half after": {"predivide_factor": float(world_size**0.5)},
+        'all of it after the sum (reduction="sum")': {"reduction": "sum"},
         "reduce_dtype=torch.float32": {"reduce_dtype": torch.float32},
     }
     found = {}
@@ -140,7 +139,8 @@ def half_gradient(rank: int, world_size: int) -> dict[str, list[float]]:
         layer = nn.Linear(2, 1, bias=False, dtype=torch.float16)
         net = minddp.DistributedDataParallel(layer, **options)
         net(slope).sum().backward()
-        found[name] = layer.weight.grad.reshape(-1).tolist()
+        grad = layer.weight.grad.reshape(-1)
+        found[name] = (grad / world_size if "reduction" in options else grad).tolist()
     return found
 
 

@@ -14,11 +14,11 @@ import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 from losses import MinibatchStdDev
+from ranks import run_ranks
 from torch import nn
 
 from minddp import DistributedDataParallel
 from minddp import functional as F
-from minddp.testing import run_ranks
 
 BATCH, RANKS = 4, 2
 

@@ -13,9 +13,9 @@ import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as torch_nn
+from ranks import run_ranks
 
 from minddp import functional as F
-from minddp.testing import run_ranks
 
 
 def say(text):

@@ -12,11 +12,11 @@ import _clone  # noqa: F401 (finds minddp in this clone)
 import losses
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from minddp import DistributedDataParallel
-from minddp.testing import run_ranks
 
 BATCH, RANKS, STEPS = 32, 2, 25
 

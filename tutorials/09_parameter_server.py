@@ -26,10 +26,10 @@ import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import minddp
-from minddp.testing import run_ranks
 
 STEPS = 4
 WIDTH = 256

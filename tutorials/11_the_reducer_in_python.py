@@ -15,11 +15,11 @@ from typing import Any
 import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 import minddp
-from minddp.testing import run_ranks
 
 RANKS = 2
 CAP = 3  # parameters to a bucket: small, so that there are several

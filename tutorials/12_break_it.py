@@ -17,10 +17,10 @@ from typing import Any
 import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import minddp
-from minddp.testing import RankError, run_ranks
 
 LIMIT = 10.0
 WAITS = f"waits for the other rank, still after {LIMIT:.0f} seconds"
@@ -38,6 +38,7 @@ CLASSES = {"torch": nn.parallel.DistributedDataParallel, "minddp": minddp.Distri
 
 def watched(rank: int, world_size: int, program: Callable, which: str, extra: dict) -> tuple[list[str], list[Tensor]]:
     """(what happened on this rank, its weights at the end)."""
+    warm_up()
     told: list[str] = []
     store, begin = dist.distributed_c10d._get_default_store(), time.monotonic()
     warnings.simplefilter("ignore")  # of a long wait: what comes of it is told below
@@ -56,7 +57,7 @@ def watched(rank: int, world_size: int, program: Callable, which: str, extra: di
     return told, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def warm_up(rank: int, world_size: int) -> None:
+def warm_up() -> None:
     """A step that goes well: what is imported the first time does not count."""
     for wrap in CLASSES.values():
         wrap(nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()
@@ -80,19 +81,17 @@ def show(title: str, program: Callable, **extra: Any) -> dict[str, tuple[list[li
     print(title)
     found = {}
     for which in CLASSES:
-        run_ranks(warm_up, 2)
-        try:
-            results = dict(enumerate(run_ranks(watched, 2, program, which, extra, timeout=LIMIT + 15)))
-        except RankError as error:  # a rank that waits, even after the other one has gone
-            results = {rank: error.results.get(rank, ([WAITS], [])) for rank in range(2)}
+        # A rank that waits, even after the other one has gone, gives None.
+        told = run_ranks(watched, 2, program, which, extra, timeout=LIMIT + 30)
+        results = [result or ([WAITS], []) for result in told]
         equal = None
-        (_, mine), (_, others) = results.values()
+        (_, mine), (_, others) = results
         if [tensor.shape for tensor in mine] == [tensor.shape for tensor in others]:
             equal = all(map(same_bits, mine, others))
         for rank in range(2):
-            told = "; ".join(results[rank][0])
+            words = "; ".join(results[rank][0])
             label = f"   {which if rank == 0 else '':7} rank {rank}: "
-            print(textwrap.fill(shorten(told), 110, initial_indent=label, subsequent_indent=" " * 19))
+            print(textwrap.fill(shorten(words), 110, initial_indent=label, subsequent_indent=" " * 19))
         if equal is not None:
             print(f"           the ranks' weights are {'the same' if equal else 'DIFFERENT'}")
         found[which] = [results[rank][0] for rank in range(2)], equal

@@ -14,10 +14,10 @@ import time
 import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import minddp
-from minddp.testing import run_ranks
 
 RANKS = 2
 WIRES = {"float32": None, "bf16": "bf16", "fp16": "fp16", "int8": "int8"}

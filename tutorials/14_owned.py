@@ -23,10 +23,10 @@ import importlib
 import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import minddp
-from minddp.testing import run_ranks
 
 gpt = importlib.import_module("10_nanogpt")
 
@@ -105,7 +105,7 @@ def both_ways(rank: int, world_size: int) -> dict[str, object]:
 
 
 def main() -> None:
-    ranks = run_ranks(both_ways, 2, timeout=280)
+    ranks = run_ranks(both_ways, 2)
     alone, owners = ranks[0]["losses"]
     print(f"{STEPS} steps, every rank steps all:          loss {alone[0]:.3f}, at last loss {alone[-1]:.3f}")
     print(f"{STEPS} steps, each parameter has an owner: loss {owners[0]:.3f}, at last loss {owners[-1]:.3f}")

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 import _clone  # noqa: F401 (finds minddp in this clone)
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import minddp
-from minddp.testing import run_ranks
 
 gpt = importlib.import_module("10_nanogpt")
 gpt.WIDTH, gpt.LAYERS, gpt.CONTEXT, gpt.BATCH = 32, 2, 32, 8

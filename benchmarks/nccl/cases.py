@@ -567,6 +567,46 @@ def autocast_scaler() -> tuple[bool, str]:
     return ok and scales == their_scales and alike(found), f"{note}, scales {scales}"
 
 
+def owned(first: type[torch.optim.Optimizer], scales: bool = False, **settings: Any) -> tuple[bool, str]:
+    """``minddp.Owned`` beside the plain optimizers, both with minddp's class: the same bits, and shares of states."""
+
+    def run(owns: bool) -> tuple[Tensors, int]:
+        model = wrap("minddp", net(), **SMALL)
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() != 2]
+        entries: list[Any] = [(matrices, first, settings), (others, torch.optim.AdamW, {"lr": 0.01})]
+        plain = [kind(params, **more) for params, kind, more in entries]
+        optimizers = [minddp.Owned(model, entries)] if owns else plain
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, enabled=scales)
+        for step, x in enumerate(batches(5)):
+            model.zero_grad()
+            factor = float("inf") if scales and step == 2 and RANK == 0 else 1.0
+            scaler.scale(mean_square(model(x)) * factor).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        return parameters(model), sum(len(optimizer.state) for optimizer in optimizers)
+
+    (wanted, all_states), (found, states) = run(False), run(True)
+    ok, note = beside(found, wanted, limit=0.0)
+    return ok and alike(found) and states < all_states, f"{note}, {states} of {all_states} states"
+
+
+@case
+def owned_adamw() -> tuple[bool, str]:
+    return owned(torch.optim.AdamW, lr=0.01, fused=CUDA or None)
+
+
+@case
+def owned_muon() -> tuple[bool, str]:
+    return owned(torch.optim.Muon, lr=0.02)
+
+
+@case
+def owned_scaler() -> tuple[bool, str]:
+    return owned(torch.optim.AdamW, scales=True, lr=0.01)
+
+
 @case
 def mixed_precision() -> tuple[bool, str]:
     """torch's class takes it on GPUs only."""

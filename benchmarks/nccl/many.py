@@ -32,8 +32,9 @@ CASES = (
     "noop_hook", "optimizer_in_backward", "wire_int8", "wire_int8_views", "wire_bf16", "wire_fp16", "ordered",
     "ordered_any_plan", "sync_batchnorm", "mixed_dtypes", "side_stream", "two_streams", "two_wrappers", "late_rank",
     "no_host_wait", "new_group", "big_buckets", "lazy_memory", "retain_graph", "checkpoints", "autocast_scaler",
-    "mixed_precision", "bf16_model", "bf16_reduced_in_fp32", "sparse", "buffers", "functional", "mismatch",
-    "sum_zeroed", "wire_launches", "sync_batchnorm_launches", "alignment", "capture",
+    "owned_adamw", "owned_muon", "owned_scaler", "mixed_precision", "bf16_model", "bf16_reduced_in_fp32", "sparse",
+    "buffers", "functional", "mismatch", "sum_zeroed", "wire_launches", "sync_batchnorm_launches", "alignment",
+    "capture",
 )  # fmt: skip
 ON_DEVICE = (
     "bf16_hook", "optimizer_in_backward", "side_stream", "two_streams", "late_rank", "no_host_wait", "sum_zeroed",

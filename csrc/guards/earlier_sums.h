@@ -9,6 +9,7 @@
 #include "reducer/graph_task.h"
 #include "seen_gradient.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace minddp {
@@ -24,6 +25,8 @@ class EarlierSums : public Case {
     if (moment == Moment::kNewBuckets) results_.resize(state().parameters.size());
     if (moment != Moment::kIterationBegin) return;
     for (size_t i = 0; i < results_.size(); ++i) refuse(i);  // a gradient without a contribution is sent, too
+    // From now on the same memory holds this iteration's: a gradient that is packed becomes a view of its bucket.
+    std::fill(results_.begin(), results_.end(), SeenGradient());
   }
   void averages_written(const Bucket& bucket, const std::vector<int32_t>& used) override {
     for (const Bucket::Slot& slot : *bucket.slots())

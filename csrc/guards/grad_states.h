@@ -113,13 +113,13 @@ class GradStates : public Case {
     return found;
   }
   // The last backward that brought the gradient; or a later one that may have brought it before it failed.
-  int touched_in(size_t index) const { return std::max(state().arrived_in[index], interrupted_in_); }
+  int touched_in(size_t index) const { return std::max(state().arrived_in.at(index), interrupted_in_); }
   // An iteration has ended in backward number `backward` or later, and no local gradient has come since. If a later
   // backward has failed, `.grad` must also be as it was when that backward began.
   bool averaged_since(size_t index, int backward) const {
     if (state().iteration.phase != Phase::kIdle || state().used_map.used_nowhere(index) || ended_in_ == kNone)
       return false;
-    const bool untouched = states_[index].seen.is_unchanged(now(index));
+    const bool untouched = states_.at(index).seen.is_unchanged(now(index));
     return !state().used[index] && ended_in_ >= backward && (ended_in_ > interrupted_in_ || untouched);
   }
 

@@ -8,7 +8,11 @@ namespace minddp {
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
     c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options)
     : ReducerState{std::move(parameters), std::move(names), std::move(group), std::move(options)},
-      bucket_and_slot_(this->parameters.size()) {}
+      bucket_and_slot_(this->parameters.size()) {
+  const size_t count = this->parameters.size(), wires = this->options.wire_dtypes.size();
+  TORCH_CHECK(this->names.size() == count && (wires == 0 || wires == count), "Reducer: ", count, " parameters, ",
+      this->names.size(), " names and ", wires, " dtypes");
+}
 
 // Python may keep a case.
 Reducer::~Reducer() {
@@ -53,6 +57,10 @@ void Reducer::take_over(const Reducer& before) {
 // Buckets are made anew, never resized.
 void Reducer::set_buckets(const Buckets& indices_by_bucket) {
   TORCH_CHECK(iteration.phase == Phase::kIdle, "set_buckets: a backward is not finished; call it between iterations");
+  const auto is_known = [&](size_t i) { return i < parameters.size(); };
+  for (const auto& indices : indices_by_bucket)
+    TORCH_CHECK(!indices.empty() && std::ranges::all_of(indices, is_known),
+        "set_buckets: each bucket has indices of parameters, of which there are ", parameters.size());
   const bool first = buckets.empty();
   buckets.clear();
   for (const auto& indices : indices_by_bucket) {

@@ -1,9 +1,11 @@
 #include "bucket.h"
 
+#include "copy/in_memory.h"
 #include "copy/scale_in_place.h"
 #include "errors.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <c10/core/GradMode.h>
 
 namespace minddp {
@@ -34,8 +36,7 @@ void Bucket::begin_iteration() {
 
 // Strides of dimensions of size 1 say nothing: convolutions in channels_last leave them arbitrary.
 bool Bucket::is_one_piece(const Slot& slot, const at::Tensor& grad) {
-  if (grad.sizes() != slot.parameter.sizes() || grad.is_conj() || grad.is_neg()) return false;
-  if (grad.key_set().has(c10::DispatchKey::Python)) return false;  // a subclass: its memory is its own affair
+  if (!lies_in_memory(grad) || grad.sizes() != slot.parameter.sizes()) return false;
   for (int64_t d = 0; d < grad.dim(); ++d)
     if (grad.size(d) != 1 && grad.stride(d) != slot.strides[d]) return false;
   return true;
@@ -72,14 +73,33 @@ void Bucket::pack(const Packing& how) {
   producers_.note_packed();
 }
 
-// The copy takes raw pointers and would misread a gradient of another kind.
-void Bucket::check(const Slot& slot, const at::Tensor& grad, bool sparse) const {
+void Bucket::check(const Slot& slot, const at::Tensor& grad, at::Layout layout) const {
   bool right_dtype = options_.any_grad_dtype || grad.scalar_type() == grad_dtype_;
-  if (grad.is_sparse() == sparse && grad.device() == device_ && right_dtype) return;
+  if (grad.layout() == layout && grad.device() == device_ && right_dtype) return;
   TORCH_CHECK(false,
-      errors::wrong_gradient(options_.rank, slot.name,
-          errors::kind(grad.is_sparse(), grad.scalar_type(), grad.device()),
-          errors::kind(sparse, grad_dtype_, device_)));
+      errors::wrong_gradient(options_.rank, slot.name, errors::kind(grad.layout(), grad.scalar_type(), grad.device()),
+          errors::kind(layout, grad_dtype_, device_)));
+}
+
+// The copy takes raw pointers and would misread a gradient of another kind.
+bool Bucket::is_ready_to_copy(const Slot& slot, const at::Tensor& grad) const {
+  check(slot, grad, at::kStrided);
+  if (is_one_piece(slot, grad)) return true;
+  TORCH_CHECK(is_readable(grad),
+      errors::no_memory(options_.rank, slot.name, bytes_there(grad), size_t(grad.numel() * grad.element_size())));
+  return false;
+}
+
+// A zero tensor cannot be written to, nor an expanded one: several of its elements are one.
+bool Bucket::is_ready_to_write(Slot& slot) {
+  at::Tensor& grad = slot.grad();
+  const bool fits = grad.defined() && grad.scalar_type() == grad_dtype_ && grad.device() == device_;
+  if (fits && is_one_piece(slot, grad)) return true;
+  const bool takes_numbers = fits && grad.layout() == at::kStrided && is_readable(grad) && !grad._is_zerotensor() &&
+      at::has_internal_overlap(grad) != at::MemOverlap::Yes;
+  if (takes_numbers) return false;
+  grad = new_gradient(slot);
+  return true;
 }
 
 // A gradient that is one piece of memory becomes a segment. One call of the copying pass serves consecutive segments
@@ -100,10 +120,9 @@ void Bucket::copy_in(size_t begin, size_t end, double scale) {
     if (std::exchange(slot.packed, true)) continue;
     const at::Tensor& grad = slot.grad();
     void* dst = base + slot.offset * buffer_.element_size();
-    if (grad.defined()) check(slot, grad, /*sparse=*/false);
     if (!grad.defined())
       segments_.push_back({nullptr, dst, slot.parameter.numel()});
-    else if (is_one_piece(slot, grad) && can_cast(grad.scalar_type())) {
+    else if (is_ready_to_copy(slot, grad) && can_cast(grad.scalar_type())) {
       if (grad.scalar_type() != dtype) copy_segments();
       dtype = grad.scalar_type();
       segments_.push_back({grad.const_data_ptr(), dst, grad.numel()});
@@ -132,23 +151,21 @@ at::Tensor Bucket::new_gradient(const Slot& slot) const {
 
 // The reverse of copy_in. A gradient that is a view of `result` is passed over, unless it must be scaled.
 void Bucket::copy_out(const at::Tensor& result, double scale, const std::vector<int32_t>& used) {
-  at::Tensor flat = result.reshape({-1}).contiguous();
-  const char* base = static_cast<const char*>(flat.const_data_ptr());
+  const char* base = static_cast<const char*>(result.const_data_ptr());
   segments_.clear();
   for (Slot& slot : *slots_) {
-    at::Tensor& grad = slot.grad();
     if (!used[slot.index]) continue;  // used on no rank: `.grad` stays
-    if (!grad.defined() || grad.scalar_type() != grad_dtype_)
-      grad = new_gradient(slot);  // missing, or of another dtype
-    const void* src = base + slot.offset * flat.element_size();
-    if (!is_one_piece(slot, grad)) {
-      const int64_t begin = flat.storage_offset() + slot.offset;
-      grad.copy_(flat.as_strided(slot.parameter.sizes(), slot.strides, begin));
+    const bool direct = is_ready_to_write(slot);
+    at::Tensor& grad = slot.grad();
+    const void* src = base + slot.offset * result.element_size();
+    if (!direct) {
+      const int64_t begin = result.storage_offset() + slot.offset;
+      grad.copy_(result.as_strided(slot.parameter.sizes(), slot.strides, begin));
       scale_in_place(grad, scale);
     } else if (src != grad.const_data_ptr() || scale != 1.0)
       segments_.push_back({src, grad.mutable_data_ptr(), slot.parameter.numel()});
   }
-  scaled_copy(segments_, device_, flat.scalar_type(), grad_dtype_, scale);
+  scaled_copy(segments_, device_, result.scalar_type(), grad_dtype_, scale);
 }
 
 // On a device a complete future may only mean that the collective is enqueued, so streams are made to wait. A

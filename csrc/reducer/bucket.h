@@ -80,7 +80,7 @@ class Bucket {
     state_ = State::kLaunched;
   }
   // Writes `result`, times `scale`, to the gradients of parameters with used[index] != 0, creating those that do not
-  // exist. REQUIRES: kLaunched.
+  // exist. REQUIRES: kLaunched; `result` is as long as the buffer, and lies in memory, one number after another.
   virtual void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used);
   // Each stream that has made a gradient waits for what the current stream has queued.
   void hold_back_streams() const { producers_.hold_back(); }
@@ -119,7 +119,13 @@ class Bucket {
   at::TensorOptions buffer_options() const {
     return slots_->front().parameter.options().dtype(options_.buffer_dtype).requires_grad(false);
   }
-  void check(const Slot& slot, const at::Tensor& grad, bool sparse) const;
+  // Raises where a gradient is of another kind than the bucket's.
+  void check(const Slot& slot, const at::Tensor& grad, at::Layout layout) const;
+  // Whether a gradient is one piece, or torch's operators must copy it. Raises where it is of another kind than the
+  // bucket's, or has no memory.
+  bool is_ready_to_copy(const Slot& slot, const at::Tensor& grad) const;
+  // The same of the gradient that a result is written to. One that does not exist, or cannot take it, is made anew.
+  bool is_ready_to_write(Slot& slot);
   // Whether a gradient's memory is one piece in the order of its parameter's strides, to be copied as it lies.
   static bool is_one_piece(const Slot& slot, const at::Tensor& grad);
   static std::vector<at::Tensor> views_in(const std::vector<Slot>& slots, const at::Tensor& buffer);

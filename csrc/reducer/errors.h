@@ -3,6 +3,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Layout.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -69,8 +70,9 @@ inline std::string graph_changed(int rank, const Parameter& p) {
       rank, "]");
 }
 
-inline std::string kind(bool sparse, at::ScalarType dtype, at::Device device) {
-  return c10::str(sparse ? "sparse " : "dense ", dtype, " on ", device);
+inline std::string kind(at::Layout layout, at::ScalarType dtype, at::Device device) {
+  const std::string name = layout == at::kStrided ? "dense" : layout == at::kSparse ? "sparse" : c10::str(layout);
+  return c10::str(name, " ", dtype, " on ", device);
 }
 
 // A gradient of another layout or device than its bucket's.
@@ -82,8 +84,16 @@ inline std::string wrong_gradient(
       rank, "]");
 }
 
+// A gradient whose numbers are nowhere.
+inline std::string no_memory(int rank, const std::string& name, size_t there, size_t expected) {
+  return c10::str("The gradient of parameter '", name, "' has ", there, " bytes of memory, expected ", expected,
+      ". Its storage was resized, or it belongs to a mode whose tensors have no values (functional ones, say): put "
+      "a ",
+      "tensor with values into .grad, or None. [rank ", rank, "]");
+}
+
 inline std::string wrong_hook_result(int rank, size_t bucket, int64_t found, int64_t expected) {
-  return c10::str("The communication hook's future for bucket ", bucket, " holds a tensor of ", found,
+  return c10::str("The communication hook's future or buffer for bucket ", bucket, " holds a tensor of ", found,
       " elements in memory, expected ", expected, ": one tensor, as large as bucket.buffer(). [rank ", rank, "]");
 }
 

@@ -1,9 +1,9 @@
 #include "reducer.h"
 
+#include "copy/in_memory.h"
 #include "errors.h"
 
 #include <ATen/ATen.h>
-#include <ATen/EmptyTensor.h>
 #include <c10/util/ScopeExit.h>
 
 namespace minddp {
@@ -235,8 +235,21 @@ void Reducer::launch(size_t index) {
   notify(BucketMoment::kLaunched, index);
 }
 
+namespace {
+
+// A sparse tensor's lie elsewhere.
+bool has_numbers(const at::Tensor& tensor) { return tensor.layout() != at::kStrided || has_memory(tensor); }
+
+at::Tensor in_one_run(const at::Tensor& tensor) {
+  const bool is_one = tensor.layout() != at::kStrided || (tensor.dim() == 1 && tensor.is_contiguous());
+  return is_one ? tensor : tensor.reshape({-1}).contiguous();
+}
+
+}  // namespace
+
 // The sum over ranks, in place. A single rank has it already.
 Flight Reducer::all_reduce(size_t index, const at::Tensor& buffer) {
+  if (!has_numbers(buffer)) fail(errors::wrong_hook_result(rank, index, 0, buckets[index]->numel()));
   if (is_alone()) return {completed(buffer), nullptr};
   for (auto& c : cases_)
     if (auto flight = c->all_reduce(*buckets[index], buffer, wait_for(index))) return *flight;
@@ -319,18 +332,6 @@ void Reducer::finalize_backward() {
   end_iteration();
 }
 
-namespace {
-
-// A tensor on the meta device has no values, and a program may have shrunk a tensor's storage.
-bool has_memory(const at::Tensor& tensor) {
-  if (tensor.is_meta()) return false;
-  if (tensor.layout() != at::kStrided || tensor.key_set().has(c10::DispatchKey::Python)) return true;
-  return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
-             tensor.storage_offset()) <= tensor.storage().nbytes();
-}
-
-}  // namespace
-
 void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& used_anywhere) {
   Bucket& bucket = *buckets[index];
   const Flight& flight = bucket.flight();
@@ -339,12 +340,14 @@ void Reducer::unpack(size_t index, double scale, const std::vector<int32_t>& use
   if (passes_through()) return;
   if (flight.work && !bucket.device().is_cpu()) order_streams(*flight.work);
   at::Tensor result = hook_ ? hook_->result(flight.future->value()) : bucket.buffer();
+  if (result._is_zerotensor() || result.is_conj() || result.is_neg()) result = result.clone();  // into memory
+  const bool is_there = has_numbers(result);
   // A process group's own future holds pairs of real numbers.
-  if (at::isComplexType(bucket.dtype()) && !result.is_complex())
+  if (is_there && at::isComplexType(bucket.dtype()) && !result.is_complex())
     result = at::view_as_complex(result.reshape({-1, 2}));
-  if (result._is_zerotensor()) result = at::zeros(result.sizes(), result.options());
-  if (result.numel() != bucket.numel() || !has_memory(result))
-    fail(errors::wrong_hook_result(rank, index, has_memory(result) ? result.numel() : 0, bucket.numel()));
+  if (!is_there || result.numel() != bucket.numel())
+    fail(errors::wrong_hook_result(rank, index, is_there ? result.numel() : 0, bucket.numel()));
+  result = in_one_run(result);
   if (result.device() != bucket.device()) result = result.to(bucket.device());
   notify(BucketMoment::kUnpack, index);
   if (!optimizer_in_backward) {

@@ -9,42 +9,26 @@
 
 namespace py = pybind11;
 
-namespace minddp {
-namespace {
-
-using shm::ShmBackend;
-
-ShmBackend& as_shm(const c10::intrusive_ptr<c10d::Backend>& backend) {
-  auto* shm = dynamic_cast<ShmBackend*>(backend.get());
-  TORCH_CHECK_VALUE(
-      shm != nullptr, "this process group does not use the 'shm' backend, but '", backend->getBackendName(), "'");
-  return *shm;
-}
-
-}  // namespace
-}  // namespace minddp
-
 PYBIND11_MODULE(_shm, module) {
-  using namespace minddp;
+  using namespace minddp::shm;
   module.doc() = "minddp's shared-memory transport. Private: use minddp.shm.";
+  py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment")
+      .def(py::init(&Group::make_segment))
+      .def("card",
+          [](const Segment& own) {
+            const Card card = Group::card_of(own);
+            return std::make_tuple(card.pid, card.descriptor, card.token);
+          })
+      .def("close", &Segment::close);
   module.def(
       "backend",
-      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+      [](const ShmBackend::Rest& rest, const std::shared_ptr<Segment>& own,
+          const std::vector<std::tuple<int, int, uint64_t>>& cards,
           std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
-        return c10::make_intrusive<ShmBackend>(store, rank, size, timeout);
+        std::vector<Card> all;
+        for (const auto& [pid, descriptor, token] : cards) all.push_back({pid, descriptor, token});
+        return c10::make_intrusive<ShmBackend>(rest, own, all, timeout);
       },
-      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+      py::arg("rest").none(false), py::arg("own").none(false), py::arg("cards"), py::arg("timeout"),
       py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "empty",
-      [](const c10::intrusive_ptr<c10d::Backend>& backend, int64_t numel, at::ScalarType dtype) {
-        return as_shm(backend).allocateTensor(numel, at::TensorOptions().dtype(dtype));
-      },
-      py::arg("backend"), py::arg("numel"), py::arg("dtype"));
-  module.def(
-      "is_shared",
-      [](const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& tensor) {
-        return as_shm(backend).is_shared(tensor);
-      },
-      py::arg("backend"), py::arg("tensor"));
 }

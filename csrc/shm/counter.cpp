@@ -29,11 +29,6 @@ void Counter::store(uint32_t value) {
   if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
 }
 
-void Counter::ring() {
-  value_.fetch_add(1, std::memory_order_seq_cst);
-  if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
-}
-
 void Counter::wake() {
   // Not FUTEX_PRIVATE_FLAG: the sleepers are other processes.
   ::syscall(SYS_futex, &value_, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);

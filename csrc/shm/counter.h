@@ -4,8 +4,8 @@
 // kernel (futex), since the core that waits may be the one that a backward pass computes on. A sleep
 // is bounded: the waiter wakes now and then to see whether the rank it waits for still lives.
 //
-// What always holds: `value` is written by its owner alone, except for a bell, which anyone may
-// ring; values wrap around, so they are compared by difference.
+// What always holds: `value` is written by its owner alone; values wrap around, so they are compared
+// by difference.
 #pragma once
 
 #include <atomic>
@@ -21,9 +21,6 @@ class alignas(64) Counter {
 
   // Publishes all that this thread wrote before, and wakes who sleeps here.
   void store(uint32_t value);
-
-  // Adds one; for a counter with several writers.
-  void ring();
 
   // Wakes the sleepers although the value is unchanged.
   void wake();

@@ -7,31 +7,14 @@
 namespace minddp::shm {
 namespace {
 
-const char* const kKindNames[] = {
-    "?",
-    "barrier",
-    "broadcast",
-    "allreduce",
-    "reduce",
-    "allgather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "alltoall",
-};
-
 const char* const kReductionNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
 
 }  // namespace
 
 std::string Signature::describe() const {
-  std::string arguments;
-  const auto add = [&](const std::string& argument) { arguments += (arguments.empty() ? "" : ", ") + argument; };
-  if (reduce_op < std::size(kReductionNames)) add(kReductionNames[reduce_op]);
-  if (root >= 0) add("root " + std::to_string(root));
-  if (dtype != at::ScalarType::Undefined) add(c10::toString(dtype));
-  if (bytes > 0) add(std::to_string(bytes) + " bytes");
-  return std::string(kKindNames[static_cast<size_t>(kind)]) + "(" + arguments + ")";
+  if (dtype == at::ScalarType::Undefined) return "barrier()";
+  const char* name = reduce_op < std::size(kReductionNames) ? kReductionNames[reduce_op] : "?";
+  return c10::str("allreduce(", name, ", ", c10::toString(dtype), ", ", bytes, " bytes)");
 }
 
 const Exchange::Header& Exchange::header(int rank, uint32_t tick) {
@@ -60,12 +43,10 @@ char* Exchange::acquire() {
   return reinterpret_cast<char*>(&own_header(write_tick_) + 1);
 }
 
-void Exchange::post(int64_t note) {
-  own_header(write_tick_) = Header{write_tick_, sequence_, signature_, note};
-  skip();
+void Exchange::post() {
+  own_header(write_tick_) = Header{sequence_, signature_};
+  group_.control(rank()).posted.store(++write_tick_);
 }
-
-void Exchange::skip() { group_.control(rank()).posted.store(++write_tick_); }
 
 const char* Exchange::await(int peer) {
   group_.await(group_.control(peer).posted, read_tick_ + 1, peer, deadline_);
@@ -75,8 +56,6 @@ const char* Exchange::await(int peer) {
 
 const char* Exchange::data(int peer) { return reinterpret_cast<const char*>(&header(peer, read_tick_) + 1); }
 
-int64_t Exchange::note(int peer) { return header(peer, read_tick_).note; }
-
 void Exchange::await_all() {
   for (int peer = 0; peer < size(); ++peer)
     if (peer != rank()) await(peer);
@@ -85,24 +64,18 @@ void Exchange::await_all() {
 void Exchange::take() { group_.control(rank()).taken.store(++read_tick_); }
 
 void Exchange::check(int peer, const Header& theirs) const {
-  if (theirs.tick == read_tick_ && theirs.sequence == sequence_ && theirs.signature == signature_) return;
-  // A slot of another tick: the peer let this tick pass, as a rank does that only receives.
-  const std::string call = theirs.tick == read_tick_
-      ? theirs.signature.describe() + " as number " + std::to_string(theirs.sequence)
-      : "one in which it sends nothing here";
-  throw std::runtime_error(c10::str("rank ", peer, " runs another collective: ", call,
+  if (theirs.sequence == sequence_ && theirs.signature == signature_) return;
+  throw std::runtime_error(c10::str("rank ", peer, " runs another collective: ", theirs.signature.describe(),
+      " as number ", theirs.sequence,
       ". All ranks must call the same collectives, with the same sizes and dtypes, in the same order"));
-}
-
-std::string Exchange::describe() const {
-  return c10::str("rank ", group_.rank(), ", ", signature_.describe(), " as number ", sequence_, " of this group");
 }
 
 void Exchange::fail_current() {
   try {
     throw;
   } catch (const std::exception& error) {
-    broken_ = describe() + ": " + error.what();
+    broken_ = c10::str(
+        "rank ", rank(), ", ", signature_.describe(), " as number ", sequence_, " of this group: ", error.what());
   }
   group_.fail(broken_);
   C10_THROW_ERROR(DistBackendError, "shm: " + broken_);

@@ -1,20 +1,15 @@
 // Who owns what after fork().
 //
-// A forked child has a copy of every object of this transport, but it is not the rank: its peers know
-// nothing of it, and the threads that worked for these objects are not there. What always holds
-//   - An object made by make_owned() is destroyed by the process that made it; a forked child's copy
-//     is never destroyed: nothing is announced, freed, given back or joined there.
-//   - What a child writes never reaches the parent or its peers: the child sees the own segment through
-//     a private copy-on-write mapping, and cannot touch the peers' at all. Until it writes to a page,
-//     it sees there what the parent has there now, which may change as the parent goes on.
-// fork() means the C library's, as Python and multiprocessing call it; a clone() made past it is not seen.
+// A forked child has a copy of every object of this transport, but it is no rank: its peers do not know it, and the
+// threads that worked for these objects are not there. What always holds
+//   - An object of make_owned() is destroyed by the process that made it. A forked child's copy is never destroyed:
+//     there nothing is announced, unmapped or joined.
+//   - A child has none of the shared memory (segment.h).
 // Threads: any.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <sys/types.h>
+#include <unistd.h>
 #include <utility>
 
 namespace minddp::shm {
@@ -22,15 +17,11 @@ namespace minddp::shm {
 // The process that made this object.
 class Owner {
  public:
-  Owner();
-
-  // Whether this is that process, not one forked from it.
-  bool here() const;
+  bool here() const { return ::getpid() == pid_; }
   pid_t pid() const { return pid_; }
 
  private:
-  uint32_t forks_;
-  pid_t pid_;
+  const pid_t pid_ = ::getpid();
 };
 
 template <class T, class... Arguments>
@@ -39,18 +30,5 @@ std::shared_ptr<T> make_owned(Arguments&&... arguments) {
     if (owner.here()) delete object;
   });
 }
-
-// Memory that a forked child must not share. `descriptor` is the file behind it, which stays open until
-// remove(); -1: a child cannot touch this memory.
-class ForkGuard {
- public:
-  ForkGuard(void* base, std::size_t bytes, int descriptor);
-  ~ForkGuard();
-  ForkGuard(const ForkGuard&) = delete;
-  ForkGuard& operator=(const ForkGuard&) = delete;
-
- private:
-  void* base_;
-};
 
 }  // namespace minddp::shm

@@ -34,7 +34,7 @@ const Companion torch_surface("torch_surface", [](py::module_& module) {
           [](SharedParameters& shared, const std::shared_ptr<Reducer>& other, bool views) {
             shared.add(other, views);
           },
-          py::arg("other"), py::arg("views"));
+          given("other"), py::arg("views"));
   bind_case<SparseBuckets>(module, "SparseBuckets").def(py::init<std::vector<bool>>(), py::arg("expect_sparse"));
   bind_case<TransportMemory>(module, "TransportMemory").def(py::init());
 });

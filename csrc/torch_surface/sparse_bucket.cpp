@@ -12,7 +12,7 @@ namespace minddp {
 void SparseBucket::fill(size_t, size_t, const Packing& how) {
   Slot& slot = slots_->front();
   const at::Tensor& grad = slot.grad();
-  if (grad.defined()) check(slot, grad, /*sparse=*/true);
+  if (grad.defined()) check(slot, grad, at::kSparse);
   buffer_ = grad.defined() ? grad.clone() : zeros();
   scale_in_place(buffer_, how.scale);
   slot.packed = true;
@@ -40,7 +40,7 @@ at::Tensor SparseBucket::zeros() const {
 }
 
 std::unique_ptr<Bucket> SparseBuckets::make_bucket(const std::vector<size_t>& indices, Bucket::Options& options) {
-  if (!expect_sparse_[indices[0]]) return nullptr;
+  if (!expect_sparse_.at(indices[0])) return nullptr;
   options.buffer_dtype = state().parameters[indices[0]].scalar_type();
   return std::make_unique<SparseBucket>(indices, state().parameters, state().names, options);
 }

@@ -1,7 +1,7 @@
-// Case: memory for buckets that the group's transport reaches without a copy, where it has such.
+// Case: buckets of a device in memory that the process group registers with all ranks, where the program asks for it.
 //
-// On a device the program asks for it as torch's class lets it, by DDP_DISABLE_COMM_MEM=0: NCCL registers it with
-// all ranks, which takes a while, and reduces it in place by NVLS where the machine has that.
+// It asks as torch's class lets it, by DDP_DISABLE_COMM_MEM=0. NCCL's registration takes a while; then it reduces
+// such memory in place by NVLS where the machine has that.
 #pragma once
 
 #include "reducer/events.h"
@@ -27,23 +27,18 @@ inline bool asks_for_device_memory() {
   return disabled != nullptr && std::string_view(disabled) != "1";
 }
 
-inline void warn_of_no_device_memory(const std::string& why, at::Device device) {
-  TORCH_WARN_ONCE("DDP_DISABLE_COMM_MEM=0 asks for buckets in the process group's own memory, and ", why, " ", device,
-      ": they are allocated as usual.");
-}
-
-// Warns once if the program asks for device memory in vain.
+// Warns once if the program asks in vain.
 class TransportMemory : public Case {
  public:
   std::unique_ptr<Bucket> make_bucket(const std::vector<size_t>& indices, Bucket::Options& options) override {
     const at::Device device = state().parameters[indices[0]].device();
-    const bool on_host = device.is_cpu();
-    if (!on_host && !asks_for_device_memory()) return nullptr;
-    auto backend = backend_for(*state().group, device.type());
-    if (backend == nullptr || !backend->supportsTensorAlloc(on_host ? 0 : device.index())) {
+    if (device.is_cpu() || !asks_for_device_memory()) return nullptr;
+    const auto backend = backend_for(*state().group, device.type());
+    if (backend == nullptr || !backend->supportsTensorAlloc(device.index())) {
       const std::string why = backend == nullptr ? "the group has no backend of torch's for"
                                                  : "its backend " + backend->getBackendName() + " has none on";
-      if (!on_host) warn_of_no_device_memory(why, device);
+      TORCH_WARN_ONCE("DDP_DISABLE_COMM_MEM=0 asks for buckets in the process group's own memory, and ", why, " ",
+          device, ": they are allocated as usual.");
       return nullptr;
     }
     options.allocate = [backend](int64_t numel, const at::TensorOptions& tensor) {

@@ -1,5 +1,6 @@
 #include "view_bucket.h"
 
+#include "copy/in_memory.h"
 #include "copy/scale_in_place.h"
 #include "sole_holder.h"
 
@@ -66,7 +67,7 @@ void ViewBucket::adopt_gradients() {
   for (Slot& slot : *slots_) {
     const at::Tensor& grad = slot.grad();
     if (!grad.defined() || grad.requires_grad() || grad.is_sparse() || grad.scalar_type() != options_.buffer_dtype ||
-        grad.device() != device_ || grad.sizes() != slot.parameter.sizes())
+        grad.device() != device_ || grad.sizes() != slot.parameter.sizes() || !is_readable(grad))
       continue;
     if (!buffer_.defined()) allocate();
     slot.view.copy_(grad);
@@ -106,7 +107,8 @@ void ViewBucket::unpack(const at::Tensor& result, double scale, const std::vecto
 // It may still write to the buffer: a view on that becomes a tensor of its own.
 void ViewBucket::leave_to_collective() {
   for (Slot& slot : *slots_)
-    if (at::Tensor& grad = slot.grad(); grad.defined() && grad.is_alias_of(buffer_)) grad = grad.clone();
+    if (at::Tensor& grad = slot.grad(); grad.defined() && grad.has_storage() && grad.is_alias_of(buffer_))
+      grad = grad.clone();
 }
 
 }  // namespace minddp

@@ -1,7 +1,8 @@
 // Python's view of what gradients travel as, and of sums in the order of ranks.
 #include "bindings.h"
 #include "block_quantization.h"
-#include "gil_release.h"
+#include "copy/gil_release.h"
+#include "copy/in_memory.h"
 #include "half_bucket.h"
 #include "ordered_allreduce.h"
 #include "quantized_bucket.h"
@@ -38,20 +39,47 @@ Ordered on_device(c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t chunk_by
   return std::make_shared<DeviceOrderedAllreduce>(std::move(group), chunk_bytes);
 }
 
+// Blocks, or error feedback, for so many numbers. An undefined tensor is fine where none is needed.
+void check_blocks(const at::Tensor& blocks, int64_t numel) {
+  if (!blocks.defined()) return;
+  const int64_t nbytes = QuantizedBlock::count(numel) * int64_t(sizeof(QuantizedBlock));
+  TORCH_CHECK_VALUE(lies_in_memory(blocks) && blocks.scalar_type() == at::kByte && blocks.is_contiguous() &&
+          blocks.numel() == nbytes,
+      "blocks for ", numel, " numbers are ", nbytes, " contiguous bytes");
+}
+
+void check_numbers(const at::Tensor& numbers) {
+  TORCH_CHECK_VALUE(lies_in_memory(numbers) && numbers.is_non_overlapping_and_dense(), "a dense tensor is needed");
+}
+
 // For tests: blocks of codes, on the tensors' device.
 void bind_block_quantization(py::module_& module) {
   using Lost = std::optional<at::Tensor>;
   module.def(
       "quantize",
       [](const at::Tensor& src, double scale, const Lost& lost, const at::Tensor& blocks) {
-        quantize(src, scale, lost.value_or(at::Tensor()), Rounding(), blocks);
+        check_numbers(src);
+        check_blocks(blocks, src.numel());
+        check_blocks(lost.value_or(at::Tensor()), src.numel());
+        quantize(src, scale, lost.value_or(at::Tensor()), blocks);
       },
       Release(), py::arg("src"), py::arg("scale"), py::arg("lost"), py::arg("blocks"));
-  module.def("dequantize", &dequantize, Release(), py::arg("blocks"), py::arg("scale"), py::arg("dst"));
+  module.def(
+      "dequantize",
+      [](const at::Tensor& blocks, double scale, const at::Tensor& dst) {
+        check_numbers(dst);
+        check_blocks(blocks, dst.numel());
+        dequantize(blocks, scale, dst);
+      },
+      Release(), py::arg("blocks"), py::arg("scale"), py::arg("dst"));
   module.def(
       "add_quantized",
       [](const std::vector<at::Tensor>& pieces, const Lost& lost) {
-        add_quantized(pieces, Rounding(), lost.value_or(at::Tensor()));
+        TORCH_CHECK_VALUE(!pieces.empty(), "pieces: at least one");
+        const int64_t blocks = pieces[0].numel() / int64_t(sizeof(QuantizedBlock));
+        for (const at::Tensor& piece : pieces) check_blocks(piece, blocks * QuantizedBlock::kNumbers);
+        check_blocks(lost.value_or(at::Tensor()), blocks * QuantizedBlock::kNumbers);
+        add_quantized(pieces, lost.value_or(at::Tensor()));
       },
       Release(), py::arg("pieces"), py::arg("lost"));
 }
@@ -59,15 +87,11 @@ void bind_block_quantization(py::module_& module) {
 const Companion wire("wire", [](py::module_& module) {
   py::class_<OrderedAllreduce, Ordered>(
       module, "OrderedAllreduce", "Sums in the order of ranks; see csrc/wire/ordered_allreduce.h.")
-      .def_static("on_host", &on_host, py::arg("scatters"), py::arg("gathers"), py::arg("chunk_bytes"))
-      .def_static("on_device", &on_device, py::arg("group"), py::arg("chunk_bytes"));
-  bind_case<OrderedSums>(module, "OrderedSums").def(py::init<Ordered>(), py::arg("ordered"));
+      .def_static("on_host", &on_host, given("scatters"), given("gathers"), py::arg("chunk_bytes"))
+      .def_static("on_device", &on_device, given("group"), py::arg("chunk_bytes"));
+  bind_case<OrderedSums>(module, "OrderedSums").def(py::init<Ordered>(), given("ordered"));
   bind_case<HalfBuckets>(module, "HalfBuckets").def(py::init());
-  bind_case<QuantizedBuckets>(module, "QuantizedBuckets")
-      .def(py::init([](std::vector<std::optional<at::Tensor>> residuals, bool stochastic, uint64_t seed) {
-        return std::make_shared<QuantizedBuckets>(Quantization{std::move(residuals), stochastic, seed});
-      }),
-          py::arg("residuals"), py::arg("stochastic"), py::arg("seed"));
+  bind_case<QuantizedBuckets>(module, "QuantizedBuckets").def(py::init<Residuals>(), py::arg("residuals"));
   bind_block_quantization(module);
 });
 

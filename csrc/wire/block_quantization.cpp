@@ -26,15 +26,6 @@ constexpr bool kWithKernel = false;
 constexpr int64_t kN = QuantizedBlock::kNumbers;
 using namespace block_codes;
 
-// A number in [-0.5, 0.5) by position: a finalizer of MurmurHash3 over the position and the seed.
-inline float noise(uint32_t position, uint32_t seed) {
-  uint32_t h = position * 0x9e3779b9u ^ seed;
-  h = (h ^ (h >> 16)) * 0x85ebca6bu;
-  h = (h ^ (h >> 13)) * 0xc2b2ae35u;
-  h ^= h >> 16;
-  return float(int32_t(h >> 8)) * (1.0f / 16777216.0f) - 0.5f;
-}
-
 MINDDP_VECTORIZED
 uint32_t largest_magnitude(const float* x) {
   uint32_t largest = 0;
@@ -75,15 +66,6 @@ void encode_in_halves(const float* x, float scale, float inverse, QuantizedBlock
 }
 
 MINDDP_VECTORIZED
-void encode_stochastic(const float* x, float scale, float inverse, uint32_t seed, QuantizedBlock* block) {
-  for (int64_t i = 0; i < kN; ++i) {
-    const float moved = x[i] * inverse + noise(uint32_t(i), seed) + kRounds;
-    block->codes[i] = static_cast<int8_t>(std::min(std::max(low_bits(moved, kRounds), -127), 127));
-  }
-  block->scale = scale;
-}
-
-MINDDP_VECTORIZED
 void subtract(const QuantizedBlock* block, const float* x, float* lost) {
   const float scale = block->scale;
   for (int64_t i = 0; i < kN; ++i) lost[i] = x[i] - float(block->codes[i]) * scale;
@@ -112,34 +94,27 @@ void encode_special(const float* x, QuantizedBlock* block) {
 }
 
 // `lost`, 256 floats or null, gets what rounding loses.
-void encode(const float* x, uint32_t largest, Rounding rounding, uint64_t position, QuantizedBlock* block,
-    float* lost = nullptr) {
+void encode(const float* x, uint32_t largest, QuantizedBlock* block, float* lost = nullptr) {
   if (largest >= kInfinity) {
     if (lost) std::fill(lost, lost + kN, 0.0f);
     return encode_special(x, block);
   }
   const auto [scale, inverse] = scale_for(largest);
-  if (rounding.stochastic && scale > 0) {
-    const uint64_t mixed = (rounding.seed * 0xbf58476d1ce4e5b9u + rounding.first + position) * 0x9e3779b97f4a7c15u;
-    encode_stochastic(x, scale, inverse, uint32_t(mixed >> 32), block);
-  } else
-    encode_nearest(x, scale, inverse, block);
+  encode_nearest(x, scale, inverse, block);
   if (lost) subtract(block, x, lost);
 }
 
 // `left`, 256 floats, is kept for the next iteration.
-void keep(const float* left, QuantizedBlock* lost) { encode(left, largest_magnitude(left), Rounding(), 0, lost); }
+void keep(const float* left, QuantizedBlock* lost) { encode(left, largest_magnitude(left), lost); }
 
-// The same as encode(); what rounding loses is kept.
-void encode_and_keep(const float* x, uint32_t largest, Rounding rounding, uint64_t position, QuantizedBlock* block,
-    QuantizedBlock* lost) {
-  if (largest < kInfinity && !rounding.stochastic) {
+// The same as encode(); what rounding loses is kept: nothing of what is not finite.
+void encode_and_keep(const float* x, uint32_t largest, QuantizedBlock* block, QuantizedBlock* lost) {
+  if (largest < kInfinity) {
     const auto [scale, inverse] = scale_for(largest);
     return encode_in_halves(x, scale, inverse, block, lost);
   }
-  alignas(64) float left[kN];
-  encode(x, largest, rounding, position, block, left);
-  keep(left, lost);
+  encode_special(x, block);
+  *lost = QuantizedBlock();
 }
 
 void decode_any(const QuantizedBlock* block, float* x) {
@@ -188,8 +163,7 @@ inline void prefetch(const T* src, const QuantizedBlock* lost, const QuantizedBl
 }
 
 template <class T>
-void quantize_as(
-    const T* src, float scale, QuantizedBlock* lost, int64_t numel, Rounding rounding, QuantizedBlock* blocks) {
+void quantize_as(const T* src, float scale, QuantizedBlock* lost, int64_t numel, QuantizedBlock* blocks) {
   alignas(64) float x[kN];
   for (int64_t begin = 0; begin < numel; begin += kN, ++blocks) {
     const int64_t n = std::min(kN, numel - begin);
@@ -203,11 +177,10 @@ void quantize_as(
       if (lost) decode_and_add(lost, x);
       largest = largest_magnitude(x);
     }
-    const auto position = uint64_t(begin / kN);
     if (lost)
-      encode_and_keep(x, largest, rounding, position, blocks, lost++);
+      encode_and_keep(x, largest, blocks, lost++);
     else
-      encode(x, largest, rounding, position, blocks);
+      encode(x, largest, blocks);
   }
 }
 
@@ -222,7 +195,7 @@ void dequantize_as(const QuantizedBlock* blocks, float scale, T* dst, int64_t nu
 
 QuantizedBlock* blocks_of(const at::Tensor& bytes) { return static_cast<QuantizedBlock*>(bytes.mutable_data_ptr()); }
 
-void add_on_host(const std::vector<at::Tensor>& pieces, Rounding rounding, QuantizedBlock* lost) {
+void add_on_host(const std::vector<at::Tensor>& pieces, QuantizedBlock* lost) {
   alignas(64) float sum[kN], next[kN];
   const int64_t blocks = pieces[0].numel() / int64_t(sizeof(QuantizedBlock));
   for (int64_t b = 0; b < blocks; ++b) {
@@ -238,7 +211,7 @@ void add_on_host(const std::vector<at::Tensor>& pieces, Rounding rounding, Quant
     }
     const uint32_t largest = largest_magnitude(sum);
     const bool feeds_back = lost && largest > 0 && largest < kInfinity;
-    encode(sum, largest, rounding, uint64_t(b), blocks_of(pieces[0]) + b, feeds_back ? next : nullptr);
+    encode(sum, largest, blocks_of(pieces[0]) + b, feeds_back ? next : nullptr);
     if (!feeds_back) continue;
     decode_and_add(lost + b, next);
     keep(next, lost + b);
@@ -288,14 +261,12 @@ at::Tensor encode_rows(const at::Tensor& values, const at::Tensor& bytes) {
 
 }  // namespace
 
-void quantize(
-    const at::Tensor& src, double scale, const at::Tensor& lost, Rounding rounding, const at::Tensor& blocks) {
+void quantize(const at::Tensor& src, double scale, const at::Tensor& lost, const at::Tensor& blocks) {
   if (!src.defined()) return void(blocks.zero_());
   if (src.is_cpu()) {
     QuantizedBlock* feedback = lost.defined() ? blocks_of(lost) : nullptr;
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, src.scalar_type(), "minddp: quantize", [&] {
-      quantize_as(src.const_data_ptr<scalar_t>(), float(scale), feedback, src.numel(), rounding, blocks_of(blocks));
-    });
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, src.scalar_type(), "minddp: quantize",
+        [&] { quantize_as(src.const_data_ptr<scalar_t>(), float(scale), feedback, src.numel(), blocks_of(blocks)); });
     return;
   }
   if constexpr (kWithKernel)
@@ -318,8 +289,8 @@ at::Tensor any_special(const at::Tensor& blocks) {
   return at::signbit(rows_of(blocks).narrow(1, kN, sizeof(float)).contiguous().view(at::kFloat)).any();
 }
 
-void add_quantized(const std::vector<at::Tensor>& pieces, Rounding rounding, const at::Tensor& lost) {
-  if (pieces[0].is_cpu()) return add_on_host(pieces, rounding, lost.defined() ? blocks_of(lost) : nullptr);
+void add_quantized(const std::vector<at::Tensor>& pieces, const at::Tensor& lost) {
+  if (pieces[0].is_cpu()) return add_on_host(pieces, lost.defined() ? blocks_of(lost) : nullptr);
   if constexpr (kWithKernel)
     if (has_kernel(pieces[0])) return cuda::add_quantized(pieces, lost);
   at::Tensor sum = decoded(pieces[0]);

@@ -1,7 +1,9 @@
-// Case: wire="fp16". Gradients travel as float16, and say so once where that is too small for them.
+// Case: wire="fp16". Gradients travel as float16, and that is said once where a sum is too large for it.
 #pragma once
 
 #include "reducer/events.h"
+
+#include <ATen/ATen.h>
 
 #include <algorithm>
 
@@ -11,36 +13,23 @@ class HalfBucket : public Bucket {
  public:
   using Bucket::Bucket;
   void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) override {
-    if (!warned_ && (warned_ = has_infinity(result))) warn(result);
+    // A hook's result need not be of float16.
+    if (!is_infinite && result.scalar_type() == at::kHalf) is_infinite = has_infinity(result);
     Bucket::unpack(result, scale, used);
   }
 
- private:
-  static constexpr uint16_t kMagnitude = 0x7fff, kInfinity = 0x7c00;
-  static bool has_infinity(const at::Tensor& half) { return at_infinity(half) < half.numel(); }
-  // The first place that holds an infinity.
-  static int64_t at_infinity(const at::Tensor& half) {
-    const auto* bits = static_cast<const uint16_t*>(half.const_data_ptr());
-    for (int64_t begin = 0; begin < half.numel(); begin += 4096) {
-      const int64_t end = std::min(begin + 4096, half.numel());
-      bool any = false;
-      for (int64_t i = begin; i < end; ++i) any |= (bits[i] & kMagnitude) == kInfinity;
-      if (any) return std::find_if(bits + begin, bits + end, is_infinity) - bits;
-    }
-    return half.numel();
-  }
-  static bool is_infinity(uint16_t bits) { return (bits & kMagnitude) == kInfinity; }
-  void warn(const at::Tensor& half) const {
-    const int64_t place = at_infinity(half);
-    const auto slot = std::ranges::find_if(
-        *slots_, [&](const Slot& s) { return place >= s.offset && place < s.offset + s.parameter.numel(); });
-    TORCH_WARN("[Rank ", options_.rank, "] DistributedDataParallel(wire=\"fp16\"): the averaged gradient of '",
-        slot->name,
-        "' is infinite. Either a rank's own gradient was, or it is too large for float16 (65504): use "
-        "wire=\"bf16\", or a smaller loss scale. Said once for a bucket.");
-  }
+  bool is_infinite = false;  // a result was
 
-  bool warned_ = false;
+ private:
+  static bool has_infinity(const at::Tensor& half) {
+    constexpr uint16_t kMagnitude = 0x7fff, kInfinity = 0x7c00;
+    const auto* bits = static_cast<const uint16_t*>(half.const_data_ptr());
+    bool any = false;
+    for (int64_t begin = 0; begin < half.numel() && !any; begin += 4096)
+      for (int64_t i = begin; i < std::min(begin + 4096, half.numel()); ++i)
+        any |= (bits[i] & kMagnitude) == kInfinity;
+    return any;
+  }
 };
 
 class HalfBuckets : public Case {
@@ -50,6 +39,25 @@ class HalfBuckets : public Case {
     if (options.buffer_dtype != at::kHalf || !casts) return nullptr;
     return std::make_unique<HalfBucket>(indices, state().parameters, state().names, options);
   }
+  void on(Moment moment) override {
+    if (moment != Moment::kAveraged || said_) return;
+    for (const auto& bucket : state().buckets)
+      if (const auto* half = dynamic_cast<const HalfBucket*>(bucket.get()); half && half->is_infinite)
+        return say(*half);
+  }
+
+ private:
+  void say(const HalfBucket& bucket) {
+    said_ = true;
+    const auto slot = std::ranges::find_if(*bucket.slots(),
+        [](const Bucket::Slot& s) { return s.grad().defined() && s.grad().isinf().any().item<bool>(); });
+    TORCH_WARN("[Rank ", state().rank, "] DistributedDataParallel(wire=\"fp16\"): the averaged gradient of '",
+        slot == bucket.slots()->end() ? "a parameter" : slot->name,
+        "' is infinite. Either a rank's own gradient was, or it or the ranks' sum is too large for float16 (65504): ",
+        "use wire=\"bf16\", or a smaller loss scale. Said once.");
+  }
+
+  bool said_ = false;
 };
 
 }  // namespace minddp

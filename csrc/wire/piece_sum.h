@@ -1,7 +1,7 @@
 // How the ranks' pieces of a bucket's buffer are added up.
 #pragma once
 
-#include "reduce.h"
+#include "copy/reduce.h"
 
 #include <ATen/core/Tensor.h>
 

@@ -21,8 +21,8 @@ at::Tensor blocks_of(const at::Tensor& bytes, int64_t begin, int64_t end) {
 }  // namespace
 
 QuantizedBucket::QuantizedBucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
-    const std::vector<std::string>& names, const Options& options, std::shared_ptr<const Quantization> quantization)
-    : Bucket(indices, parameters, names, options), quantization_(std::move(quantization)) {
+    const std::vector<std::string>& names, const Options& options, std::shared_ptr<const Residuals> residuals)
+    : Bucket(indices, parameters, names, options), residuals_(std::move(residuals)) {
   numel_ = 0;
   for (Slot& slot : *slots_) {
     slot.offset = numel_;
@@ -38,7 +38,7 @@ void QuantizedBucket::begin_iteration() {
 void QuantizedBucket::forget_losses() {
   pending_losses_ = false;
   for (const Slot& slot : *slots_)
-    if (const auto& residual = quantization_->residuals[slot.index]) residual->zero_();
+    if (const auto& residual = (*residuals_)[slot.index]) residual->zero_();
 }
 
 // While contributions may follow, nothing is encoded: what was lost could not be taken back.
@@ -60,19 +60,16 @@ void QuantizedBucket::encode(size_t i, double scale, bool is_used) {
   c10::NoGradGuard no_grad;
   if (!buffer_.defined()) allocate();
   at::Tensor grad = slot.grad();
-  if (grad.defined()) check(slot, grad, /*sparse=*/false);
-  if (grad.defined() && !is_one_piece(slot, grad))
+  if (grad.defined() && !is_ready_to_copy(slot, grad))
     grad = at::empty_strided(slot.parameter.sizes(), slot.strides, grad.options()).copy_(grad);
-  const auto& residual = quantization_->residuals[slot.index];
+  const auto& residual = (*residuals_)[slot.index];
   const at::Tensor lost = is_used && residual ? *residual : at::Tensor();
   pending_losses_ = true;
-  const Rounding how = rounding((launches_ << 32) + (uint64_t(slot.index) << 8) + uint64_t(options_.rank));
-  quantize(grad, scale, lost, how, blocks_at(buffer_, slot));
+  quantize(grad, scale, lost, blocks_at(buffer_, slot));
 }
 
 // A rank that only takes part, inside of join(), feeds nothing back: nobody would tell it to forget.
 PieceSum QuantizedBucket::sum_of_pieces() {
-  ++launches_;
   summing_ = std::make_shared<Summing>(pending_losses_);
   struct Part {  // a parameter's blocks
     int64_t begin, end;
@@ -83,12 +80,11 @@ PieceSum QuantizedBucket::sum_of_pieces() {
   for (size_t i = 0; i < slots_->size(); ++i) {
     const Slot& slot = (*slots_)[i];
     const int64_t begin = slot.offset / kBytes;
-    const at::Tensor residual = quantization_->residuals[slot.index].value_or(at::Tensor());
+    const at::Tensor residual = (*residuals_)[slot.index].value_or(at::Tensor());
     parts.push_back({begin, begin + QuantizedBlock::count(slot.parameter.numel()), residual});
     if (pending_losses_ && residual.defined() && !(*used_)[slot.index]) unused_.emplace_back(i, residual.clone());
   }
-  auto add = [parts, summing = summing_, how = rounding(~launches_)](
-                 const std::vector<at::Tensor>& pieces, int64_t begin) {
+  auto add = [parts, summing = summing_](const std::vector<at::Tensor>& pieces, int64_t begin) {
     const int64_t end = begin + pieces[0].numel() / kBytes;
     std::lock_guard lock(summing->mutex);
     for (const Part& part : parts) {
@@ -100,7 +96,7 @@ PieceSum QuantizedBucket::sum_of_pieces() {
       const at::Tensor lost =
           feeds_back ? blocks_of(part.residual, from - part.begin, to - part.begin) : at::Tensor();
       if (feeds_back) record_current_stream(lost);  // the transport's, while it enqueues
-      add_quantized(its, {how.stochastic, how.seed, uint64_t(from)}, lost);
+      add_quantized(its, lost);
     }
   };
   return {kBytes, std::move(add)};
@@ -117,9 +113,8 @@ void QuantizedBucket::unpack(const at::Tensor& result, double scale, const std::
   flight_ = {};
   for (Slot& slot : *slots_) {
     if (!used[slot.index]) continue;  // used on no rank: `.grad` stays
+    const bool direct = is_ready_to_write(slot);
     at::Tensor& grad = slot.grad();
-    if (!grad.defined() || grad.scalar_type() != grad_dtype_) grad = new_gradient(slot);
-    const bool direct = is_one_piece(slot, grad);
     at::Tensor target = direct ? grad : at::empty_strided(slot.parameter.sizes(), slot.strides, grad.options());
     dequantize(blocks_at(result, slot), scale, target);
     if (!direct) grad.copy_(target);
@@ -130,13 +125,13 @@ void QuantizedBucket::unpack(const at::Tensor& result, double scale, const std::
   if (device_.is_cpu() && special.item<bool>()) forget_losses();
   if (device_.is_cpu()) return;
   for (const Slot& slot : *slots_)  // nobody waits for the answer
-    if (const auto& residual = quantization_->residuals[slot.index]) residual->masked_fill_(special, 0);
+    if (const auto& residual = (*residuals_)[slot.index]) residual->masked_fill_(special, 0);
 }
 
 // The copies were made on the stream of the launch, and this one has only now been given what reads them.
 void QuantizedBucket::take_back(const std::vector<int32_t>& used) {
-  for (auto& [i, residual] : unused_) {
-    if (const size_t index = (*slots_)[i].index; !used[index]) quantization_->residuals[index]->copy_(residual);
+  for (const auto& [i, residual] : unused_) {
+    if (const size_t index = (*slots_)[i].index; !used[index]) (*residuals_)[index]->copy_(residual);
     record_current_stream(residual);
   }
   unused_.clear();
@@ -158,7 +153,8 @@ Bucket::GradientsIn QuantizedBucket::gradients_in() const {
 
 std::unique_ptr<Bucket> QuantizedBuckets::make_bucket(const std::vector<size_t>& indices, Bucket::Options& options) {
   if (options.buffer_dtype != at::kByte) return nullptr;
-  return std::make_unique<QuantizedBucket>(indices, state().parameters, state().names, options, quantization_);
+  TORCH_CHECK(residuals_->size() == state().parameters.size(), "residuals: one for each parameter");
+  return std::make_unique<QuantizedBucket>(indices, state().parameters, state().names, options, residuals_);
 }
 
 }  // namespace minddp

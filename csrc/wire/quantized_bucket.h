@@ -28,20 +28,15 @@
 
 namespace minddp {
 
-// What these buckets share with those that come after them, when buckets are cut anew.
-struct Quantization {
-  // Error feedback, by parameter: what rounding has lost so far, in as many blocks as travel.
-  std::vector<std::optional<at::Tensor>> residuals;
-  bool stochastic = false;
-  uint64_t seed = 0;
-};
+// Error feedback, by parameter: what rounding has lost so far, in as many blocks as travel. Buckets share it with
+// those that come after them, when buckets are cut anew.
+using Residuals = std::vector<std::optional<at::Tensor>>;
 
 class QuantizedBucket : public Bucket {
  public:
   // REQUIRES: options.buffer_dtype == kByte; real floating point parameters.
   QuantizedBucket(const std::vector<size_t>& indices, const std::vector<at::Tensor>& parameters,
-      const std::vector<std::string>& names, const Options& options,
-      std::shared_ptr<const Quantization> quantization);
+      const std::vector<std::string>& names, const Options& options, std::shared_ptr<const Residuals> residuals);
   void begin_iteration() override;
   void before_launch() override;
   void unpack(const at::Tensor& result, double scale, const std::vector<int32_t>& used) override;
@@ -62,26 +57,24 @@ class QuantizedBucket : public Bucket {
   void encode(size_t slot, double scale, bool is_used);
   void forget_losses();
   void take_back(const std::vector<int32_t>& used);
-  Rounding rounding(uint64_t of) const { return {quantization_->stochastic, quantization_->seed + of}; }
 
-  const std::shared_ptr<const Quantization> quantization_;
+  const std::shared_ptr<const Residuals> residuals_;
   double scale_ = 1.0;                          // of gradients that are encoded when the bucket leaves
   const std::vector<int32_t>* used_ = nullptr;  // on this rank, then
-  uint64_t launches_ = 0;
-  bool pending_losses_ = false;       // of gradients that are encoded, and not unpacked
-  std::shared_ptr<Summing> summing_;  // shared with the transport's thread
+  bool pending_losses_ = false;                 // of gradients that are encoded, and not unpacked
+  std::shared_ptr<Summing> summing_;            // shared with the transport's thread
   // The feedback of what this rank has not used, as it was at the launch: by slot.
   std::vector<std::pair<size_t, at::Tensor>> unused_;
 };
 
 class QuantizedBuckets : public Case {
  public:
-  explicit QuantizedBuckets(Quantization quantization)
-      : quantization_(std::make_shared<const Quantization>(std::move(quantization))) {}
+  explicit QuantizedBuckets(Residuals residuals)
+      : residuals_(std::make_shared<const Residuals>(std::move(residuals))) {}
   std::unique_ptr<Bucket> make_bucket(const std::vector<size_t>& indices, Bucket::Options& options) override;
 
  private:
-  const std::shared_ptr<const Quantization> quantization_;
+  const std::shared_ptr<const Residuals> residuals_;
 };
 
 }  // namespace minddp

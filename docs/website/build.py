@@ -68,7 +68,6 @@ Functions that take the wrapper
 .. autofunction:: minddp.add_weight
 .. autofunction:: minddp.bucket_plan
 .. autofunction:: minddp.check_replicas
-.. autofunction:: minddp.clear_weight
 .. autofunction:: minddp.last_step
 .. autofunction:: minddp.load_wire_state
 .. autofunction:: minddp.refresh
@@ -113,8 +112,6 @@ Timeline
 .. autoclass:: minddp.straggler.RankTimes
    :members:
 .. autoclass:: minddp.straggler.Straggler
-   :members:
-.. autoclass:: minddp.straggler.SlowLink
    :members:
 
 Buckets

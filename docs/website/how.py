@@ -1,7 +1,8 @@
 """The model behind the page "How DDP works" (docs/how.html), and the page itself: as it stands, and in the site.
 
 The page's script computes the same numbers in JavaScript; tests/docs/test_how.py holds both equal over drawn
-settings. Here they come from the package: the reducer's rule for buckets, the replay of a step, its optimum.
+settings. Here they come from the package (the reducer's rule for buckets, the optimum) and from benchmarks/optimum
+(the replay of a step).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from functools import lru_cache
 from typing import Any
 
 from minddp.planner import LinearCost, optimal_plan
-from minddp.planner.backward_profile import BackwardProfile, simulate_step
 
 from .layout import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from optimum.backward_profile import BackwardProfile, simulate_step
 from topologies import Ring, slowed
 
 PAGE = ROOT / "docs" / "how.html"

@@ -23,7 +23,7 @@ __all__ = ["main"]
 COMMANDS = {
     "run": ".cli.run",
     "tune": ".cli.tune",
-    "timeline": ".timeline.report",
+    "timeline": ".timeline.reader",
     "report": ".straggler.command",
     "doctor": ".cli.doctor",
 }

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..parameters import plainly
 from . import step
 
 Named = tuple[str, torch.nn.Parameter]
@@ -61,7 +62,8 @@ class ModuleChanges:
         self._module = module
         self._named = named
         self._reduced = list(reduced)  # alive, so that no other object gets one's id
-        self._kinds = list(map(_kind, reduced))
+        with plainly():
+            self._kinds = list(map(_kind, reduced))
         self._facts = dict(zip(map(id, reduced), self._kinds))
         self._frozen = [p for _, p in self._named() if id(p) not in self._facts]
         self._turn, self._turns = 0, max(-(-len(self._reduced) // _AT_ONCE), 1)
@@ -79,7 +81,8 @@ class ModuleChanges:
             return False
         self._turn = (self._turn + 1) % self._turns
         some = slice(self._turn, None, self._turns)
-        is_alike = list(map(_kind, self._reduced[some])) == self._kinds[some]
+        with plainly():
+            is_alike = list(map(_kind, self._reduced[some])) == self._kinds[some]
         return is_alike and not any(map(_requires_grad, self._frozen))
 
     def look(self) -> list[Change] | None:
@@ -107,8 +110,11 @@ class ModuleChanges:
             if known is None and p.requires_grad and p.is_leaf and not _has_wrapper(p):
                 frozen = any(p is other for other in self._frozen)
                 changes.append(Change(p, f"'{name}' " + ("requires a gradient now" if frozen else "is new")))
-            elif known is not None and (p.dtype, p.device) != known:
-                changes.append(Change(p, f"'{name}' was {known[0]} on {known[1]}, is {p.dtype} on {p.device}"))
+            elif known is not None:
+                with plainly():
+                    dtype, device = p.dtype, p.device
+                if (dtype, device) != known:
+                    changes.append(Change(p, f"'{name}' was {known[0]} on {known[1]}, is {dtype} on {device}"))
         return changes
 
 

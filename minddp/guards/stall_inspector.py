@@ -95,17 +95,17 @@ class StallInspector:
         desync_timeout: float | None,
         has_streams: bool,
     ):
-        try:
-            name, ranks = str(group.group_name), dist.get_process_group_ranks(group)
-        except RuntimeError:  # one that is written in Python has no name, and nobody else knows its ranks
-            name, ranks = str(id(group)), list(range(group.size()))
+        ranks = messages.global_ranks(group)
+        # One that is written in Python may have no name, or any.
+        name = str(group.group_name if type(group) is dist.ProcessGroup else id(group))
         self.group = group
         self.desync_timeout = desync_timeout
         self.hook = ""  # the communication hook's name
         self.rename(f"{name}/{next(_counters.setdefault(name, itertools.count()))}")
         self._reducer = weakref.ref(reducer)
         self._names = names
-        self._ranks = tuple(ranks)  # in the default group, by rank in this one
+        # In the default group, by rank in this one.
+        self._ranks = tuple(range(group.size()) if ranks is None else ranks)
         self._reported_as = ""
         self._given_up = 0  # an iteration
         self.has_streams = has_streams

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _C
 from ..logs import log
+from ..parameters import plainly
 from .local_gradients import Differ, has_values, refusal
 
 
@@ -160,7 +161,7 @@ class StepCheck(Guarded):
     def note_versions(self) -> set[int]:
         """``id`` of each parameter that has been written to since this was called before."""
         averager = self.averager
-        before, self._versions = self._versions, {id(p): _version(p) for p in averager.parameters.reduced}
+        before, self._versions = self._versions, _versions(averager.parameters.reduced)
         return {key for key, version in self._versions.items() if before.get(key, version) != version}
 
     def check_compiled_steps(self) -> None:
@@ -427,7 +428,7 @@ class _Steps:
         self.begun += 1
         if self.begun == 1:
             self.begun_ns, self.ended_before_ns = time.monotonic_ns(), self.ended_ns
-            self.versions = {id(p): _version(p) for p in _listed(optimizer)}
+            self.versions = _versions(_listed(optimizer))
 
     def end(self) -> None:
         global _spent_ns
@@ -443,7 +444,7 @@ class _Steps:
         optimizer = self.optimizer()
         listed = [] if optimizer is None else [p for p in _listed(optimizer) if id(p) in averaged]
         self.begun *= not listed
-        changed = [_version(p) != self.versions.get(id(p)) for p in listed]
+        changed = [version != self.versions.get(key) for key, version in _versions(listed).items()]
         return not all(changed) and (any(changed) or averaged_ns > self.ended_before_ns)
 
 
@@ -475,5 +476,7 @@ def interrupted(averages: Callable[[], tuple[set[int], int]]) -> bool:
     return found
 
 
-def _version(parameter: torch.Tensor) -> int:
-    return 0 if parameter.is_inference() else parameter._version
+def _versions(parameters: Iterable[torch.Tensor]) -> dict[int, int]:
+    """By ``id``: how often each was written to."""
+    with plainly():
+        return {id(p): 0 if p.is_inference() else p._version for p in parameters}

@@ -27,8 +27,7 @@ class Binding:
     def __init__(self, averager: Averager | None):
         self._averager = averager
         self.group: dist.ProcessGroup | None = None if averager is None else averager.group
-        self.rank = 0 if averager is None else averager.group.rank()
-        self.ranks = 1 if averager is None else averager.group.size()
+        self.rank, self.ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         self.loads = [0.0] * self.ranks
 
     @property
@@ -42,16 +41,15 @@ class Binding:
         Raises:
             RuntimeError: its process group is another one.
         """
-        everyone = averagers()
-        if self._averager is None or self._averager is everyone[-1]:
+        if self._averager is None or self._averager is averagers()[-1]:
             return
-        younger = bind(module)._averager
-        if younger is not None and younger.group is not self.group:
+        younger = bind(module)
+        if younger.group not in (None, self.group):
             raise RuntimeError(
                 f"minddp.Owned: rank {self.rank}: the module has a wrapper with another process group now. Make a "
                 "new Owned, and load the old one's state."
             )
-        self._averager = younger
+        self._averager = younger._averager
 
     def collective(self) -> AbstractContextManager[None]:
         """Inside, the other ranks know that this rank waits in a collective of this wrapper."""
@@ -72,48 +70,44 @@ class Binding:
 
     def check_averaged(self, trained: Sequence[torch.Tensor]) -> None:
         """Raises ValueError if the wrapper does not average all of ``trained``, or they are on several devices."""
-        if self._averager is None or self.ranks == 1:
+        averager = self._averager
+        if averager is None or self.ranks == 1:
             return
-        averaged = self._averager.parameter_ids()
+        where, averaged = f"minddp.Owned: rank {self.rank}: the", averager.parameter_ids()
         if unknown := [str(tuple(p.shape)) for p in trained if id(p) not in averaged]:
             raise ValueError(
-                f"minddp.Owned: rank {self.rank}: the wrapper does not average the gradients of {len(unknown)} of "
-                f"the parameters, so their owner's values would overwrite the other ranks'. Their shapes:\n"
-                f"{indented(unknown)}\nGive them to the optimizer itself, or let the wrapper reduce them."
+                f"{where} wrapper does not average the gradients of {len(unknown)} of the parameters, so their "
+                f"owner's values would overwrite the other ranks'. Their shapes:\n{indented(unknown)}\n"
+                "Give them to the optimizer itself, or let the wrapper reduce them."
             )
-        devices = sorted({str(p.device) for p in trained})
-        if len(devices) > 1:
-            raise ValueError(
-                f"minddp.Owned: rank {self.rank}: the parameters are on several devices, {', '.join(devices)}: use "
-                "one Owned for each device."
-            )
+        if len(devices := sorted({str(p.device) for p in trained})) > 1:
+            raise ValueError(f"{where} parameters are on several devices, {devices}: use one Owned for each device.")
 
     def check_synchronized(self) -> None:
         """Raises RuntimeError if a ``.grad`` has contributions of this rank alone."""
         averager = self._averager
         if averager is None or self.ranks == 1:
             return
+        where = f"minddp.Owned.step() on rank {self.rank}:"
         if averager.is_joining:
             raise RuntimeError(
-                f"minddp.Owned.step() on rank {self.rank}: inside of join() a rank that has run out of data takes no "
-                "steps, and the others would wait for its parameters. Give all ranks as many batches, or use the "
-                "optimizer itself."
+                f"{where} inside of join() a rank that has run out of data takes no steps, and the others would wait "
+                "for its parameters. Give all ranks as many batches, or use the optimizer itself."
             )
-        reducer, names = averager.reducer, averager.parameters.names
         if averager.observers.get("guards") is None:  # nobody knows where gradients have come from
             return
+        reducer = averager.reducer
         passed = {index for index, _ in reducer.bypassed()}  # the wrapper compares these over ranks
-        local = [
-            names[i]
-            for i, parameter in enumerate(averager.parameters.reduced)
-            if parameter.grad is not None and i not in passed and not reducer.averaged_since(i, reducer.arrived_in(i))
-        ]
+        local = []
+        for i, parameter in enumerate(averager.parameters.reduced):
+            backward = reducer.arrived_in(i)  # -1: none, so the program has put the gradient there itself
+            if parameter.grad is not None and i not in passed and not backward < 0:
+                local += [] if reducer.averaged_since(i, backward) else [averager.parameters.names[i]]
         if local:
             raise RuntimeError(
-                f"minddp.Owned.step() on rank {self.rank}: gradients of {local[:10]} are this rank's alone: the last "
-                "backward ran under no_sync(). An owner would send every rank a step with its own. Step after a "
-                "synchronized backward, or call zero_grad() first; for local steps (local SGD) use the optimizer "
-                "itself."
+                f"{where} gradients of {local[:10]} are this rank's alone: the last backward ran under no_sync(). An "
+                "owner would send every rank a step with its own. Step after a synchronized backward, or call "
+                "zero_grad() first; for local steps (local SGD) use the optimizer itself."
             )
 
 
@@ -124,13 +118,10 @@ def bind(module: torch.nn.Module) -> Binding:
         RuntimeError: there are several processes, and no wrapper reduces its parameters.
     """
     wanted = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-    everyone = averagers()
-    found = [averager for averager in everyone if not wanted.isdisjoint(averager.parameter_ids())]
-    if found:
-        return Binding(found[-1])  # the youngest, which has taken them over from the others
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    found = [averager for averager in averagers() if not wanted.isdisjoint(averager.parameter_ids())]
+    if not found and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             "minddp.Owned: no minddp.DistributedDataParallel reduces the module's parameters, so no rank may leave "
             "their step to another one. Wrap the module first, or use the optimizer itself."
         )
-    return Binding(None)
+    return Binding(found[-1] if found else None)  # the youngest, which has taken them over from the others

@@ -4,76 +4,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..messages import wait_for
-from . import layout
 
 WHAT = "the parameters that their owners have stepped (minddp.Owned.step)"
-_ALONE_BYTES = 64 << 10  # from here on a parameter is sent from its own memory, which spares two copies
+_PACKED_BYTES = 64 << 20  # under way at a time, at most; a link of 400 Gbit/s carries less in a millisecond
 
 
-class Piece:
-    """What each rank sends together: large parameters as they are, the small ones packed behind one another."""
-
-    def __init__(self, by_rank: Sequence[Sequence[torch.Tensor]], rank: int):
-        self._messages: list[tuple[int, torch.Tensor]] = []  # (owner, a parameter or small ones packed)
-        self._large_of_others: list[torch.Tensor] = []
-        self._packs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # (into the message, from mine)
-        self._unpacks: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # (into others', from messages)
-        for owner, theirs in enumerate(by_rank):
-            large = [p for p in theirs if _goes_alone(p)]
-            alone = {id(p) for p in large}
-            small = [p for p in theirs if id(p) not in alone]
-            self._messages += [(owner, p) for p in large]
-            begins = layout.offsets(small)
-            if small:
-                message = torch.zeros(begins[-1], dtype=torch.uint8, device=small[0].device)
-                views = [_view(message, begin, p) for begin, p in zip(begins, small)]
-                self._messages.append((owner, message))
-                targets, sources = self._packs if owner == rank else self._unpacks
-                targets += views if owner == rank else small
-                sources += small if owner == rank else views
-            if owner != rank:
-                self._large_of_others += large
-
-    def send(self, group: dist.ProcessGroup) -> list[Any]:
-        """Starts the broadcasts of what is in the parameters now; the same ones in the same order on all ranks."""
-        _copy(*self._packs)
-        works = []
-        for owner, message in self._messages:
-            options = dist.BroadcastOptions()
-            options.rootRank = owner
-            # Detached now, since a program may have given the parameter other memory (`p.data = ...`).
-            works.append(group.broadcast([message.detach()], options))
-        return works
-
-    def unpack(self) -> None:
-        """Writes what the other ranks have sent. REQUIRES: the broadcasts are over."""
-        _copy(*self._unpacks)
-        for parameter in self._large_of_others:
-            torch.autograd.graph.increment_version(parameter)  # as a step does; the broadcast has not
-
-
-def _goes_alone(parameter: torch.Tensor) -> bool:
-    large = layout.nbytes(parameter) >= _ALONE_BYTES
-    return large and parameter.is_contiguous() and not parameter.is_complex()
-
-
-def _view(memory: torch.Tensor, begin: int, parameter: torch.Tensor) -> torch.Tensor:
-    return memory[begin : begin + layout.nbytes(parameter)].view(parameter.dtype).view(parameter.shape)
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
+class _Message(NamedTuple):
+    work: Any
+    memory: torch.Tensor
+    packed: int  # bytes of memory of its own; 0 where it is a parameter's
+    into: list[torch.Tensor]  # the parameters that get the values; none on their owner
 
 
 class Exchange:
-    """All pieces of a step.
+    """All messages of a step: one for each owner, piece and dtype, the same ones in the same order on all ranks.
+
+    Parameters are packed into a message when it leaves, and its memory lives until it has arrived. One that is alone
+    in its message is sent from its own memory, which spares two copies.
 
     Args:
         pieces: for each piece, for each rank, the parameters whose values it sends.
@@ -81,18 +34,52 @@ class Exchange:
     """
 
     def __init__(self, pieces: Sequence[Sequence[Sequence[torch.Tensor]]], group: dist.ProcessGroup):
-        self._group = group
-        self._pieces = [Piece(piece, group.rank()) for piece in pieces]
-        self._under_way: deque[tuple[Piece, list[Any]]] = deque()
+        self._group, self._rank = group, group.rank()
+        self._pieces = [
+            [(owner, same) for owner, theirs in enumerate(piece) for same in _by_dtype(theirs)] for piece in pieces
+        ]
+        self._under_way: deque[_Message] = deque()
+        self._packed = 0  # bytes under way
 
     def send(self, index: int) -> None:
-        """Piece ``index`` has been stepped: sends it."""
-        self._under_way.append((self._pieces[index], self._pieces[index].send(self._group)))
+        """Piece ``index`` has been stepped: starts its broadcasts. Waits for earlier ones if much is under way."""
+        for owner, parameters in self._pieces[index]:
+            first, is_mine = parameters[0], owner == self._rank
+            alone = len(parameters) == 1 and first.is_contiguous()
+            if alone:  # as it is now: a program may have given it other memory (`p.data = ...`)
+                memory = first.detach().view(-1)
+            elif is_mine:
+                memory = torch.cat([p.reshape(-1) for p in parameters])
+            else:
+                memory = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+            options = dist.BroadcastOptions()
+            options.rootRank = owner
+            work = self._group.broadcast([memory.view(torch.uint8)], options)  # a backend need not know the dtype
+            packed = 0 if alone else memory.nbytes
+            self._under_way.append(_Message(work, memory, packed, [] if is_mine else parameters))
+            self._packed += packed
+            while self._packed > _PACKED_BYTES:
+                self._arrive()
 
     def finish(self) -> None:
         """Waits until every parameter is whole."""
         while self._under_way:
-            piece, works = self._under_way.popleft()
-            for work in works:
-                wait_for(work, self._group, WHAT)
-            piece.unpack()
+            self._arrive()
+
+    def _arrive(self) -> None:
+        work, memory, packed, into = self._under_way.popleft()
+        wait_for(work, self._group, WHAT)
+        self._packed -= packed
+        if packed and into:
+            parts = memory.split([p.numel() for p in into])
+            torch._foreach_copy_(into, [part.view(p.shape) for part, p in zip(parts, into)])
+        elif into:
+            torch.autograd.graph.increment_version(into[0])  # as a step does; the broadcast has not
+
+
+def _by_dtype(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.numel():
+            found.setdefault(parameter.dtype, []).append(parameter)
+    return list(found.values())

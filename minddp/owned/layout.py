@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 PIECE_BYTES = 4 << 20  # of one rank's values, at least: smaller messages pay latency, larger ones hide nothing
-ALIGNMENT = 16  # bytes: each value begins at a multiple, so any dtype can be a view and copies are wide
 
 
 def work(parameter: torch.Tensor, orthogonalizes: bool) -> float:
@@ -23,12 +22,7 @@ def work(parameter: torch.Tensor, orthogonalizes: bool) -> float:
     if orthogonalizes and parameter.dim() == 2:
         small, large = sorted(parameter.shape)
         return float(2 * small * small * large + small**3)
-    return float(nbytes(parameter))
-
-
-def nbytes(parameter: torch.Tensor) -> int:
-    """How many bytes its values have when they travel."""
-    return int(parameter.numel() * parameter.element_size())
+    return float(parameter.nbytes)
 
 
 def owners(works: Sequence[float], loads: list[float]) -> list[int]:
@@ -36,8 +30,7 @@ def owners(works: Sequence[float], loads: list[float]) -> list[int]:
 
     Within a group the rank with the least of it comes first; of equal ones that with the least of all groups.
     """
-    mine = [0.0] * len(loads)
-    chosen = [0] * len(works)
+    mine, chosen = [0.0] * len(loads), [0] * len(works)
     for index in sorted(range(len(works)), key=lambda i: (-works[i], i)):
         rank = min(range(len(loads)), key=lambda r: (mine[r], loads[r], r))
         chosen[index] = rank
@@ -46,34 +39,20 @@ def owners(works: Sequence[float], loads: list[float]) -> list[int]:
     return chosen
 
 
-def pieces(sizes: Sequence[Sequence[int]]) -> list[list[range]]:
+def pieces(sizes: Sequence[Sequence[int]]) -> list[list[list[int]]]:
     """Cuts each rank's list of parameters into as many runs as all others' lists, of about the same bytes each.
 
     Args:
         sizes: for each rank, the bytes of its parameters in order.
 
     Returns:
-        For each piece, for each rank, the range of its list that is in the piece.
+        For each piece, for each rank, the places in its list that are in the piece.
     """
-    totals = [sum(theirs) for theirs in sizes]
-    count = max(1, max(totals, default=0) // PIECE_BYTES)
-    cut = [_cuts(theirs, total, count) for theirs, total in zip(sizes, totals)]
-    return [[range(cuts[k], cuts[k + 1]) for cuts in cut] for k in range(count)]
-
-
-def _cuts(sizes: Sequence[int], total: int, count: int) -> list[int]:
-    cuts, seen, position = [0], 0, 0
-    for k in range(1, count):
-        while position < len(sizes) and (seen + sizes[position] / 2) * count <= total * k:
-            seen += sizes[position]
-            position += 1
-        cuts.append(position)
-    return [*cuts, len(sizes)]
-
-
-def offsets(parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Where each one's values begin in a message, and, last, the message's bytes."""
-    begins = [0]
-    for parameter in parameters:
-        begins.append(-(-(begins[-1] + nbytes(parameter)) // ALIGNMENT) * ALIGNMENT)
-    return begins
+    count = max(1, max(map(sum, sizes), default=0) // PIECE_BYTES)
+    cut: list[list[list[int]]] = [[[] for _ in sizes] for _ in range(count)]
+    for rank, theirs in enumerate(sizes):
+        seen, total = 0, max(1, sum(theirs))
+        for place, size in enumerate(theirs):  # the piece in which its middle lies
+            cut[min(count - 1, (2 * seen + size) * count // (2 * total))][rank].append(place)
+            seen += size
+    return cut

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from ..messages import indented
@@ -15,84 +17,54 @@ from . import layout, states
 from .binding import Binding, bind
 from .exchange import Exchange
 
-Entry = tuple[Any, type[torch.optim.Optimizer], dict[str, Any]]
-_BY_PARAMETER = ("params", "param_names")  # entries of a group; all others are settings and counters
+Group = dict[str, Any]
 _OF_SCALER = ("grad_scale", "found_inf")  # a GradScaler sets them on the optimizer for the time of a step
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings and counters; tensors and containers among them are copied, since a step may count there."""
-    kept = {name: value for name, value in group.items() if name not in _BY_PARAMETER}
-    tensor = torch.Tensor
-    return {name: v.clone() if isinstance(v, tensor) else copy.deepcopy(v) for name, v in kept.items()}
+def _settings(group: Group) -> Group:
+    """All of a group that is not by parameter: settings and counters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _copied(group: Group) -> Group:
+    """Its settings, with copies of tensors and containers, since a step may count there."""
+    kept = _settings(group).items()
+    return {name: v.clone() if isinstance(v, torch.Tensor) else copy.deepcopy(v) for name, v in kept}
 
 
 class _Stepper:
-    """An optimizer of the program's class over the parameters of one piece that this rank owns.
+    """An optimizer of the program's class for what this rank owns of one piece. It steps in the program's ``state``.
 
-    Each is stepped once a step, as the plain one is, so whatever counts steps counts the same.
+    Each is stepped once a step, so what counts steps in itself counts as the plain one. What counts in a group must
+    find the same numbers in each piece: in the group's last one it finds the program's own, in the others a copy.
+
+    Args:
+        mine: parameters by their group's index.
+        last: the groups of which no later piece has a parameter.
     """
 
-    def __init__(self, owned: Owned, entry: int, mine: dict[int, list[torch.Tensor]]):
-        self._owned = owned
-        self._mine = mine  # by the group's index
-        groups = [{**_settings(owned.param_groups[g]), "params": parameters} for g, parameters in mine.items()]
-        _, kind, settings = owned._entries[entry]
-        self._optimizer = kind(groups, **settings)
-
-    def show(self) -> None:
-        """The program sees the parameters' states, and what the step has counted in its groups."""
-        self._owned.state.update({p: s for p, s in self._optimizer.state.items() if isinstance(p, torch.Tensor)})
-        for group, index in zip(self._optimizer.param_groups, self._mine):
-            shown = self._owned.param_groups[index]
-            for name, value in _settings(group).items():
-                if isinstance(value, torch.Tensor) and isinstance(shown.get(name), torch.Tensor):
-                    shown[name].copy_(value)
-                else:
-                    shown[name] = value
-
-    def states(self) -> dict[torch.Tensor, Any]:
-        """By parameter.
-
-        Raises:
-            RuntimeError: the optimizer keeps more, which belongs to no parameter.
-        """
-        kind, state = type(self._optimizer), self._optimizer.state
-        more = [repr(key) for key in state if not isinstance(key, torch.Tensor)]
-        if more or kind.state_dict is not torch.optim.Optimizer.state_dict:
-            raise RuntimeError(
-                f"minddp.Owned: {kind.__name__} keeps state that belongs to no parameter"
-                + (f" ({', '.join(more)})" if more else " (it has a state_dict() of its own)")
-                + ", so no dictionary of all ranks can be made of it. Use the optimizer itself where you save."
-            )
-        return dict(state)
+    def __init__(self, owned: Owned, entry: int, mine: dict[int, list[torch.Tensor]], last: set[int]):
+        self._owned, self._mine, self._last = owned, mine, last
+        groups = [{**_copied(owned.param_groups[index]), "params": theirs} for index, theirs in mine.items()]
+        self._optimizer = owned._make(entry, groups)
+        for parameter, state in self._optimizer.state.items():  # Adagrad has made it already
+            owned.state.setdefault(parameter, state)
 
     def step(self) -> None:
-        """Steps with the settings that the program sees, and may have changed."""
         owned, optimizer = self._owned, self._optimizer
-        for group, index in zip(optimizer.param_groups, self._mine):
-            group.update(_settings(owned.param_groups[index]))
         scaler = {name: getattr(owned, name) for name in _OF_SCALER if hasattr(owned, name)}
-        vars(optimizer).update(scaler)
+        groups = [(owned.param_groups[index], index in self._last, theirs) for index, theirs in self._mine.items()]
+        given = [{**(_settings(g) if last else _copied(g)), "params": theirs} for g, last, theirs in groups]
+        vars(optimizer).update(scaler, state=owned.state, param_groups=given)
         step: Any = type(optimizer).step
         try:
             # torch's hooks for all optimizers run once, around Owned.step; this is the function that they surround.
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
         finally:
-            for name in scaler:
+            for (group, last, _), stepped in zip(groups, given):
+                group.update(_settings(stepped) if last else {})
+            for name in (*scaler, "state"):  # a state that the program replaces is not to live on
                 delattr(optimizer, name)
-
-    def load(self, loaded: dict[torch.Tensor, Any]) -> None:
-        """Takes its parameters' part of ``loaded``, cast as the optimizer casts what it loads."""
-        parameters = [p for theirs in self._mine.values() for p in theirs]
-        numbers = {p: number for number, p in enumerate(parameters)}
-        groups = [
-            {**_settings(self._owned.param_groups[g]), "params": [numbers[p] for p in theirs]}
-            for g, theirs in self._mine.items()
-        ]
-        state = {numbers[p]: loaded[p] for p in parameters if p in loaded}
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.show()
 
 
 class Owned(torch.optim.Optimizer):
@@ -105,8 +77,9 @@ class Owned(torch.optim.Optimizer):
         muon, adamw = (matrices, torch.optim.Muon, dict(lr=0.02)), (others, torch.optim.AdamW, dict(lr=3e-4))
         opt = minddp.Owned(ddp, [muon, adamw])
 
-    Gradients must be averaged when ``step()`` is called. ``state`` has this rank's parameters alone; ``state_dict()``
-    needs :meth:`consolidate_state_dict` before it. The state of a rank that is lost is lost: go on from a checkpoint.
+    Gradients must be averaged when ``step()`` is called. ``state`` has this rank's parameters alone; edits of it are
+    heard as a plain optimizer's. ``state_dict()`` needs :meth:`consolidate_state_dict` before it. The state of a rank
+    that is lost is lost: go on from a checkpoint.
 
     Args:
         ddp: a :class:`minddp.DistributedDataParallel`; or a module that is wrapped in one before the first step, as
@@ -119,14 +92,19 @@ class Owned(torch.optim.Optimizer):
             wrapper does not average it; the ranks' parameters differ (on every rank).
     """
 
-    def __init__(self, ddp: torch.nn.Module, optimizers: Sequence[Entry]):
+    def __init__(self, ddp: torch.nn.Module, optimizers: Sequence[tuple[Any, type[torch.optim.Optimizer], Group]]):
         if not isinstance(ddp, torch.nn.Module):
             raise TypeError(f"minddp.Owned: ddp must be a wrapper or a module, got {type(ddp).__name__}")
-        self._entries = [_checked(position, entry) for position, entry in enumerate(optimizers)]
-        if not self._entries:
-            raise ValueError("minddp.Owned: optimizers is empty: pass (params, optimizer class, keyword arguments)")
+        if not isinstance(optimizers, (list, tuple)) or not optimizers:
+            raise TypeError(
+                "minddp.Owned: optimizers must be a list of (params, optimizer class, keyword arguments), and not "
+                f"empty, got {optimizers!r:.200}"
+            )
+        plain = [_plain(f"minddp.Owned: optimizers[{i}]", entry) for i, entry in enumerate(optimizers)]
         self._module = ddp
         self._binding: Binding | None = None
+        self._entries = [(type(optimizer), dict(entry[2])) for optimizer, entry in zip(plain, optimizers)]
+        self._entry_of_group = [entry for entry, optimizer in enumerate(plain) for _ in optimizer.param_groups]
         self._owners: dict[torch.Tensor, int] = {}
         self._pieces: list[list[list[torch.Tensor]]] = []  # for each piece, for each rank, parameters
         self._steppers: list[list[_Stepper]] = []  # for each piece, this rank's
@@ -134,16 +112,18 @@ class Owned(torch.optim.Optimizer):
         self._exchange: Exchange | None = None
         self._reduced: Any = None  # the parameters that the wrapper reduced when the exchange was made
         self._sent: set[int] = set()  # `id` of each parameter whose values are sent
-        self._consolidated: dict[torch.Tensor, Any] | None = None  # all ranks' states
+        self._whole: dict[torch.Tensor, Any] | None = None  # all ranks' states
         self._has_state = False  # some rank may have states
-        plain = [kind(params, **settings) for params, kind, settings in self._entries]
         self._step_supports_amp_scaling = all(getattr(p, "_step_supports_amp_scaling", False) for p in plain)
-        self._entry_of_group = [entry for entry, optimizer in enumerate(plain) for _ in optimizer.param_groups]
         # Groups have their own optimizer's defaults already; schedulers look for a momentum in the first one's.
         super().__init__([group for optimizer in plain for group in optimizer.param_groups], {})
-        self.defaults = dict(plain[0].defaults)
+        self.defaults, self.state = dict(plain[0].defaults), states.Share(dict)
         if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
             self._bind()
+
+    def _make(self, entry: int, groups: list[Group]) -> torch.optim.Optimizer:
+        kind, settings = self._entries[entry]
+        return kind(groups, **settings)
 
     # --- who owns what ---
 
@@ -159,44 +139,51 @@ class Owned(torch.optim.Optimizer):
     def _give_owners(self, binding: Binding, groups: Sequence[int]) -> None:
         self._agree(binding)
         by_rank: list[list[torch.Tensor]] = [[] for _ in range(binding.ranks)]
-        group_of: dict[torch.Tensor, int] = {}
+        group_of = {p: index for index in groups for p in self.param_groups[index]["params"]}
         for index in groups:
-            orthogonalizes = issubclass(self._entries[self._entry_of_group[index]][1], torch.optim.Muon)
+            orthogonalizes = issubclass(self._entries[self._entry_of_group[index]][0], torch.optim.Muon)
             # What is frozen costs nothing now, so it is given away last.
             parameters = sorted(self.param_groups[index]["params"], key=lambda p: not p.requires_grad)
             owners = layout.owners([layout.work(p, orthogonalizes) for p in parameters], binding.loads)
             self._owners.update(zip(parameters, owners))
-            for parameter in self.param_groups[index]["params"]:
-                group_of[parameter] = index
-                by_rank[self._owners[parameter]].append(parameter)
-        for ranges in layout.pieces([[layout.nbytes(p) for p in theirs] for theirs in by_rank]):
-            piece = [[theirs[i] for i in run] for theirs, run in zip(by_rank, ranges)]
+        for parameter in group_of:
+            by_rank[self._owners[parameter]].append(parameter)
+        cut = layout.pieces([[p.nbytes for p in theirs] for theirs in by_rank])
+        last = {group_of[by_rank[binding.rank][i]]: k for k, piece in enumerate(cut) for i in piece[binding.rank]}
+        for number, places in enumerate(cut):
+            piece = [[theirs[i] for i in run] for theirs, run in zip(by_rank, places)]
             mine: dict[int, dict[int, list[torch.Tensor]]] = {}  # by entry, by group
             for parameter in piece[binding.rank]:
                 index = group_of[parameter]
                 mine.setdefault(self._entry_of_group[index], {}).setdefault(index, []).append(parameter)
+            ends = {index for index in last if last[index] == number}
             self._pieces.append(piece)
-            self._steppers.append([_Stepper(self, entry, theirs) for entry, theirs in mine.items()])
-            for stepper in self._steppers[-1]:
-                stepper.show()
+            self._steppers.append([_Stepper(self, entry, theirs, ends) for entry, theirs in mine.items()])
         self._known = [id(p) for p in self._parameters()]
         self._has_state = self._has_state or bool(self.state)
-        self._consolidated = self._reduced = None
+        self._whole = self._reduced = None
 
     def _agree(self, binding: Binding) -> None:
         """Raises on every rank if the ranks' parameters differ, and on this one if no wrapper averages them."""
         facts = [
-            [index, self._entry_of_group[index], str(tuple(p.shape)), str(p.dtype), p.requires_grad]
+            f"group {index}, optimizers[{self._entry_of_group[index]}], {tuple(p.shape)} {p.dtype}"
+            + (", trains" if p.requires_grad else ", frozen")
             for index, group in enumerate(self.param_groups)
             for p in group["params"]
         ]
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=12).hexdigest()
         with binding.collective():
             if len(set(binding.everyone(digest))) > 1:
-                raise ValueError(_difference(binding.everyone(facts)))
+                rows = itertools.zip_longest(*binding.everyone(facts), fillvalue="no more parameters")
+                differing = next(row for row in rows if len(set(row)) > 1)
+                raise ValueError(
+                    "minddp.Owned: the ranks' parameters differ, so they would not agree on owners:\n"
+                    + indented([f"rank {rank}: {fact}" for rank, fact in enumerate(differing)])
+                    + "\nPass the same groups, in the same order, with the same parameters frozen, on every rank."
+                )
         binding.report(lambda: binding.check_averaged([p for p in self._parameters() if p.requires_grad]))
 
-    def add_param_group(self, param_group: dict[str, Any], entry: int | None = None) -> None:
+    def add_param_group(self, param_group: Group, entry: int | None = None) -> None:
         """Adds a group. Collective, once there is a wrapper.
 
         Args:
@@ -204,16 +191,14 @@ class Owned(torch.optim.Optimizer):
             entry: which of ``optimizers`` steps it; needed if there are several.
         """
         if len(self.param_groups) < len(self._entry_of_group):  # the constructor's, whose entry is known
-            super().add_param_group(param_group)
-            return
+            return super().add_param_group(param_group)
         entry = 0 if entry is None and len(self._entries) == 1 else entry
         if entry is None or not 0 <= entry < len(self._entries):
             raise ValueError(
                 f"minddp.Owned.add_param_group: entry must say which of the optimizers steps the group, 0 to "
                 f"{len(self._entries) - 1}, got {entry!r}"
             )
-        _, kind, settings = self._entries[entry]
-        (made,) = kind([param_group], **settings).param_groups  # checked as the class checks it
+        (made,) = self._make(entry, [param_group]).param_groups  # checked as the class checks it
         defaults, self.defaults = self.defaults, {}  # the group has its own optimizer's
         try:
             super().add_param_group(made)
@@ -233,7 +218,7 @@ class Owned(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: gradients are this rank's alone (a backward under ``no_sync()``), or no wrapper averages
-                them.
+                them; or an optimizer keeps state that belongs to no parameter.
             LostPeer: another rank has failed, or is gone.
         """
         loss = None
@@ -244,10 +229,10 @@ class Owned(torch.optim.Optimizer):
         binding.follow(self._module)
         exchange = self._exchange_of_now(binding)
         binding.report(lambda: self._check(binding))
-        self._consolidated, self._has_state = None, True
+        self._whole, self._has_state = None, True
         try:
             failed = binding.report(lambda: self._step_and_send(binding, exchange))
-        except BaseException:  # Ctrl-C, or a lost rank: what is under way may still write to the exchange's memory
+        except BaseException:  # Ctrl-C, or a lost rank: what is under way is nobody's from now on
             self._exchange = self._reduced = None
             raise
         if failed is not None:
@@ -268,91 +253,92 @@ class Owned(torch.optim.Optimizer):
                     exchange.send(index)
             if exchange is not None:
                 exchange.finish()
-            for stepper in (stepper for steppers in self._steppers for stepper in steppers):
-                stepper.show()
+        if isinstance(self.state, states.Share):
+            self.state.elsewhere = exchange is not None
+        if failed is None and (more := [repr(key) for key in self.state if not isinstance(key, torch.Tensor)]):
+            failed = RuntimeError(
+                f"minddp.Owned.step() on rank {binding.rank}: an optimizer keeps state that belongs to no parameter "
+                f"({', '.join(more[:10])}), and each owner would have another one. Use the optimizer itself."
+            )
         return failed
 
     def _check(self, binding: Binding) -> None:
         binding.check_synchronized()
-        parameters = self._parameters()
+        where, parameters = f"minddp.Owned.step() on rank {binding.rank}:", self._parameters()
         if [id(p) for p in parameters] != self._known:
             raise RuntimeError(
-                f"minddp.Owned.step() on rank {binding.rank}: param_groups has other parameters than the ranks "
-                "agreed on. Add parameters by add_param_group(), on every rank; to leave some out, make a new Owned."
+                f"{where} param_groups has other parameters than the ranks agreed on. Add parameters by "
+                "add_param_group(), on every rank; to leave some out, make a new Owned."
             )
-        if binding.ranks > 1:
-            mine = [p for p in parameters if self._owners[p] == binding.rank and id(p) not in self._sent]
-            if left := [str(tuple(p.shape)) for p in mine if p.grad is not None]:
-                raise RuntimeError(
-                    f"minddp.Owned.step() on rank {binding.rank}: {len(left)} parameters have a gradient that "
-                    f"the wrapper does not average, of shapes {', '.join(left[:10])}. After unfreezing, call "
-                    "minddp.refresh(ddp) on every rank."
-                )
+        mine = (p for p in parameters if binding.ranks > 1 and self._is_mine(p))
+        if left := [str(tuple(p.shape)) for p in mine if p.grad is not None and id(p) not in self._sent]:
+            raise RuntimeError(
+                f"{where} {len(left)} parameters have a gradient that the wrapper does not average, of shapes "
+                f"{', '.join(left[:10])}. After unfreezing, call minddp.refresh(ddp) on every rank."
+            )
 
     def _exchange_of_now(self, binding: Binding) -> Exchange | None:
         """Sends what the wrapper reduces or has reduced: the same on all ranks, also if one of them freezes some."""
-        if binding.group is None or binding.ranks == 1 or binding.reduced is self._reduced:
-            return self._exchange
-        self._reduced = binding.reduced
-        self._sent |= {id(p) for p in self._reduced}
-        sent = [[[p for p in theirs if id(p) in self._sent] for theirs in piece] for piece in self._pieces]
-        self._exchange = Exchange(sent, binding.group)
+        if binding.group is not None and binding.ranks > 1 and binding.reduced is not self._reduced:
+            self._reduced = binding.reduced
+            self._sent |= {id(p) for p in self._reduced}
+            sent = [[[p for p in theirs if id(p) in self._sent] for theirs in piece] for piece in self._pieces]
+            self._exchange = Exchange(sent, binding.group)
         return self._exchange
 
     # --- states ---
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers all ranks' states on one rank, on the host. Collective; the others keep none of it.
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gathers all ranks' states on one rank, or on all, on the host. Collective; the others keep none of it.
 
         Until the next step, :meth:`state_dict` on that rank is what the plain optimizer would give.
 
         Args:
-            to: the rank, in the wrapper's process group.
+            to: the rank, in the wrapper's process group; None: all ranks.
+
+        Raises:
+            ValueError: there is no such rank.
+            RuntimeError: an optimizer class has a ``state_dict()`` of its own.
+            TypeError: a state holds what is not sent: no tensor, number, text or container of these.
         """
         binding = self._bind()
-        if not isinstance(to, int) or not 0 <= to < binding.ranks:
+        if to is not None and (not isinstance(to, int) or not 0 <= to < binding.ranks):
             raise ValueError(
-                f"minddp.Owned.consolidate_state_dict: to must be a rank, 0 to {binding.ranks - 1}, got {to!r}"
+                f"minddp.Owned.consolidate_state_dict: to must be a rank, 0 to {binding.ranks - 1}, or None for all "
+                f"ranks, got {to!r}"
             )
-        mine = binding.report(lambda: self._own_part(binding))
+        mine = binding.report(lambda: states.packed(self._own_part()))
         with binding.collective():
             everyone = states.gather(mine, binding.group, to)
-        self._consolidated = None
-        if everyone is not None:
-            state = {number: values for theirs in everyone for number, values in theirs["state"].items()}
-            self._consolidated = {p: state[n] for n, p in enumerate(self._parameters()) if n in state}
-            for theirs in everyone:  # what is counted in a group of which this rank owns nothing
-                for index, group in theirs["groups"].items():
-                    if index not in mine["groups"]:
-                        self.param_groups[index].update(group)
+        state = {number: values for theirs in everyone for number, values in theirs["state"].items()}
+        self._whole = {p: state[n] for n, p in enumerate(self._parameters()) if n in state} if everyone else None
+        for index, group in (item for theirs in everyone for item in theirs["groups"].items()):
+            if not any(map(self._is_mine, self.param_groups[index]["params"])):  # then nothing has counted in it here
+                self.param_groups[index].update(group)
 
-    def _own_part(self, binding: Binding) -> dict[str, Any]:
-        """What this rank has of the state, on the host: by a parameter's number, and by a group's."""
-        numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
-        found = [stepper.states() for steppers in self._steppers for stepper in steppers]
-        groups = {
-            index: _settings(group)
-            for index, group in enumerate(self.param_groups)
-            if any(self._owners[p] == binding.rank for p in group["params"])
+    def _is_mine(self, parameter: torch.Tensor) -> bool:
+        return self._binding is not None and self._owners[parameter] == self._binding.rank
+
+    def _own_part(self) -> dict[str, Any]:
+        """What this rank has of the state: by a parameter's number, and by a group's."""
+        for kind, _ in self._entries:
+            if kind.state_dict is not torch.optim.Optimizer.state_dict:
+                raise RuntimeError(
+                    f"minddp.Owned: {kind.__name__} has a state_dict() of its own, so nobody knows what all ranks' "
+                    "would be. Use the optimizer itself where you save."
+                )
+        own = {i: _settings(g) for i, g in enumerate(self.param_groups) if any(map(self._is_mine, g["params"]))}
+        groups = {  # a program's learning rates may be numpy's, which torch.load does not read
+            i: {name: v.item() if isinstance(v, numpy.generic) else v for name, v in g.items()}
+            for i, g in own.items()
         }
-        state = {numbers[p]: values for theirs in found for p, values in theirs.items()}
-        mine: dict[str, Any] = states.to_host({"state": state, "groups": groups})
-        return mine
-
-    def _plain(self, state: Any) -> list[dict[str, Any]]:
-        """The plain optimizers' dictionaries, of states by parameter and the groups as they are now."""
-        made: list[dict[str, Any]] = [{"state": {}, "param_groups": []} for _ in self._entries]
-        for index, group in enumerate(self.param_groups):
-            into = made[self._entry_of_group[index]]
-            first = sum(len(earlier["params"]) for earlier in into["param_groups"])
-            numbers = range(first, first + len(group["params"]))
-            named = {"param_names": group["param_names"]} if "param_names" in group else {}
-            into["param_groups"].append({**_settings(group), **named, "params": list(numbers)})
-            into["state"].update({n: state[p] for n, p in zip(numbers, group["params"]) if p in state})
-        return made
+        mine = {n: self.state[p] for n, p in enumerate(self._parameters()) if self._is_mine(p) and p in self.state}
+        return {"state": mine, "groups": groups}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the plain optimizer would give; of several, ``{"optimizers": [the first's, the second's, ...]}``.
+        """What the plain optimizer would give.
+
+        Of several it is what one with all their groups would give, and in it ``"optimizers"``, what each would give.
 
         Raises:
             RuntimeError: states are on several ranks, and :meth:`consolidate_state_dict` has not gathered them on
@@ -360,22 +346,29 @@ class Owned(torch.optim.Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        if self._consolidated is None and self._has_state and self._binding is not None and self._binding.ranks > 1:
+        if self._whole is None and self._has_state and self._binding is not None and self._binding.ranks > 1:
             raise RuntimeError(
                 f"minddp.Owned.state_dict() on rank {self._binding.rank}: each rank has the states of its own "
                 "parameters. Call opt.consolidate_state_dict(to=rank) on every rank first, after the last step; then "
-                "state_dict() on that rank."
+                "state_dict() on that rank. With to=None all ranks have it."
             )
-        several = self._plain(self.state if self._consolidated is None else self._consolidated)
-        answer = several[0] if len(several) == 1 else {"optimizers": several}
+        state = self.state if self._whole is None else self._whole
+        answer = _packed(self.param_groups, state)
+        if len(self._entries) > 1:
+            answer["optimizers"] = [_packed(groups, state) for groups in self._by_entry(self.param_groups)]
         for after in self._optimizer_state_dict_post_hooks.values():
             answer = after(self, answer) or answer
         return answer
 
+    def _by_entry(self, groups: Sequence[Group]) -> list[list[Group]]:
+        entries = range(len(self._entries))
+        return [[g for g, of in zip(groups, self._entry_of_group) if of == entry] for entry in entries]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what the plain optimizer gave, or :meth:`state_dict`; each rank keeps its own parameters' states.
 
-        Not a collective, once there is a wrapper: call it on every rank, with the same dictionary.
+        Of several plain optimizers it takes ``{"optimizers": [the first's, the second's, ...]}``. Not a collective,
+        once there is a wrapper: call it on every rank, with the same dictionary.
 
         Raises:
             ValueError: it has other optimizers, other groups, or groups of another size.
@@ -383,28 +376,32 @@ class Owned(torch.optim.Optimizer):
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        several = state_dict.get("optimizers", [state_dict])
-        sizes = [[len(group["params"]) for group in theirs["param_groups"]] for theirs in several]
-        own = [[len(group["params"]) for group in theirs["param_groups"]] for theirs in self._plain({})]
-        if sizes != own:
+        given, own = state_dict.get("optimizers"), self._by_entry(self.param_groups)
+        if given is None:
+            by_entry = self._by_entry(state_dict["param_groups"])
+            given = [{"state": state_dict["state"], "param_groups": groups} for groups in by_entry]
+        sizes = [[len(group["params"]) for group in part["param_groups"]] for part in given]
+        if sizes != (here := [[len(group["params"]) for group in groups] for groups in own]):
             raise ValueError(
                 f"minddp.Owned.load_state_dict: by optimizer, state_dict has groups of {sizes} parameters, and this "
-                f"one groups of {own}"
+                f"one groups of {here}"
             )
-        loaded: dict[torch.Tensor, Any] = {}
-        left = [iter(theirs["param_groups"]) for theirs in several]
-        for entry, group in zip(self._entry_of_group, self.param_groups):
-            given = next(left[entry])
-            group.update(copy.deepcopy({k: v for k, v in given.items() if k not in _BY_PARAMETER}))
-            state = several[entry]["state"]
-            loaded.update({p: state[n] for p, n in zip(group["params"], given["params"]) if n in state})
-        if loaded:
+        if any(part["state"] for part in given):
             self._bind()
             self._has_state = True
-        self._consolidated = None
-        self.state.clear()
-        for stepper in (stepper for steppers in self._steppers for stepper in steppers):
-            stepper.load(loaded)
+        loaded, made = states.Share(dict), []
+        for entry, (part, groups) in enumerate(zip(given, own)):
+            plain = self._make(entry, [dict(group) for group in groups])
+            numbers = {
+                n: p for old, g in zip(part["param_groups"], groups) for n, p in zip(old["params"], g["params"])
+            }
+            mine = {n: part["state"][n] for n, p in numbers.items() if n in part["state"] and self._is_mine(p)}
+            plain.load_state_dict({**part, "state": mine})  # which casts it: never more than what this rank keeps
+            loaded.update(plain.state)
+            made.append(iter(plain.param_groups))
+        loaded.elsewhere = self._has_state
+        self.state, self.param_groups = loaded, [next(made[entry]) for entry in self._entry_of_group]
+        self._whole = None
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -415,8 +412,17 @@ class Owned(torch.optim.Optimizer):
         )
 
 
-def _checked(position: int, entry: Any) -> Entry:
-    where = f"minddp.Owned: optimizers[{position}]"
+def _packed(groups: list[Group], state: Any) -> dict[str, Any]:
+    """As ``torch.optim.Optimizer.state_dict``."""
+    numbers = {p: number for number, p in enumerate(p for group in groups for p in group["params"])}
+    return {
+        "state": {number: state[p] for p, number in numbers.items() if p in state},
+        "param_groups": [{**group, "params": [numbers[p] for p in group["params"]]} for group in groups],
+    }
+
+
+def _plain(where: str, entry: Any) -> torch.optim.Optimizer:
+    """The optimizer that an entry describes."""
     if not isinstance(entry, (tuple, list)) or len(entry) != 3:
         raise TypeError(f"{where} must be (params, optimizer class, keyword arguments), got {entry!r}")
     params, kind, settings = entry
@@ -430,19 +436,7 @@ def _checked(position: int, entry: Any) -> Entry:
             f"{where}: {kind.__name__}.step() needs a closure, which it calls several times with parameters that no "
             "rank has whole in between. Use this optimizer itself, on every rank."
         )
-    return params, kind, dict(settings)
-
-
-def _difference(everyone: Sequence[Sequence[Any]]) -> str:
-    lines = [f"rank {rank}: {len(theirs)} parameters" for rank, theirs in enumerate(everyone)]
-    for facts in zip(*everyone):
-        if any(theirs != facts[0] for theirs in facts):
-            lines = [
-                f"rank {rank}: group {group}, optimizers[{entry}], {shape} {dtype}{'' if trains else ', frozen'}"
-                for rank, (group, entry, shape, dtype, trains) in enumerate(facts)
-            ]
-            break
-    return (
-        "minddp.Owned: the ranks' parameters differ, so they would not agree on owners:\n"
-        f"{indented(lines)}\nPass the same groups, in the same order, with the same parameters frozen, on every rank."
-    )
+    try:
+        return kind(params, **settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {kind.__name__} does not take its params or arguments: {error}") from error

@@ -1,69 +1,78 @@
-"""Optimizer state on its way between ranks and dictionaries.
-
-A state travels as the bytes of ``torch.save``, and is read back with ``weights_only=True``: nothing is executed.
-"""
+"""Optimizer state between ranks: it travels as bytes of ``torch.save``, and nothing is executed to read them."""
 
 from __future__ import annotations
 
+import collections
 import io
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 
-from ..messages import broadcast_from, gather_objects
+from ..messages import broadcast_from, device_of, gather_objects
 
 _PIECE_BYTES = 64 << 20
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _WHAT = "the optimizer's state of all ranks (minddp.Owned.consolidate_state_dict)"
 
 
-def to_host(value: Any) -> Any:
-    """A copy of a state with its tensors on the host; dictionaries, lists and tuples are followed."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {key: to_host(entry) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(to_host(entry) for entry in value)
-    if isinstance(value, numpy.generic):
-        return value.item()
-    if value is None or isinstance(value, _PLAIN):
-        return value
-    raise TypeError(
-        f"minddp.Owned.consolidate_state_dict: a state or a group holds a {type(value).__name__} ({value!r:.60}), "
-        "which is not sent to another rank. Tensors, numbers, texts, and dictionaries, lists and tuples of these are."
-    )
+class Share(collections.defaultdict[torch.Tensor, Any]):
+    """This rank's states, by parameter.
 
-
-def gather(mine: Any, group: dist.ProcessGroup | None, to: int) -> list[Any] | None:
-    """Each rank's ``mine`` on rank ``to``, in rank order; None on the others. Collective.
-
-    One rank after the other sends, in pieces of 64 MiB: no rank but ``to`` ever holds more than one piece of others.
-
-    Args:
-        mine: what ``torch.load(weights_only=True)`` reads: tensors, numbers, texts, and containers of these.
+    Attributes:
+        elsewhere: other ranks may have some, so this is true without any, too. torch.distributed.checkpoint takes a
+            step to make states where ``state`` is false, which must be so on all ranks or on none.
     """
-    if group is None or group.size() == 1:
-        return [mine]
+
+    elsewhere = False
+
+    def __bool__(self) -> bool:
+        return self.elsewhere or len(self) > 0
+
+    def clear(self) -> None:
+        super().clear()
+        self.elsewhere = False  # a program clears it on all ranks
+
+
+def packed(mine: Any) -> memoryview:
+    """What travels.
+
+    Raises:
+        TypeError: ``mine`` holds what would not be read.
+    """
     stream = io.BytesIO()
     torch.save(mine, stream)
-    data = stream.getvalue()
-    sizes = gather_objects(len(data), group)
-    everyone: list[Any] = []
-    types = group._device_types
-    device = torch.device("cpu") if torch.device("cpu") in types else torch.device(types[0].type)
-    for rank, size in enumerate(sizes):
+    try:
+        unpacked(stream.getbuffer())
+    except Exception as error:
+        raise TypeError(
+            "minddp.Owned.consolidate_state_dict: a state or a group holds what is not sent to another rank. Tensors,"
+            f" numbers, texts, and dictionaries, lists and tuples of these are. What torch.load says: {error}"
+        ) from error
+    return stream.getbuffer()
+
+
+def unpacked(data: Any) -> Any:
+    """With its tensors on the host."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def gather(mine: memoryview, group: dist.ProcessGroup | None, to: int | None) -> list[Any]:
+    """What each rank has packed, in rank order, on rank ``to`` or on all; empty on the others. Collective.
+
+    One rank after the other sends, in pieces of 64 MiB: a rank that keeps nothing never holds more than one of them.
+    """
+    if group is None or group.size() == 1:
+        return [unpacked(mine)]
+    everyone, keeps = [], to in (None, group.rank())
+    own = torch.frombuffer(mine, dtype=torch.uint8)
+    for owner, size in enumerate(gather_objects(len(own), group)):
         received = bytearray()
         for begin in range(0, size, _PIECE_BYTES):
             count = min(_PIECE_BYTES, size - begin)
-            piece = torch.zeros(count, dtype=torch.uint8)
-            if rank == group.rank():
-                piece = torch.frombuffer(bytearray(data[begin : begin + count]), dtype=torch.uint8)
-            broadcast_from(group, piece := piece.to(device), rank, _WHAT)
-            if group.rank() == to:
+            piece = own[begin : begin + count] if owner == group.rank() else torch.empty(count, dtype=torch.uint8)
+            broadcast_from(group, piece := piece.to(device_of(group), copy=True), owner, _WHAT)
+            if keeps:
                 received += piece.cpu().numpy().tobytes()
-        if group.rank() == to:
-            everyone.append(mine if rank == to else torch.load(io.BytesIO(received), weights_only=True))
-    return everyone if group.rank() == to else None
+        if keeps:
+            everyone.append(unpacked(received))
+    return everyone

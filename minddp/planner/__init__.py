@@ -1,13 +1,11 @@
-"""The bucket lab: which gradients to reduce together, found by calculation or by measuring.
+"""Which gradients to reduce together: bucket plans, found by measuring, and the optimum under a cost model.
 
-Here: plans (``plan``), the exact optimum under a cost model (``optimal``), what a collective costs
-(``collective_cost``) and when gradients come (``backward_profile``), ``bucket_cap_mb="auto"`` (``autotune``). Not
-here: the command ``minddp tune``, cutting buckets by size (``buckets.py``), anything that a plain step runs, networks
-that are not at hand (``benchmarks/topologies.py``).
+Here: plans (``plan``), ``bucket_cap_mb="auto"`` (``autotune``), and the exact optimum by calculation (``optimal``),
+which no training step runs. Not here: the command ``minddp tune``; cutting buckets by size (``buckets.py``); what a
+measured step and a link cost, and the optimum for them (``benchmarks/optimum``).
 """
 
-from .collective_cost import Cost, LinearCost, TableCost, fit_cost, fit_linear
-from .optimal import bucket_spans, capped_buckets, optimal_plan, plan_finish
+from .optimal import Cost, LinearCost, bucket_spans, capped_buckets, optimal_plan, plan_finish
 from .plan import BucketPlan, ParameterInfo
 
 __all__ = [
@@ -15,11 +13,8 @@ __all__ = [
     "Cost",
     "LinearCost",
     "ParameterInfo",
-    "TableCost",
     "bucket_spans",
     "capped_buckets",
-    "fit_cost",
-    "fit_linear",
     "optimal_plan",
     "plan_finish",
 ]

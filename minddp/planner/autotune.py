@@ -1,23 +1,23 @@
-"""``bucket_cap_mb="auto"``: buckets found by measuring, while training runs.
+"""``bucket_cap_mb="auto"``: bucket sizes are tried while training runs, and the fastest stays.
 
 Overview
     A trial is a choice of buckets, run for a few iterations. Rank 0 holds the :class:`PlanSearch`,
     which asks for trials and learns their times; :class:`AutoTuner` carries them out on every rank.
 
-        a few allreduces of growing size            (what one costs, refined by the trials' own)
-        the default buckets, then uniform caps
-        the plan for the times measured so far      (minddp.planner; again until it settles)
+        the default buckets, then those of each cap (as ``bucket_cap_mb=cap`` cuts them)
         laps among the best so far                  (a loser by more than noise drops out; the
                                                      default stays in, as what must be beaten)
-        the buckets with the shortest median step stay, and the tuner costs nothing from then on
+        the fastest stays, and the tuner costs nothing from then on
 
 What always holds
     Every rank leaves a trial after the same synchronized backward: iterations are counted, clocks never
     decide. Rank 0 alone chooses; the others take its buckets. A trial's time is that of the slowest
-    rank. The default buckets stay unless others measured faster by more than noise.
+    rank. The default buckets stay unless all of another choice's middle half of steps, from quartile to
+    quartile, was faster than the default's.
 
 Gradients do not depend on the choice but for rounding: sums of three or more ranks may be taken in
-another order. Save the plan and pin it (``bucket_plan=``) where a restart must give the same bits.
+another order. Save the plan and pin it (``bucket_plan=``) where a restart must give the same bits. Nothing
+is computed ahead: ``benchmarks/bucket_size.py`` shows how far each size is from the computed optimum.
 """
 
 from __future__ import annotations
@@ -26,27 +26,17 @@ import json
 import statistics
 import time
 from collections.abc import Generator, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ..buckets import assign_buckets, ready_order
 from ..logs import log
-from .backward_profile import (
-    BackwardProfile,
-    Burst,
-    SimulatedStep,
-    StepTimes,
-    bursts,
-    fit_bursts,
-    simulate_step,
-)
-from .collective_cost import LinearCost, measure_allreduce
-from .optimal import capped_buckets, optimal_plan
 from .plan import BucketPlan
 
-__all__ = ["AutoTuner", "PlanSearch", "Trial", "TrialTimes", "TunerSettings"]
+__all__ = ["AutoTuner", "PlanSearch", "Trial", "TunerSettings"]
 
 MIB = 1 << 20
 Buckets = list[list[int]]
@@ -62,10 +52,8 @@ class TunerSettings:
         measured_iterations: iterations measured per trial and lap.
         laps: how often the finalists are measured at most, the first time included.
         finalists: how many trials go through the later laps.
-        max_plans: how often to plan again with the times that the plan itself showed.
-        caps_mb: uniform caps tried, in MiB.
-        noise: the relative difference below which two step times count as equal.
-        slack: the part of a step that a plan may finish later than the optimum to have fewer buckets.
+        caps_mb: caps tried, in MiB.
+        noise: the relative uncertainty of the finalists' medians at which no further lap is run.
     """
 
     warmup_iterations: int = 5
@@ -73,14 +61,12 @@ class TunerSettings:
     measured_iterations: int = 3
     laps: int = 6
     finalists: int = 4
-    max_plans: int = 3
     caps_mb: tuple[float, ...] = (0.5, 1, 2, 5, 10, 25, 50)
     noise: float = 0.01
-    slack: float = 0.005
 
     def __post_init__(self) -> None:
         least = {"warmup_iterations": 2, "settle_iterations": 0, "measured_iterations": 1, "laps": 1}
-        least |= {"finalists": 1, "max_plans": 0, "noise": 0, "slack": 0}
+        least |= {"finalists": 1, "noise": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"TunerSettings: {name} must be at least {bound}, got {getattr(self, name)}")
@@ -88,40 +74,36 @@ class TunerSettings:
             raise ValueError(f"TunerSettings: caps_mb must be above 0, got {self.caps_mb}")
 
 
-@dataclass(frozen=True)
-class TrialTimes:
-    """What a trial showed: the slowest rank's step times, the latest ready times, the collectives.
-
-    Attributes:
-        step_seconds: one entry a measured iteration.
-        profile: the backward, gradients in ready order.
-        order: the parameter index at each position of the profile.
-        bursts: the collectives, from the slowest rank's launch to their end.
-    """
-
-    step_seconds: list[float]
-    profile: BackwardProfile
-    order: list[int]
-    bursts: list[Burst]
-
-
 @dataclass(eq=False)
 class Trial:
-    """A choice of buckets (parameter indices in launch order) and what it showed so far."""
+    """A choice of buckets (parameter indices in launch order), and the seconds of each step measured so far."""
 
     name: str
     buckets: Buckets
-    laps: list[TrialTimes] = field(default_factory=list)
-
-    @property
-    def step_seconds(self) -> list[float]:
-        """All measured steps."""
-        return [seconds for lap in self.laps for seconds in lap.step_seconds]
+    step_seconds: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
         """The median step, in seconds."""
         return statistics.median(self.step_seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The lower and the upper one, in seconds; of one step, that step."""
+        if len(self.step_seconds) == 1:
+            return self.step_seconds[0], self.step_seconds[0]
+        low, _, high = statistics.quantiles(self.step_seconds, n=4, method="inclusive")
+        return low, high
+
+    def summary(self) -> dict[str, Any]:
+        """The trial in numbers that JSON can hold."""
+        return {
+            "name": self.name,
+            "buckets": len(self.buckets),
+            "steps": len(self.step_seconds),
+            "step_seconds": self.median,
+            "quartiles": list(self.quartiles),
+        }
 
 
 # The search: rank 0's -------------------------------------------------------------------------------
@@ -130,38 +112,34 @@ class Trial:
 class PlanSearch:
     """Which buckets to try next, and which to keep. Knows nothing of ranks or clocks.
 
-    ``run()`` is a generator: it yields the trial to run, is sent its :class:`TrialTimes`, and returns
+    ``run()`` is a generator: it yields the trial to run, is sent the seconds of its steps, and returns
     the trial to keep.
 
     Args:
         nbytes: bytes of each gradient, by parameter index.
         kinds: what may not share a bucket, by parameter index.
+        ready_ns: when each gradient came, by parameter index; negative where none did.
         default: the buckets to start from and to beat.
         settings: how far to search.
-        samples: allreduces measured alone; the trials' own collectives are added to them.
     """
 
     def __init__(
         self,
         nbytes: Sequence[int],
         kinds: Sequence[Hashable],
+        ready_ns: Sequence[int],
         default: Buckets,
         settings: TunerSettings,
-        samples: Sequence[Burst] = (),
     ):
-        self.nbytes = list(nbytes)
-        self.kinds = list(kinds)
         self.settings = settings
         self.default = Trial("default", default)
         self.trials: list[Trial] = []
-        self._bursts = list(samples)
-        self._cost: LinearCost | None = None
+        self._nbytes, self._kinds = nbytes, kinds
+        self._orders = ready_order(ready_ns)
 
-    def run(self) -> Generator[Trial, TrialTimes, Trial]:
+    def run(self) -> Generator[Trial, list[float], Trial]:
         """The trials, in the order of this module's text."""
-        yield from self._lap([self.default])
-        yield from self._lap(self._uniform_trials())
-        yield from self._planned_trials()
+        yield from self._lap([self.default, *self._capped_trials()])
         finalists = self._finalists(self.trials)
         for _ in range(1, self.settings.laps):
             if len(finalists) == 1 or all(self._uncertainty(t) < self.settings.noise for t in finalists):
@@ -170,80 +148,26 @@ class PlanSearch:
             # that slows down or speeds up meanwhile must do so for both.
             yield from self._lap(finalists if self.default in finalists else [self.default, *finalists])
             finalists = self._finalists(finalists)
-        best = finalists[0]
-        return self.default if self.default.median <= best.median * (1 + self.settings.noise) else best
+        return next((trial for trial in finalists if _beats(trial, self.default)), self.default)
 
-    @property
-    def cost(self) -> LinearCost:
-        """What an allreduce costs, as far as was seen."""
-        if self._cost is None:
-            self._cost = fit_bursts(self._bursts)
-        return self._cost
-
-    def predict(self, trial: Trial) -> SimulatedStep:
-        """The step that the cost model expects of ``trial``, from the times that it showed itself."""
-        steps = [self._replay(trial.buckets, lap) for lap in trial.laps]
-        return sorted(steps, key=lambda step: step.step_seconds)[len(steps) // 2]
-
-    def _replay(self, buckets: Buckets, times: TrialTimes) -> SimulatedStep:
-        position = {index: p for p, index in enumerate(times.order)}
-        positions = [[position[index] for index in bucket] for bucket in buckets]
-        return simulate_step(times.profile, positions, self.cost)
-
-    def summary(self, trial: Trial) -> dict[str, Any]:
-        """A trial in numbers that JSON can hold."""
-        return {
-            "name": trial.name,
-            "buckets": len(trial.buckets),
-            "steps": len(trial.step_seconds),
-            "step_seconds": trial.median,
-            "quartiles": _quartiles(trial.step_seconds),
-            "predicted_step_seconds": self.predict(trial).step_seconds,
-        }
-
-    def _lap(self, trials: Sequence[Trial]) -> Generator[Trial, TrialTimes, None]:
+    def _lap(self, trials: Sequence[Trial]) -> Generator[Trial, list[float], None]:
         for trial in trials:
             if trial not in self.trials:
                 self.trials.append(trial)
-            times = yield trial
-            trial.laps.append(times)
-            self._bursts += times.bursts
-            self._cost = None
+            trial.step_seconds += yield trial
 
-    def _uniform_trials(self) -> list[Trial]:
-        """Uniform caps along the default's ready order; each different choice once."""
+    def _capped_trials(self) -> list[Trial]:
+        """Each different choice once."""
         trials: list[Trial] = []
         for cap in self.settings.caps_mb:
-            buckets = self._in_ready_order(self.default.laps[0], int(cap * MIB))
+            buckets = self._capped(int(cap * MIB))
             if all(buckets != trial.buckets for trial in [self.default, *trials]):
                 trials.append(Trial(f"uniform {cap:g} MiB", buckets))
         return trials
 
-    def _in_ready_order(self, times: TrialTimes, cap: int) -> Buckets:
-        kinds = [self.kinds[index] for index in times.order]
-        buckets = capped_buckets(times.profile.nbytes, cap, kinds=kinds)
-        return [[times.order[position] for position in bucket] for bucket in buckets]
-
-    def _planned_trials(self) -> Generator[Trial, TrialTimes, None]:
-        """Plans from the best trial's times, then from the plan's own, until a plan comes again."""
-        base = min(self.trials, key=lambda trial: trial.median)
-        for number in range(1, self.settings.max_plans + 1):
-            buckets = self._plan(base)
-            if any(buckets == trial.buckets for trial in self.trials):
-                return
-            base = Trial(f"planned {number}", buckets)
-            yield from self._lap([base])
-
-    def _plan(self, base: Trial) -> Buckets:
-        times = base.laps[-1]
-        plan = optimal_plan(
-            times.profile.ready_seconds,
-            times.profile.nbytes,
-            self.cost,
-            kinds=[self.kinds[index] for index in times.order],
-            slack_seconds=self.settings.slack * base.median,
-        )
-        return [[times.order[position] for position in bucket] for bucket in plan.buckets]
+    def _capped(self, cap: int) -> Buckets:
+        """As the reducer cuts them: what came and what never came do not share buckets."""
+        return [b for order in self._orders for b in assign_buckets(self._nbytes, self._kinds, order, [cap])]
 
     def _finalists(self, trials: Sequence[Trial]) -> list[Trial]:
         """Those of ``trials`` that may be the best one, as far as their spread tells; the fastest first."""
@@ -267,10 +191,9 @@ class PlanSearch:
         return 2 * 1.25 * sigma / len(trial.step_seconds) ** 0.5
 
 
-def _quartiles(samples: Sequence[float]) -> list[float]:
-    """The lower and the upper one; of one sample, that sample."""
-    cuts = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples
-    return [cuts[0], cuts[-1]]
+def _beats(trial: Trial, other: Trial) -> bool:
+    """By more than what both have spread: their quartiles do not overlap."""
+    return trial.quartiles[1] < other.quartiles[0]
 
 
 # The tuner: every rank's ----------------------------------------------------------------------------
@@ -317,12 +240,13 @@ class AutoTuner:
         reducer: whose buckets to tune.
         group: the process group of its collectives.
         parameter_names: names by parameter index; ``nbytes``, ``shapes`` and ``dtypes`` belong to them.
-        nbytes: bytes each parameter's gradient puts on the wire.
+        nbytes: bytes of each parameter's gradient, as caps count them.
         shapes: shapes of the parameters.
         dtypes: dtypes of the parameters.
         kinds: what may not share a bucket, such as (dtype, device); parameters with sparse gradients
             each need a kind of their own. The dtypes when None.
         device: where the tuner's own messages lie: the parameters' device.
+        model: what the plan calls the model.
         settings: how long and how widely to search; may be replaced before the first step, on all ranks.
     """
 
@@ -337,6 +261,7 @@ class AutoTuner:
         dtypes: Sequence[torch.dtype],
         kinds: Sequence[Hashable] | None = None,
         device: torch.device | str = "cpu",
+        model: str = "",
         settings: TunerSettings | None = None,
     ):
         self._device = torch.device(device)
@@ -346,15 +271,14 @@ class AutoTuner:
         self._reducer = reducer
         self._group = group
         self._names, self._shapes, self._dtypes = list(parameter_names), list(shapes), list(dtypes)
-        self._nbytes = list(nbytes)
+        self._nbytes, self._model = list(nbytes), model
         self._kinds = list(kinds if kinds is not None else dtypes)
         self._seen_iteration = 0
         self._forward_begin_ns = 0
         self._skip = -1  # not begun
-        self._steps: list[StepTimes] = []
-        self._samples: list[Burst] | None = None
+        self._seconds: list[float] = []  # of each measured step of this trial, on this rank
         self._search: PlanSearch | None = None
-        self._run: Generator[Trial, TrialTimes, Trial] | None = None
+        self._run: Generator[Trial, list[float], Trial] | None = None
 
     def before_forward(self) -> None:
         """Takes in the step that just ended; a no-op once ``settled``."""
@@ -374,24 +298,20 @@ class AutoTuner:
         if self._skip > 0:
             self._skip -= 1
             return
-        self._steps.append(self._read(step))
-        if len(self._steps) == self.settings.measured_iterations:
-            self._end_trial()
-
-    def _read(self, step: dict[str, Any]) -> StepTimes:
-        times = StepTimes.from_last_step(step)
+        end = step["finalize_end_ns"]
         if self._device.type != "cpu":  # the host only enqueued the step: wait for its end
             torch.accelerator.synchronize(self._device)
-            times = times.stretched_to((time.monotonic_ns() - step["forward_begin_ns"]) * 1e-9)
-        return times
+            end = time.monotonic_ns()
+        self._seconds.append((end - step["forward_begin_ns"]) * 1e-9)
+        if len(self._seconds) == self.settings.measured_iterations:
+            self._end_trial(step["ready_ns"])
 
-    def _end_trial(self) -> None:
-        times = self._agree(self._steps)
-        self._steps = []
+    def _end_trial(self, ready_ns: Sequence[int]) -> None:
+        seconds = torch.tensor(self._seconds, dtype=torch.float64, device=self._device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self._group)
+        self._seconds = []
         self._skip = self.settings.settle_iterations
-        if self._samples is None:
-            self._samples = self._measure_alone()
-        move = self._broadcast(self._next_move(times) if self._decides() else None)
+        move = self._broadcast(self._next_move(seconds.tolist(), ready_ns) if self._decides() else None)
         if move.failure is not None and self._decides():
             log.warning('bucket_cap_mb="auto" gave up and keeps the default buckets: %s', move.failure)
         if move.buckets != self._reducer.buckets():
@@ -404,22 +324,6 @@ class AutoTuner:
     def _decides(self) -> bool:
         return dist.get_rank(self._group) == 0
 
-    def _measure_alone(self) -> list[Burst]:
-        """Allreduces with nothing beside them: the small ones show the latency, which buckets hide."""
-        largest = min(sum(self._nbytes), 4 * MIB)
-        sizes, seconds = measure_allreduce(self._group, max_nbytes=largest, device=self._device, budget_seconds=1.0)
-        return [Burst(1, nbytes, t) for nbytes, t in zip(sizes, seconds, strict=True)]
-
-    def _agree(self, steps: Sequence[StepTimes]) -> TrialTimes:
-        """This trial's times over all ranks."""
-        rows = [step.row() for step in steps]
-        message = torch.tensor(rows, dtype=torch.float64, device=self._device)
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group)
-        slowest = [step.with_row(row) for step, row in zip(steps, message.tolist(), strict=True)]
-        times = StepTimes.median(slowest)
-        profile, order = BackwardProfile.from_times(times, self._nbytes)
-        return TrialTimes([step.step_seconds for step in slowest], profile, order, bursts(times.collectives))
-
     def _broadcast(self, move: _Move | None) -> _Move:
         """Rank 0's, as JSON: nothing that a rank is told is executed."""
         text = b"" if move is None else move.to_json().encode()
@@ -429,47 +333,36 @@ class AutoTuner:
         dist.broadcast(data, group=self._group, group_src=0)
         return _Move.from_json(data.cpu().numpy().tobytes().decode())
 
-    def _next_move(self, times: TrialTimes) -> _Move:
+    def _next_move(self, seconds: list[float], ready_ns: Sequence[int]) -> _Move:
         """Rank 0's choice. Whatever goes wrong in it, the other ranks must hear of it and not hang."""
         try:
-            return self._advance(times)
+            return self._advance(seconds, ready_ns)
         except Exception as error:
             buckets = self._search.default.buckets if self._search is not None else self._reducer.buckets()
             return _Move(buckets, failure=f"{type(error).__name__}: {error}")
 
-    def _advance(self, times: TrialTimes) -> _Move:
+    def _advance(self, seconds: list[float], ready_ns: Sequence[int]) -> _Move:
         if self._search is None or self._run is None:
-            # On a device nobody knows when a gradient was ready: only when the host had enqueued what makes it.
-            settings = self.settings if self._device.type == "cpu" else replace(self.settings, max_plans=0)
-            self._search = PlanSearch(
-                self._nbytes, self._kinds, self._reducer.buckets(), settings, self._samples or ()
-            )
+            self._search = PlanSearch(self._nbytes, self._kinds, ready_ns, self._reducer.buckets(), self.settings)
             self._run = self._search.run()
             next(self._run)
         try:
-            return _Move(self._run.send(times).buckets)
+            return _Move(self._run.send(seconds).buckets)
         except StopIteration as end:
             return _Move(end.value.buckets, plan=self._plan_of(end.value))
 
     def _plan_of(self, winner: Trial) -> BucketPlan:
-        """The winner as a plan that can be saved and pinned; positions count along its launch order."""
-        search = self._search
-        assert search is not None
-        order = [index for bucket in winner.buckets for index in bucket]
-        positions = iter(range(len(order)))
-        predicted = search.predict(winner)
-        plan = BucketPlan(
-            [[next(positions) for _ in bucket] for bucket in winner.buckets],
-            finish_seconds=predicted.finish_seconds,
-            notes={
-                "found_by": f'bucket_cap_mb="auto" on {dist.get_world_size(self._group)} ranks',
-                "choice": winner.name,
-                "predicted_step_seconds": predicted.step_seconds,
-                "measured_step_seconds": winner.median,
-                "default_step_seconds": search.default.median,
-                "allreduce": repr(search.cost),
-                "nbytes": sum(self._nbytes),
-                "trials": [search.summary(trial) for trial in search.trials],
-            },
-        )
-        return plan.for_parameters(self._names, self._shapes, self._dtypes, order)
+        """The winner as a plan that can be saved and pinned."""
+        assert self._search is not None
+        ranks = dist.get_world_size(self._group)
+        notes = {
+            "found_by": f'bucket_cap_mb="auto" on {ranks} ranks',
+            "model": self._model,
+            "ranks": ranks,
+            "backend": dist.get_backend(self._group),
+            "choice": winner.name,
+            "measured_step_seconds": winner.median,
+            "default_step_seconds": self._search.default.median,
+            "trials": [trial.summary() for trial in self._search.trials],
+        }
+        return BucketPlan.of_indices(winner.buckets, self._names, self._shapes, self._dtypes, notes)

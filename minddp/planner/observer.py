@@ -38,6 +38,7 @@ class Planner(events.Observer):
     def __init__(self, ddp: Any, settings: Settings):
         super().__init__(ddp, settings)
         self.tuner: AutoTuner | None = None
+        self._model = type(ddp.module).__name__
         self._pinned, self._auto = settings.bucket_plan, ddp._minddp_config.auto_tune
         self._planned: tuple[list[list[int]], bool] | None = None  # pinned buckets, and whether they are to be split
         if self._pinned is not None and self._auto:
@@ -71,11 +72,12 @@ class Planner(events.Observer):
                 reducer,
                 averager.group,
                 names,
-                reducer.wire_nbytes,
+                reducer.nbytes,  # as caps count them, whatever travels
                 shapes=shapes,
                 dtypes=dtypes,
                 kinds=reducer.kinds,
                 device=averager.parameters.device,
+                model=self._model,
             )
 
     def before_forward(self, joining: bool) -> None:
@@ -94,7 +96,7 @@ class Planner(events.Observer):
 
 
 def bucket_plan(ddp: torch.nn.Module) -> BucketPlan:
-    """The buckets in force as a :class:`minddp.planner.BucketPlan`: save it, pin it with ``bucket_plan=``.
+    """The buckets in force as a :class:`minddp.planner.BucketPlan`: print it, save it, pin it with ``bucket_plan=``.
 
     Raises:
         RuntimeError: every parameter's reduction is delayed.
@@ -104,12 +106,7 @@ def bucket_plan(ddp: torch.nn.Module) -> BucketPlan:
     if planner is not None and planner.tuner is not None and planner.tuner.plan is not None:
         plan: BucketPlan = planner.tuner.plan
         return plan
-    buckets = averager.reducer.buckets()
-    order = [index for bucket in buckets for index in bucket]
-    positions = iter(range(len(order)))
-    in_force = BucketPlan([[next(positions) for _ in bucket] for bucket in buckets])
-    names, shapes, dtypes = averager.parameters.facts()
-    return in_force.for_parameters(names, shapes, dtypes, order)
+    return BucketPlan.of_indices(averager.reducer.buckets(), *averager.parameters.facts())
 
 
 def _plan(value: Any) -> BucketPlan | None:

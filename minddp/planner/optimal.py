@@ -14,22 +14,57 @@ What always holds
     A plan's buckets partition the positions 0..n-1; within a kind (dtype, device) the buckets are
     contiguous in the order given and launched in that order; no bucket mixes kinds.
 
-The collectives that run beside a backward slow it down; the model does not know that. Measure the
-ready times with the collectives on (:mod:`minddp.planner.autotune` does, and plans again until it settles).
+The collectives that run beside a backward slow it down; the model does not know that. So ``"auto"`` measures, and
+``benchmarks/optimum`` (in a clone of the sources) measures ready times and costs, and plans with them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import numbers
+import operator
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .collective_cost import Cost, LinearCost, plain_number
 from .plan import BucketPlan
 
-__all__ = ["bucket_spans", "capped_buckets", "optimal_plan", "plan_finish"]
+__all__ = ["Cost", "LinearCost", "bucket_spans", "capped_buckets", "optimal_plan", "plan_finish"]
+
+Cost = Callable[[int], float]  # the seconds of an all-reduce of so many bytes
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """``latency_seconds + nbytes * seconds_per_byte``; both at least 0 and finite, otherwise ValueError.
+
+    This is the alpha-beta model (Hockney 1994), which most engines follow.
+    """
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        for name in ("latency_seconds", "seconds_per_byte"):
+            value = float(plain_number(f"LinearCost: {name}", getattr(self, name)))
+            object.__setattr__(self, name, value)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"LinearCost: {name} must be finite and at least 0, got {value!r}")
+
+    def __call__(self, nbytes: int) -> float:
+        return self.latency_seconds + self.seconds_per_byte * nbytes
+
+
+def plain_number(name: str, value: Any) -> int | float:
+    """``value`` as Python's int or float, if it is a number of whatever type (NumPy's); otherwise TypeError."""
+    if isinstance(value, numbers.Real):
+        return float(value) if not isinstance(value, numbers.Integral) else operator.index(value)
+    try:
+        return operator.index(value)  # a tensor's element
+    except TypeError:
+        raise TypeError(f"{name} must be numbers, got {value!r}") from None
 
 
 def optimal_plan(

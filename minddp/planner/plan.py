@@ -11,9 +11,11 @@ import json
 import math
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import torch
 
 from ..documents import misfit, parse, write_whole
 
@@ -28,6 +30,10 @@ _SHAPE = {
     "signature": (str, None),
     "notes": dict,
 }
+_NUMBER = (float, int)
+_TRIAL = {"name": str, "buckets": int, "steps": int, "step_seconds": _NUMBER, "quartiles": [_NUMBER]}
+_MEASURED = {"choice": str, "trials": [_TRIAL], "model?": str, "ranks?": int, "backend?": str}  # notes of "auto"
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class ParameterInfo:
     dtype: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BucketPlan:
     """Buckets of gradients, in launch order.
 
@@ -73,54 +79,92 @@ class BucketPlan:
                 f"BucketPlan: {len(self.parameters)} parameters for {len(positions)} positions in buckets"
             )
 
+    def __repr__(self) -> str:
+        return f"BucketPlan({self._size()})"
+
     def __str__(self) -> str:
-        """What was measured, if ``"auto"`` or ``minddp tune`` made the plan: a line for each choice of buckets."""
-        trials = self.notes.get("trials")
-        if not trials:
-            return f"a plan of {len(self.buckets)} buckets for {sum(map(len, self.buckets))} gradients"
-        lines = [f"{'buckets':<20}{'number':>7}{'steps':>7}{'step, ms':>10}{'quartiles':>18}{'predicted':>11}"]
+        """A table of the buckets; above it what was measured, if ``"auto"`` or ``minddp tune`` made the plan."""
+        lines = [self._size(), f"{'bucket':>6}{'MiB':>9}{'gradients':>11}  which, in launch order"]
+        for number, bucket in enumerate(self.buckets, 1):
+            size = "" if self.parameters is None else f"{sum(map(self._nbytes, bucket)) / _MIB:.2f}"
+            members = bucket if self.parameters is None else [self.parameters[position].name for position in bucket]
+            lines.append(f"{number:>6}{size:>9}{len(bucket):>11}  {_shorten([str(name) for name in members], 3)}")
+        return "\n".join([*self._measured_lines(), *lines])
+
+    def _size(self) -> str:
+        count = sum(map(len, self.buckets))
+        text = f"{_counted(len(self.buckets), 'bucket')}, {_counted(count, 'gradient')}"
+        return text if self.parameters is None else f"{text}, {sum(map(self._nbytes, range(count))) / _MIB:.1f} MiB"
+
+    def _nbytes(self, position: int) -> int:
+        assert self.parameters is not None
+        parameter = self.parameters[position]
+        return math.prod(parameter.shape) * getattr(torch, parameter.dtype).itemsize
+
+    def _trials(self) -> list[dict[str, Any]]:
+        """What was measured, the default first; empty where nothing was, or another version measured it."""
+        return [] if misfit(self.notes, _MEASURED) else self.notes["trials"]
+
+    def _measured_lines(self) -> list[str]:
+        if not (trials := self._trials()):
+            return []
+        lines = [f"{'choice':<20}{'buckets':>8}{'steps':>7}{'step, ms':>10}{'quartiles':>18}"]
         for trial in trials:
             lines.append(
-                f"{trial['name']:<20}{trial['buckets']:>7}{trial['steps']:>7}{1e3 * trial['step_seconds']:>10.1f}"
-                f"{_quartiles(trial):>18}{1e3 * trial['predicted_step_seconds']:>11.1f}"
-                + ("  <- kept" if trial["name"] == self.notes["choice"] else "")
+                f"{trial['name']:<20}{trial['buckets']:>8}{trial['steps']:>7}{1e3 * trial['step_seconds']:>10.1f}"
+                f"{_quartiles(trial):>18}" + "  <- kept" * (trial["name"] == self.notes["choice"])
             )
-        return "\n".join([*lines, f"{self.summary()}; an allreduce costs {self.notes['allreduce']}"])
+        return [*lines, self.summary(), ""]
 
     def summary(self) -> str:
-        """One line: what was tried and kept. REQUIRES: ``"auto"`` or ``minddp tune`` made the plan."""
-        (kept,) = (trial for trial in self.notes["trials"] if trial["name"] == self.notes["choice"])
-        before, after = 1e3 * self.notes["default_step_seconds"], 1e3 * self.notes["measured_step_seconds"]
-        return (
-            f"tried {len(self.notes['trials'])}, kept {kept['name']}: {before:.1f} -> {after:.1f} ms a step, "
-            f"quartiles {_quartiles(kept)}"
-        )
+        """One line: what was tried and kept, with both quartiles. REQUIRES: ``"auto"`` or ``minddp tune`` made it."""
+        default, *others = trials = self._trials()
+        tried = f"tried {len(trials)}, kept"
+        for trial in others:
+            if trial["name"] == self.notes["choice"]:
+                return f"{tried} {trial['name']}: {_milliseconds(default)} -> {_milliseconds(trial)} ms a step"
+        next_best = min(others, key=lambda trial: trial["step_seconds"], default=None)
+        text = f"{tried} the default: {_milliseconds(default)} ms a step"
+        return text if next_best is None else f"{text}; {next_best['name']}: {_milliseconds(next_best)}"
 
-    def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draws the step against the mean size of a bucket, for all that was measured, as .png, .svg or .pdf.
+    def draw(self, path: str | os.PathLike[str], *, link: str = "") -> None:
+        """Draws the step of each choice that was measured, as .png, .svg or .pdf: a dot, and a bar for its quartiles.
+
+        Args:
+            path: where the picture goes.
+            link: what joins the ranks, for the title, such as ``"1 Gbit/s"``.
 
         Raises:
-            ValueError: nothing was measured: neither ``"auto"`` nor ``minddp tune`` of this version made the plan.
+            ValueError: nothing was measured: neither ``"auto"`` nor ``minddp tune`` made the plan.
             ImportError: matplotlib is not installed.
         """
-        if "nbytes" not in self.notes:
+        if not self._trials():
             raise ValueError('plan.draw: nothing was measured; bucket_cap_mb="auto" and minddp tune make such plans')
-        from matplotlib.figure import Figure
+        from .picture import draw
 
-        figure = Figure(figsize=(7, 4.2), layout="constrained")
-        axes = figure.add_subplot(xlabel="mean size of a bucket, MB", ylabel="step, ms", xscale="log")
-        trials = sorted(self.notes["trials"], key=lambda trial: -trial["buckets"])
-        sizes = [self.notes["nbytes"] / trial["buckets"] / 1e6 for trial in trials]
-        steps = [1e3 * trial["step_seconds"] for trial in trials]
-        bars = [[1e3 * abs(trial["quartiles"][end] - trial["step_seconds"]) for trial in trials] for end in (0, 1)]
-        axes.errorbar(sizes, steps, yerr=bars, fmt="o", capsize=3, label="measured, with quartiles")
-        axes.plot(sizes, [1e3 * trial["predicted_step_seconds"] for trial in trials], ls=":", label="predicted")
-        for size, step, trial in zip(sizes, steps, trials, strict=True):
-            axes.annotate(trial["name"], (size, step), xytext=(4, 5), textcoords="offset points", fontsize=7)
-            if trial["name"] == self.notes["choice"]:
-                axes.plot(size, step, marker="*", ms=16, ls="", label=f"kept: {trial['name']}")
-        axes.legend()
-        figure.savefig(path, dpi=130)
+        draw(self._trials(), self.notes["choice"], self._title(link)).savefig(path, dpi=130)
+
+    def _title(self, link: str) -> str:
+        notes, kept = self.notes, self.notes["choice"]
+        ranks = f"{_counted(notes['ranks'], 'rank')}" if "ranks" in notes else ""
+        size = "" if self.parameters is None else self._size().rpartition(", ")[2]
+        facts = [notes.get("model"), size, ranks, notes.get("backend"), link]
+        kept = "the default" if kept == self._trials()[0]["name"] else kept
+        return f"{', '.join(filter(None, facts))}: {kept} is kept"
+
+    @classmethod
+    def of_indices(
+        cls,
+        buckets: Sequence[Sequence[int]],
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[Any],
+        notes: Mapping[str, Any] | None = None,
+    ) -> BucketPlan:
+        """A plan of buckets of parameter indices, in launch order. The other arguments: see ``for_parameters``."""
+        positions = iter(range(len(names)))
+        plan = cls([[next(positions) for _ in bucket] for bucket in buckets], notes=dict(notes or {}))
+        return plan.for_parameters(names, shapes, dtypes, [index for bucket in buckets for index in bucket])
 
     def for_parameters(
         self,
@@ -207,9 +251,18 @@ class BucketPlan:
             raise ValueError(f"{os.fspath(path)}: {error}") from error
 
 
-def _quartiles(trial: dict[str, Any]) -> str:
-    """In milliseconds; a plan of an earlier version has none."""
-    return "[{:.1f}, {:.1f}]".format(*(1e3 * seconds for seconds in trial.get("quartiles", (math.nan, math.nan))))
+def _quartiles(trial: Mapping[str, Any]) -> str:
+    """In milliseconds."""
+    low, high = trial["quartiles"]
+    return f"[{1e3 * low:.1f}, {1e3 * high:.1f}]"
+
+
+def _milliseconds(trial: Mapping[str, Any]) -> str:
+    return f"{1e3 * trial['step_seconds']:.1f} {_quartiles(trial)}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _parameter_infos(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Settings(NamedTuple):
     reduction: str
     reduce_dtype: torch.dtype | None
-    predivide_factor: float | None
 
 
 class Reductions(events.Observer):
@@ -31,13 +29,16 @@ class Reductions(events.Observer):
     """
 
     name = "reductions"
-    options = {"reduction": "mean", "reduce_dtype": None, "predivide_factor": None}
+    options = {"reduction": "mean", "reduce_dtype": None}
+    left = {
+        "predivide_factor": "reduce_dtype=torch.float32 adds up in float32; or divide yourself what "
+        'reduction="sum" gives.'
+    }
     arguments = """
         reduction: ``"mean"`` over ranks, ``"sum"``, or ``"weighted"``: the sum of gradients over the sum
             of what every rank passed to :func:`minddp.add_weight`, exactly the large batch's gradient for
             losses summed over samples, however uneven the shares.
         reduce_dtype: dtype in which low-precision gradients travel and are added (``torch.float32``).
-        predivide_factor: divide by this before the sum, by the rest after it (range of float16).
     """
     settings: Settings
 
@@ -53,14 +54,13 @@ class Reductions(events.Observer):
         if dtype is not None and dtype not in _REDUCE_DTYPES:
             names = ", ".join(map(str, _REDUCE_DTYPES))
             raise TypeError(f"reduce_dtype must be a dtype that ranks can add up ({names}), or None, got {dtype!r}")
-        return Settings(reduction, dtype, _factor(values["predivide_factor"]))
+        return Settings(reduction, dtype)
 
     def compared(self, parameters: Any) -> Mapping[str, Any]:
-        reduction, dtype, factor = self.settings
-        return {"reduction": reduction, "reduce_dtype": dtype, "predivide_factor": factor}
+        return {"reduction": self.settings.reduction, "reduce_dtype": self.settings.reduce_dtype}
 
     def planning(self, plan: Plan) -> None:
-        reduction, dtype, _ = self.settings
+        reduction, dtype = self.settings
         if dtype is not None:
             if plan.config.gradient_as_bucket_view and any(p.dtype != dtype for p in plan.parameters):
                 raise ValueError(
@@ -82,30 +82,23 @@ class Reductions(events.Observer):
     def _scales(self, divisor: int, ranks: int, hooked: bool) -> tuple[float, float]:
         """What gradients are multiplied with while packing and while unpacking.
 
-        ==========  =======================  ===========================  =============================
-        reduction   while packing            while unpacking              the same with a hook
-        ==========  =======================  ===========================  =============================
-        mean        1/divisor, or 1/factor   1, or factor/divisor         1 and 1: it averages by itself
-        sum         1, or 1/factor           1, or factor                 1 and ranks
-        weighted    as sum                   as sum, / sum of weights     1 and ranks / sum of weights
-        ==========  =======================  ===========================  =============================
+        =========  =============  =====================  =============================
+        reduction  while packing  while unpacking        the same with a hook
+        =========  =============  =====================  =============================
+        mean       1 / divisor    1                      1 and 1: it averages by itself
+        sum        1              1                      1 and ranks
+        weighted   1              1 / sum of weights     1 and ranks / sum of weights
+        =========  =============  =====================  =============================
         """
-        factor = self.settings.predivide_factor
-        if hooked:
-            scales = 1.0, 1.0 if self.settings.reduction == "mean" else float(ranks)
-        elif self.settings.reduction == "mean":
-            scales = (1.0 / factor, factor / divisor) if factor else (1.0 / divisor, 1.0)
-        else:
-            scales = (1.0 / factor, factor) if factor else (1.0, 1.0)
+        is_mean = self.settings.reduction == "mean"
+        scales = (1.0 / divisor if is_mean and not hooked else 1.0, float(ranks) if hooked and not is_mean else 1.0)
         if self.weights is not None:
             self.weights.scale = scales[1]
         return scales
 
     def hooking(self, steps: bool) -> None:
-        if self.settings.reduce_dtype is not None or self.settings.predivide_factor is not None:
-            raise RuntimeError(
-                "a communication hook decides dtype and division itself: leave out reduce_dtype and predivide_factor"
-            )
+        if self.settings.reduce_dtype is not None:
+            raise RuntimeError("a communication hook decides the dtype itself: leave out reduce_dtype")
 
     def after_last_launch(self) -> None:
         if self.weights is not None:
@@ -122,15 +115,6 @@ class Reductions(events.Observer):
     def aborting(self) -> None:
         if self.weights is not None:
             self.weights.forget()
-
-
-def _factor(value: Any) -> float | None:
-    """It and its inverse scale gradients of float32, too."""
-    if value is None:
-        return None
-    if not isinstance(value, Real) or not 2.0**-126 <= float(value) <= 2.0**126:
-        raise ValueError(f"predivide_factor must be a positive, finite number, from 2**-126 to 2**126, got {value!r}")
-    return float(value)
 
 
 OBSERVER = Reductions

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from .. import messages
 from ..functions import wrapper_of
 
+_LEAST = 2.0**-126  # it and its inverse are normal numbers of float32, with which gradients are multiplied
+
 
 class Weights:
     """What :meth:`add` was given since the last synchronized backward, on all ranks.
@@ -32,10 +34,6 @@ class Weights:
     def add(self, weight: float) -> None:
         self._weight = (self._weight or 0.0) + weight
 
-    def clear(self) -> None:
-        """As if :meth:`add` had not been called since :meth:`send`."""
-        self._weight = None
-
     def forget(self) -> None:
         """The iteration was given up."""
         self._weight, self._sent, self._work = None, None, None
@@ -53,8 +51,8 @@ class Weights:
         """What reduced buckets are multiplied by. Waits for the sum.
 
         Raises:
-            RuntimeError: on every rank, where a rank gave no weight or the weights are not positive together. The
-                weights are forgotten.
+            RuntimeError: on every rank, where a rank gave no weight, or the weights' sum is not positive, or it or
+                its inverse is too large. The weights are forgotten.
         """
         messages.wait_for(self._work, self._group, "the sum of all ranks' weights")
         assert self._sum is not None
@@ -66,11 +64,11 @@ class Weights:
                 f'reduction="weighted" needs minddp.add_weight(ddp, n) before each synchronized backward, and {who}. '
                 f"Nothing was averaged: zero the gradients, and go on. [rank {rank}]"
             )
-        if total <= 0:
+        if not _LEAST <= total <= 1 / _LEAST:
             raise RuntimeError(
                 f'reduction="weighted": the ranks\' weights add up to {total}; the sum of all that '
-                "minddp.add_weight(ddp, n) was given must be positive. Nothing was averaged: zero the gradients, and "
-                f"go on. [rank {rank}]"
+                "minddp.add_weight(ddp, n) was given must be positive, and neither it nor its inverse too large for "
+                f"float32. Nothing was averaged: zero the gradients, and go on. [rank {rank}]"
             )
         return self.scale / total
 
@@ -90,15 +88,6 @@ def add_weight(ddp: torch.nn.Module, weight: float) -> None:
     if not 0 <= weight < math.inf:
         raise ValueError(f"minddp.add_weight: weight must be finite and not negative, got {weight}")
     weights.add(weight)
-
-
-def clear_weight(ddp: torch.nn.Module) -> None:
-    """Takes back what :func:`add_weight` was given since the last synchronized backward, on this rank.
-
-    Raises:
-        RuntimeError: ``reduction`` is not ``"weighted"``.
-    """
-    _weights_of(ddp, "clear_weight").clear()
 
 
 def _weights_of(ddp: torch.nn.Module, function: str) -> Weights:

@@ -8,26 +8,25 @@ Importing this module registers the backends ``"shm"`` and ``"auto"``::
     dist.init_process_group("shm")              # or dist.new_group(ranks, backend="shm")
     dist.init_process_group("auto")             # "shm" where the ranks can share memory, Gloo otherwise
 
-Collectives and point-to-point messages on CPU tensors pass through memory that the ranks share, where
-Gloo sends them through a socket. All ranks must run on one machine, in one PID namespace, as one user;
-otherwise every rank raises when the group is made. Nothing appears in ``/dev/shm``, whose size does not
-matter, and nothing is left behind, however the processes end. No other user can map the memory.
+An all-reduce of a dense CPU tensor passes through memory that the ranks share, where Gloo sends it through a socket;
+so does a barrier. Every other collective, and messages, go to a Gloo group of the same ranks, and what Gloo gives is
+the answer. All ranks must run on one machine, in one PID namespace, as one user; otherwise every rank raises when the
+group is made. Nothing appears in ``/dev/shm``, whose size does not matter, and nothing is left behind, however the
+processes end. No other user can map the memory.
 
 ``"auto"`` carries CPU tensors, too. Where the ranks cannot share memory (several machines, containers, users) it is
 Gloo, on all of them, and rank 0 warns with the reason; a rank that does not come at all is an error all the same.
 
 What always holds
-    A reduction gives the same bits on every rank; for two ranks those of Gloo. A rank that dies, leaves,
-    calls another collective or does not come within the group's timeout makes the others raise
-    :class:`torch.distributed.DistBackendError`, which names it; the group is broken then, and what the
-    tensors of that call hold is undefined, but no rank changes another's any more.
+    An all-reduce gives the same bits on every rank; for two ranks those of Gloo. A rank that dies, leaves,
+    makes another call or does not come within the group's timeout makes the others raise
+    :class:`torch.distributed.DistBackendError`, which names it; the group's all-reduces are over then, and what the
+    tensor of that call holds is undefined.
     MIN and MAX are IEEE 754's minimum and maximum: a NaN on any rank gives a NaN, and -0 is less than +0.
 
 After a fork
     A forked child (a DataLoader's worker, say) is no rank: calls on the group raise there, and
-    ``destroy_process_group()`` ends the child's copy only. It may read the tensors of :func:`empty`, and
-    a parameter's gradient that lies there, and sees what the parent has there at that moment; what it
-    writes is its own.
+    ``destroy_process_group()`` ends the child's copy only.
 
 The native half is ``csrc/shm/``; its ``shm_backend.h`` gives the reading order.
 """
@@ -36,18 +35,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import os
 import platform
+import socket
 import warnings
 from datetime import timedelta
-from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .. import environment
 from .._extension import load
 
-__all__ = ["AUTO_BACKEND", "BACKEND", "empty", "is_available", "is_shared"]
+__all__ = ["AUTO_BACKEND", "BACKEND", "is_available"]
 
 BACKEND = "shm"
 """The name under which the backend is registered."""
@@ -55,15 +58,11 @@ BACKEND = "shm"
 AUTO_BACKEND = "auto"
 """The name of the one that falls back to Gloo."""
 
-# What csrc/shm/meeting.cpp says where no other transport would help.
-_NOT_FOR_WANT_OF_MEMORY = ("did not come to join the group", "another process joins this group")
-
-_MOST_ELEMENTS = 2**63 - 1
-_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_TEXT_BYTES = 1024  # of a rank's card, or of what it says instead
 
 
 def is_available() -> bool:
-    """Whether the transport is part of this build: it is on Linux, unless built with ``MINDDP_SHM=0``."""
+    """Whether this build has ``"shm"``: it is on Linux, unless built with ``MINDDP_SHM=0``."""
     return _load() is not None
 
 
@@ -85,77 +84,121 @@ def _native() -> Any:
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    try:
-        extension = _native()
-    except Exception as error:
-        _tell_others(store, rank, error)
-        raise
-    return extension.backend(store, rank, size, timeout)
+    rest = _gloo(store, rank, size, timeout)
+    backend, reason = _share_memory(rest, timeout)
+    if backend is None:
+        raise dist.DistBackendError(f"shm: {reason}")
+    return backend
 
 
 def _create_auto(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Of one mind with the other ranks, since a group that cannot be made raises the same error on all of them."""
-    try:
-        return _create(store, rank, size, timeout)
-    except Exception as error:
-        if any(words in str(error) for words in _NOT_FOR_WANT_OF_MEMORY):
-            raise
-        reason = str(error)
+    """Of one mind with the other ranks, since :func:`_share_memory` is."""
+    rest = _gloo(store, rank, size, timeout)
+    backend, reason = _share_memory(rest, timeout)
+    if backend is not None:
+        return backend
     if rank == 0:
-        warnings.warn(f'backend "auto" is Gloo here, since "shm" cannot be: {reason}', RuntimeWarning, stacklevel=2)
-    return dist.ProcessGroupGloo(dist.PrefixStore("minddp-auto-gloo", store), rank, size, timeout)
+        told = f'backend "auto" is Gloo here, since "shm" cannot be: shm: {reason}'
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
+    return rest
 
 
-def _tell_others(store: Any, rank: int, error: Exception) -> None:
-    """The note of ``csrc/shm/meeting.cpp``, for a rank on which that cannot be called."""
-    attempt = store.add(f"minddp-shm/attempt/{rank}", 1)
-    store.set("minddp-shm/failed", f"{attempt} {rank} {type(error).__name__}: {error}")
-    store.add("minddp-shm/events", 1)
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A Gloo group of these ranks; another one each time that they come to this store."""
+
+    def times(rank: int, more: int) -> int:
+        return int(store.add(f"minddp-shm/{rank}", more))
+
+    mine = times(rank, 1)
+    try:
+        return dist.ProcessGroupGloo(dist.PrefixStore(f"minddp-shm-gloo/{mine}", store), rank, size, timeout)
+    except RuntimeError as error:
+        missing = next((str(other) for other in range(size) if times(other, 0) < mine), None)
+        if missing is None:
+            raise
+        milliseconds = timeout // timedelta(milliseconds=1)
+        raise dist.DistBackendError(
+            f"shm: rank {missing} did not come to join the group within {milliseconds} ms, rank {rank} waited for "
+            f"it: {error}"
+        ) from error
 
 
-def _backend_of(group: dist.ProcessGroup | None) -> Any:
-    """The native backend; raises ValueError where the group has none of this kind."""
-    chosen = group if group is not None else dist.group.WORLD
-    if chosen is None:
-        raise ValueError("minddp.shm needs a process group: call torch.distributed.init_process_group first")
-    backend = chosen._get_backend(torch.device("cpu"))
-    return getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-
-
-def empty(*size: int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """An uninitialized contiguous CPU tensor in memory that all ranks of the group can reach.
-
-    An all-reduce whose tensors are such on all ranks works on them in place and copies nothing. Not
-    collective; the tensor can be used like any other and may outlive the group.
-
-    Args:
-        size: the shape, as for :func:`torch.empty`.
-        dtype: any but quantized ones; default: torch's default dtype.
-        group: a group with this backend; default: the default group.
+def _share_memory(rest: Any, timeout: timedelta) -> tuple[Any, str]:
+    """The group around ``rest``; or None, and why not, in the same words on all ranks. Collective.
 
     Raises:
-        TypeError: the dtype is none, or a quantized one, whose values need a scale.
-        ValueError: the group has another backend, or a size is negative.
-        MemoryError: the group's shared memory (together the machine's) cannot hold that much.
+        RuntimeError: Gloo's error.
     """
-    shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
-    if any(length < 0 for length in shape):
-        raise ValueError(f"minddp.shm.empty: a size must not be negative, got {tuple(shape)}")
-    numel = prod(shape)
-    if numel > _MOST_ELEMENTS:
-        raise MemoryError(f"minddp.shm.empty: shape {tuple(shape)} has {numel} elements, more than can be addressed")
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    if not isinstance(dtype, torch.dtype) or dtype in _QUANTIZED:
-        raise TypeError(
-            f"minddp.shm.empty: dtype must be a torch.dtype that is not quantized, or None, got {dtype!r}"
+    own: Any = None
+    try:
+        own = _native().Segment()
+        card = {"host": _host(), "name": socket.gethostname(), "segment": own.card()}
+    except Exception as error:
+        card = {"failure": f"{type(error).__name__}: {error}"[: _TEXT_BYTES // 2]}
+    cards, reason = _compare([_parse(text) for text in _gather(rest, json.dumps(card))])
+    if reason:
+        return None, reason
+    backend, failure = None, ""
+    try:
+        backend = _native().backend(rest, own, cards, timeout)
+    except Exception as error:
+        failure = str(error)
+    failures = [f"; rank {rank}: {text}" for rank, text in enumerate(_gather(rest, failure)) if text]
+    if failures:
+        return None, (
+            "the ranks could not map each other's memory (they must run as the same user, and /proc must be readable)"
+            f"{''.join(failures)}. Use backend='gloo' where this cannot be arranged."
         )
-    tensor: torch.Tensor = _native().empty(_backend_of(group), numel, dtype)
-    return tensor.view(shape)
+    own.close()  # all have mapped it
+    return backend, ""
 
 
-def is_shared(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the tensor lies in this rank's part of the group's shared memory and is contiguous."""
-    return bool(_native().is_shared(_backend_of(group), tensor))
+def _gather(rest: Any, text: str) -> list[str]:
+    """Every rank's text, by rank, cut where it is too long. Collective."""
+    data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    everyone = [mine.clone() for _ in range(rest.size())]
+    rest.allgather([everyone], [mine]).wait()
+    return [bytes(theirs.tolist()).rstrip(b"\0").decode(errors="replace") for theirs in everyone]
+
+
+def _host() -> str:
+    """Equal on ranks that can share memory.
+
+    Two processes can open each other's memory if they run under one kernel, which draws a boot id when it starts, and
+    see each other's process ids. ``MINDDP_SHM_HOST_ID`` tells apart what these do not.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {environment.shm_host_id()}"
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """A rank's card. It is text from another process: whatever it holds, it is a card or says why not."""
+    try:
+        card = json.loads(text)
+        if "failure" in card:
+            return {"failure": str(card["failure"])}
+        pid, descriptor, token = (int(number) for number in card["segment"])
+        return {"host": str(card["host"]), "name": str(card["name"]), "segment": (pid, descriptor, token)}
+    except (ValueError, TypeError, KeyError):
+        return {"failure": "what it gives as its card is none of minddp's shm"}
+
+
+def _compare(found: list[dict[str, Any]]) -> tuple[list[tuple[int, int, int]], str]:
+    """The cards by rank, and why the ranks cannot share memory: "" if they may."""
+    failed = [(rank, card["failure"]) for rank, card in enumerate(found) if "failure" in card]
+    if failed:
+        return [], "; ".join(f"rank {rank} could not join the group: {reason}" for rank, reason in failed)
+    ranks: dict[str, str] = {}
+    for rank, card in enumerate(found):
+        ranks[card["host"]] = ranks.get(card["host"], f"{card['name']} has ranks") + f" {rank}"
+    if len(ranks) > 1:
+        return [], (
+            "the ranks of a group must share one machine and one PID namespace (containers: --pid=host), but "
+            f"these do not: {'; '.join(ranks.values())}. Use backend='gloo' across machines, "
+            "and 'shm' for groups within one."
+        )
+    return [card["segment"] for card in found], ""
 
 
 def _register() -> None:

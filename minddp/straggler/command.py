@@ -1,4 +1,4 @@
-"""Who is slow, from a trace: the same report as :func:`minddp.report`, without links.
+"""Who is slow, from a trace: the same report as :func:`minddp.report`.
 
     minddp report trace.json                      # the last 20 steps
     minddp report trace.json --steps 100 --json report.json
@@ -12,10 +12,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from ..timeline.report import TraceFileError, load
+from ..documents import write_whole
+from ..timeline.gathering import named
+from ..timeline.reader import TraceFileError, load, modules_of
+from .parts import part_of
 from .result import Report, make_report
 
 __all__ = ["main", "report_of"]
@@ -25,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     arguments = _parse(argv)
     try:
-        report = report_of(load(arguments.trace), arguments.steps, arguments.module)
+        report = report_of(load(arguments.trace, of_report=True), arguments.steps, arguments.module)
         print(report)
         if arguments.json:
-            Path(arguments.json).write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+            write_whole(arguments.json, json.dumps(report.to_dict(), indent=1) + "\n")
     except (OSError, TraceFileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -39,24 +41,20 @@ def report_of(trace: dict[str, Any], steps: int = 20, module: int = 0) -> Report
     """The report of a trace's last steps.
 
     Args:
-        trace: what ``minddp.timeline.load`` gives.
+        trace: what ``minddp.timeline.load`` gives, with ``of_report=True``.
         steps: at most so many.
-        module: which wrapped module, in order of first use.
+        module: which wrapped module, in order of first use; -1 is the last.
 
     Raises:
-        TraceFileError: the ranks have no step of it in common, or the trace is of an older minddp.
+        TraceFileError: there is no such module, or the ranks have no step of it in common.
     """
     if steps < 1:
         raise TraceFileError(f"steps must be at least 1, got {steps}")
-    ranks = [part for part in trace["ranks"] if module < len(part["modules"])]
-    records = [part["modules"][module] for part in ranks]
-    stamps = {part["rank"]: record["steps"] for part, record in zip(ranks, records, strict=True)}
-    if any("previous_end_ns" not in step for record in records for step in record["steps"]):
-        raise TraceFileError("the trace was written by an older minddp, whose steps have no moments between them")
-    notes = []
-    if trace["missing_ranks"]:
-        notes.append(f"Ranks {trace['missing_ranks']} did not hand in their part.")
-    report = make_report(stamps, steps, notes=notes)
+    found = modules_of(trace, module)
+    steps_of = {rank: [s for s in record["steps"] if s["previous_end_ns"] >= 0] for rank, record in found.items()}
+    missing = trace["missing_ranks"]
+    notes = [f"{named(missing).capitalize()} did not hand in their part."] if missing else []
+    report = make_report({rank: list(map(part_of, theirs)) for rank, theirs in steps_of.items()}, steps, notes)
     if not report.steps:
         raise TraceFileError(f"module {module}: the ranks have no finished step in common with another before it")
     return report

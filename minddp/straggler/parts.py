@@ -22,10 +22,11 @@ Phases
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..timeline.step_times import Stamps, covered, flight, launched_buckets, on_device, waits
 
-__all__ = ["PHASES", "RankTimes", "own_phases", "times_of"]
+__all__ = ["PHASES", "Part", "RankTimes", "part_of", "times_of"]
 
 PHASES = ("input", "optimizer", "micro-batches", "forward", "backward", "hook", "unpack")
 _NS = 1e-9
@@ -65,24 +66,43 @@ class RankTimes:
         return sum(self.phases.values())
 
 
-def times_of(rank: int, step: Stamps) -> RankTimes:
-    """Seconds of one rank's part of a step, as far as the rank knows them."""
-    forward, launched = step["forward_begin_ns"], launched_buckets(step)
-    meets = step["previous_end_ns"] <= step["arrival_ns"] <= forward <= step["backward_begin_ns"]
-    meeting = (forward - step["arrival_ns"]) * _NS if meets else 0.0
-    if on_device(step):
-        return RankTimes(rank, own_phases(step), meeting)
-    under_way = covered([(_started(bucket), flight(bucket)[1]) for bucket in launched])
-    blocked = covered([*((wait.begin, wait.end) for wait in waits(step)), *_hook_waits(step)])
-    return RankTimes(rank, own_phases(step), meeting, under_way * _NS, blocked * _NS)
+class Part(NamedTuple):
+    """What a rank tells the others of one step, in nanoseconds; see :class:`RankTimes`."""
+
+    iteration: int
+    length: int
+    phases: list[int]
+    meeting: int
+    under_way: int | None
+    blocked: int | None
 
 
-def own_phases(step: Stamps) -> dict[str, float]:
-    """Seconds of each phase of :data:`PHASES`.
+def times_of(rank: int, part: Part) -> RankTimes:
+    """The same in seconds."""
+    under_way, blocked = (None if ns is None else ns * _NS for ns in (part.under_way, part.blocked))
+    phases = {phase: ns * _NS for phase, ns in zip(PHASES, part.phases, strict=True)}
+    return RankTimes(rank, phases, part.meeting * _NS, under_way, blocked)
+
+
+def part_of(step: Stamps) -> Part:
+    """One rank's part of a step, as far as the rank knows it.
 
     Args:
         step: one step of the reducer's ``recent_steps()``, with a step before it.
     """
+    forward, launched = step["forward_begin_ns"], launched_buckets(step)
+    meets = step["previous_end_ns"] <= step["arrival_ns"] <= forward <= step["backward_begin_ns"]
+    under_way = blocked = None
+    if not on_device(step):
+        under_way = covered([(_started(bucket), flight(bucket)[1]) for bucket in launched])
+        blocked = covered([*((wait.begin, wait.end) for wait in waits(step)), *_hook_waits(step)])
+    length = step["finalize_end_ns"] - step["previous_end_ns"]
+    meeting = forward - step["arrival_ns"] if meets else 0
+    return Part(step["iteration"], length, _own_phases(step), meeting, under_way, blocked)
+
+
+def _own_phases(step: Stamps) -> list[int]:
+    """Nanoseconds of each phase of :data:`PHASES`."""
     previous, forward, backward = step["previous_end_ns"], step["forward_begin_ns"], step["backward_begin_ns"]
     if not previous <= forward <= backward:  # a forward that is not the wrapper's
         forward = backward
@@ -98,7 +118,7 @@ def own_phases(step: Stamps) -> dict[str, float]:
         first - previous - optimizer, optimizer, last - first, backward - forward,
         launch_end - backward - in_hooks, in_hooks - waits_there, step["finalize_end_ns"] - over,
     )  # fmt: skip
-    return {phase: max(0, ns) * _NS for phase, ns in zip(PHASES, lengths, strict=True)}
+    return [max(0, ns) for ns in lengths]
 
 
 def _hook_waits(step: Stamps) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""All ranks' steps made into one :class:`Report`, and its words. Pure: stamps in, the report out."""
+"""All ranks' parts of the last steps made into one :class:`Report`, and its words. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..timeline.step_times import Stamps, launched_buckets, on_device
-from .diagnosis import MIN_STEPS, SlowLink, Straggler, find_slow_link, find_straggler
-from .parts import PHASES, RankTimes, times_of
+from .diagnosis import MIN_STEPS, Straggler, find_straggler
+from .parts import PHASES, Part, RankTimes, times_of
 
 __all__ = ["Report", "make_report"]
 
+MOST_ROWS = 64  # which every rank reads
 _NO_STEPS = "No steps yet: the ranks have no finished synchronized step in common that has another before it."
 
 
@@ -25,9 +25,9 @@ class Report:
         steps: how many it is of; 0 where there are none yet.
         first_iteration, last_iteration: which ones.
         step_seconds: the median step, from the end of one synchronized backward to the end of the next.
-        ranks: each rank's medians.
+        rank_count: how many ranks it is of.
+        ranks: each rank's medians. Of more than 64 ranks those 64 whose own work takes longest.
         straggler: who holds the others up; ``None``: nobody does, or ``notes`` says why that is not known.
-        slow_link: the link that is slower than the others, if links were measured and one is.
         overlap: the part of all transfers that backward hides; ``None`` where it is not known.
         notes: what is not known, and why.
     """
@@ -36,9 +36,9 @@ class Report:
     first_iteration: int = 0
     last_iteration: int = 0
     step_seconds: float = 0.0
+    rank_count: int = 0
     ranks: tuple[RankTimes, ...] = ()
     straggler: Straggler | None = None
-    slow_link: SlowLink | None = None
     overlap: float | None = None
     notes: tuple[str, ...] = ()
 
@@ -46,7 +46,7 @@ class Report:
         if not self.steps:
             return "\n".join(self.notes)
         which = f"{_count(self.steps, 'step')} (iterations {self.first_iteration} to {self.last_iteration})"
-        heading = f"{which} on {_count(len(self.ranks), 'rank')}, {_ms(self.step_seconds)} ms a step."
+        heading = f"{which} on {_count(self.rank_count, 'rank')}, {_ms(self.step_seconds)} ms a step."
         medians = "Medians in milliseconds: first each rank's own work, then what blocked it: transfers, a late rank."
         return "\n".join([heading, medians, "", *_table(self.ranks), "", *_sentences(self)])
 
@@ -57,68 +57,59 @@ class Report:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Report:
         """The report that :meth:`to_dict` gave, also where JSON has made lists of its tuples."""
-        late, link = found["straggler"], found["slow_link"]
+        late = found["straggler"]
         facts = {
             "ranks": tuple(RankTimes(**row) for row in found["ranks"]),
             "straggler": late and Straggler(**late),
-            "slow_link": link and SlowLink(**(link | {"ranks": tuple(link["ranks"])})),
             "notes": tuple(found["notes"]),
         }
         return cls(**{**found, **facts})
 
 
-def make_report(
-    ranks: Mapping[int, Sequence[Stamps]],
-    steps: int,
-    links: Mapping[tuple[int, int], float] | None = None,
-    notes: Sequence[str] = (),
-) -> Report:
+def make_report(ranks: Mapping[int, Sequence[Part]], steps: int, notes: Sequence[str] = ()) -> Report:
     """The report of the last ``steps`` steps that all of ``ranks`` have; one without steps where they have none.
 
     Args:
-        ranks: by rank, what it has stamped, as the reducer's ``recent_steps()`` gives it.
+        ranks: by rank, its parts of the last steps.
         steps: at most so many.
-        links: by (sender, receiver), what a message of ``LINK_NBYTES`` takes, where that was measured.
         notes: what is not known already.
     """
-    whole = {rank: [step for step in stamps if step["previous_end_ns"] >= 0] for rank, stamps in ranks.items()}
-    by_rank = {rank: {step["iteration"]: step for step in stamps} for rank, stamps in whole.items()}
+    by_rank = {rank: {part.iteration: part for part in parts} for rank, parts in ranks.items()}
     common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
     if not common:
         return Report(notes=(*notes, _NO_STEPS))
     moments = [[theirs[iteration] for theirs in by_rank.values()] for iteration in common[-steps:]]
     times = [_times(list(by_rank), moment) for moment in moments]
-    rows = tuple(map(_median_row, zip(*times, strict=True)))
-    lengths = (step["finalize_end_ns"] - step["previous_end_ns"] for moment in moments for step in moment)
-    step_seconds = statistics.median(lengths) * 1e-9
-    on_host = not any(on_device(step) for moment in moments for step in moment)
+    rows = list(map(_median_row, zip(*times, strict=True)))
+    step_seconds = statistics.median(part.length for moment in moments for part in moment) * 1e-9
+    on_host = not any(part.blocked is None for moment in moments for part in moment)
     straggler = None
     if on_host:
         own = [[step.phases for step in theirs] for theirs in zip(*times, strict=True)]
         straggler = find_straggler(own, step_seconds)
         straggler = straggler and dataclasses.replace(straggler, rank=rows[straggler.rank].rank)
-    sent = sum(bucket["nbytes"] for bucket in launched_buckets(moments[-1][0]))
+    shown = sorted(sorted(rows, key=lambda row: -row.own_seconds)[:MOST_ROWS], key=lambda row: row.rank)
     return Report(
         steps=len(moments),
-        first_iteration=moments[0][0]["iteration"],
-        last_iteration=moments[-1][0]["iteration"],
+        first_iteration=common[-len(moments)],
+        last_iteration=common[-1],
         step_seconds=step_seconds,
-        ranks=rows,
+        rank_count=len(rows),
+        ranks=tuple(shown),
         straggler=straggler,
-        slow_link=find_slow_link(links or {}, 2 * (len(rows) - 1) / len(rows) * sent, step_seconds),
         overlap=statistics.median(map(_overlap, times)) if on_host and len(rows) > 1 else None,
-        notes=(*notes, *_unknown(len(moments), on_host)),
+        notes=(*notes, *_unknown(len(moments), len(rows), on_host)),
     )
 
 
-def _times(ranks: Sequence[int], moment: Sequence[Stamps]) -> list[RankTimes]:
+def _times(ranks: Sequence[int], moment: Sequence[Part]) -> list[RankTimes]:
     """All ranks' parts of one step. What blocks one longer than the least of them is a wait for a rank."""
-    times = [times_of(rank, step) for rank, step in zip(ranks, moment, strict=True)]
+    times = [times_of(rank, part) for rank, part in zip(ranks, moment, strict=True)]
     blocked = [each.blocked_seconds for each in times if each.blocked_seconds is not None]
     if len(times) == 1 or len(blocked) < len(times):
         return times
-    pairs = zip(times, blocked, strict=True)
-    return [dataclasses.replace(each, waiting_seconds=seconds - min(blocked)) for each, seconds in pairs]
+    pairs, least = zip(times, blocked, strict=True), min(blocked)
+    return [dataclasses.replace(each, waiting_seconds=seconds - least) for each, seconds in pairs]
 
 
 def _overlap(times: Sequence[RankTimes]) -> float:
@@ -138,8 +129,10 @@ def _median_row(steps: Sequence[RankTimes]) -> RankTimes:
     return RankTimes(steps[0].rank, phases, **{name: median(name) for name in seconds})
 
 
-def _unknown(steps: int, on_host: bool) -> list[str]:
+def _unknown(steps: int, ranks: int, on_host: bool) -> list[str]:
     notes = []
+    if ranks > MOST_ROWS:
+        notes.append(f"The table has the {MOST_ROWS} ranks whose own work takes longest.")
     if not on_host:
         notes.append(
             "The module is on a device: times are the host's, which enqueues the step. What collectives take, and "
@@ -174,8 +167,6 @@ def _sentences(report: Report) -> Iterator[str]:
         yield f"Late: {report.straggler}."
     elif report.ranks[0].blocked_seconds is not None and len(report.ranks) > 1:
         yield "Late: no rank holds the others up."
-    if report.slow_link is not None:
-        yield f"Link: {report.slow_link}."
     if report.overlap is not None:
         yield f"Overlap: {report.overlap:.0%} of the transfers are hidden behind computation."
 

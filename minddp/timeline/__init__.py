@@ -1,12 +1,13 @@
-"""Where a step's time goes: seconds, traces of all ranks, tables and pictures. Uses guards, planner.
+"""Where a step's time goes: seconds, traces of all ranks, tables and pictures.
 
 Here: ``minddp.last_step``'s seconds (``step_times``), recording (``recording``, ``gathering``), the file
-(``chrome``), tables and pictures (``report``; ``minddp timeline`` is the command). Not here: the stamps themselves
-(C++), what is planned from them (``planner``).
+(``chrome``), what ``minddp timeline`` makes of it (``reader``, ``picture``), and how ranks ask the process group's
+store (``store``). Not here: the stamps themselves (C++), who is late (``straggler``).
 """
 
+from .picture import draw
+from .reader import RankStep, TraceFileError, load, main, rank_steps, table
 from .recording import Trace, trace
-from .report import RankStep, TraceFileError, clocks, draw, load, main, rank_steps, table
 from .step_times import BucketTimes, StepTimes, step_times
 
 __all__ = [
@@ -15,7 +16,6 @@ __all__ = [
     "StepTimes",
     "Trace",
     "TraceFileError",
-    "clocks",
     "draw",
     "load",
     "main",

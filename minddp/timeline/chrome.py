@@ -6,25 +6,26 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..documents import write_whole
+from ..documents import write_or_log
 from ..logs import log
+from .gathering import named
 from .step_times import Stamps, flight, launched_buckets, step_begin, waits
 
 
 def write(path: str, parts: list[dict[str, Any]], world_size: int) -> None:
-    """Writes the whole file or nothing, and logs what it lacks."""
+    """Writes the whole file or nothing, and logs what it lacks, or why it could not be written."""
     missing = sorted(set(range(world_size)) - {part["rank"] for part in parts})
+    others = [part["rank"] for part in parts if part["clock"] != parts[0]["clock"]]
+    notes = []
     if missing:
-        log.warning("trace %s: rank(s) %s did not hand in their part in time", path, missing)
-    unaligned = [part["rank"] for part in parts if part["offset_ns"] is None]
-    if unaligned:
-        log.warning("trace %s: the clock of rank(s) %s could not be measured", path, unaligned)
-    document = {
-        "traceEvents": list(_events(parts)),
-        "displayTimeUnit": "ms",
-        "minddp": {"world_size": world_size, "missing_ranks": missing, "ranks": parts},
-    }
-    write_whole(path, json.dumps(document))
+        notes.append(f"{named(missing)} did not hand in a part in time")
+    if others:
+        notes.append(f"{named(others)} read another clock, so their steps are not beside the others'")
+    for note in notes:
+        log.warning("trace %s: %s", path, note)
+    own = {"world_size": world_size, "missing_ranks": missing, "notes": notes, "ranks": parts}
+    document = {"traceEvents": list(_events(parts)), "displayTimeUnit": "ms", "minddp": own}
+    write_or_log(path, json.dumps(document), "the trace")
 
 
 _STEP, _GRADIENTS, _COPIES, _COLLECTIVES = range(4)  # rows of a module, from the top; collectives last
@@ -32,15 +33,18 @@ _ROWS_A_MODULE = 100
 
 
 def _events(parts: Sequence[Stamps]) -> Iterator[dict[str, Any]]:
-    """Chrome trace events: a process per rank, rows per module; microseconds since the first forward."""
+    """Chrome trace events: a process per rank, rows per module; microseconds since the first forward of those ranks
+    that read the same clock."""
     steps = list(_all_steps(parts))
-    origin = min((step_begin(step) - (part["offset_ns"] or 0) for part, _, step in steps), default=0)
+    origins: dict[str, int] = {}  # by clock
+    for part, _, step in steps:
+        origins[part["clock"]] = min(origins.get(part["clock"], step_begin(step)), step_begin(step))
     for part in parts:
         yield from _row_names(part)
     for part, number, step in steps:
         for event in _step_events(step, part["modules"][number]["parameter_names"]):
             event["pid"], event["tid"] = part["rank"], number * _ROWS_A_MODULE + event["tid"]
-            event["ts"] = (event["ts"] - (part["offset_ns"] or 0) - origin) / 1e3
+            event["ts"] = (event["ts"] - origins[part["clock"]]) / 1e3
             yield event
 
 

@@ -1,4 +1,4 @@
-"""All ranks' parts of a trace, and the offsets of their clocks, brought to rank 0 through a store."""
+"""All ranks' parts of a trace, brought to rank 0 through the process group's store."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import os
 import platform
 import time
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
-from ..logs import log
+import torch.distributed as dist
 
-_PINGS = 16
+from ..logs import log
+from ..messages import ranks_text
+from .store import NoAnswer, ask, comes, forget
+
+_AT_ONCE = 1.0  # seconds that a trace's begin may take
+_HAND_IN = 10.0
 
 
 def this_process() -> dict[str, Any]:
@@ -32,81 +35,60 @@ def clock_identity() -> str:
         return f"{platform.node()} {os.getpid()}"
 
 
-@dataclass
+def named(ranks: Sequence[int]) -> str:
+    """ "ranks 0, 2"; of many the first eight."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ranks_text(ranks[:8]) + more
+
+
 class Ranks:
-    """All ranks' parts, brought to rank 0 through a store; ``store`` is None for a single process."""
+    """The ranks of the default group, whose store is kept: the group may be gone when the trace closes.
 
-    store: Any
-    rank: int
-    world_size: int
+    Args:
+        path: the trace's. Ranks of one trace name the same file.
+        alone: there is no group.
+    """
 
-    def announce(self) -> None:
-        """Publishes whose clock this rank reads, so that nobody has to wait for it later. An earlier trace of the
-        same name may have left this rank's part behind, if nobody has waited for it."""
-        self.store.delete_key(f"part{self.rank}")
-        self.store.set(f"clock{self.rank}", clock_identity())
-
-    def gather(self, part: dict[str, Any], timeout: timedelta) -> list[dict[str, Any]] | None:
-        """On rank 0 the parts that came within ``timeout``, with ``offset_ns`` and ``error_ns`` of each
-        rank's clock from rank 0's; None on other ranks, which wait only to have their clocks measured."""
-        part = {**part, "rank": self.rank, "offset_ns": 0, "error_ns": 0}
-        if self.world_size == 1:
-            return [part]
-        if self.rank == 0:
-            return [part, *self._receive(timeout)]
-        try:
-            self.store.set(f"part{self.rank}", zlib.compress(json.dumps(part).encode()))
-            self._answer_pings(timeout)
-        except RuntimeError as error:  # rank 0, and the store with it, has gone
-            log.warning("trace: rank %d could not hand in its part: %s", self.rank, error)
-        return None
-
-    def _receive(self, timeout: timedelta) -> Iterator[dict[str, Any]]:
-        deadline = time.monotonic() + timeout.total_seconds()
-        for rank in range(1, self.world_size):
-            left = timedelta(seconds=deadline - time.monotonic())
-            if not self._came(f"part{rank}", left):
-                continue
-            part = json.loads(zlib.decompress(self._take(f"part{rank}")))
-            if part["clock"] != clock_identity():
-                part["offset_ns"], part["error_ns"] = self._ping(rank, left)
-            yield part
-
-    def _take(self, key: str) -> bytes:
-        """The value of ``key``, which is gone then: a later trace of the same name must not find it."""
-        value: bytes = self.store.get(key)
-        self.store.delete_key(key)
-        return value
-
-    def _came(self, key: str, timeout: timedelta) -> bool:
-        if timeout <= timedelta(milliseconds=1):  # which stores take for no limit
-            return bool(self.store.check([key]))
-        try:
-            self.store.wait([key], timeout)
-        except RuntimeError:  # FileStore raises no DistError
-            return False
-        return True
-
-    def _ping(self, rank: int, timeout: timedelta) -> tuple[int | None, int | None]:
-        """``rank``'s clock minus this one's and the bound on its error; None where no answer came."""
-        best: tuple[int, int] | None = None
-        for turn in range(_PINGS):
-            begin = time.monotonic_ns()
-            self.store.set(f"ping{rank}.{turn}", b"")
-            if not self._came(f"pong{rank}.{turn}", timeout):
-                break
-            trip = time.monotonic_ns() - begin
-            theirs = int(self._take(f"pong{rank}.{turn}"))
-            if best is None or trip / 2 < best[1]:
-                best = theirs - (begin + trip // 2), trip // 2 + 1
-        return best or (None, None)
-
-    def _answer_pings(self, timeout: timedelta) -> None:
-        if not self._came("clock0", timeout) or self.store.get("clock0").decode() == clock_identity():
+    def __init__(self, path: str, alone: bool = False):
+        self.rank, self.world_size = 0, 1
+        self._store: Any = None
+        if alone:
             return
-        for turn in range(_PINGS):
-            if not self._came(f"ping{self.rank}.{turn}", timeout):
-                return
-            now = time.monotonic_ns()
-            self.store.set(f"pong{self.rank}.{turn}", str(now))
-            self.store.delete_key(f"ping{self.rank}.{turn}")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._prefix = f"minddp/trace/{os.path.basename(path)}"
+        if self.world_size > 1:
+            # An earlier trace of this name may have left this rank's part behind, if nobody has waited for it.
+            self._ask(lambda store: forget(store, [str(self.rank)]), _AT_ONCE)
+
+    def _ask(self, errand: Any, seconds: float) -> Any:
+        """What the errand returns; ``None`` where the store does not answer, which is logged."""
+        try:
+            if self._store is None:
+                self._store = dist.distributed_c10d._get_default_store()
+            return ask(self._store, self._prefix, seconds, errand)
+        except (NoAnswer, LookupError, ValueError) as error:  # a group that is written in Python may have no store
+            log.warning("trace: rank %d does not reach the other ranks: %s", self.rank, error)
+            return None
+
+    def gather(self, part: dict[str, Any], patience: float) -> list[dict[str, Any]]:
+        """On rank 0 its own part, and those that came within ``patience`` seconds; nothing on the other ranks."""
+        part = {**part, "rank": self.rank}
+        if self.rank > 0:
+            data = zlib.compress(json.dumps(part).encode())
+            self._ask(lambda store: store.set(str(self.rank), data), _HAND_IN)
+            return []
+        parts = [part]
+        if self.world_size > 1:
+            self._ask(lambda store: self._receive(store, parts, patience), patience + _HAND_IN)
+        return parts
+
+    def _receive(self, store: Any, parts: list[dict[str, Any]], patience: float) -> None:
+        deadline = time.monotonic() + patience
+        for rank in range(1, self.world_size):
+            if not comes(store, [str(rank)], deadline - time.monotonic(), 1):
+                continue
+            try:
+                parts.append(json.loads(zlib.decompress(store.get(str(rank)))))
+            except (ValueError, zlib.error) as error:
+                log.warning("trace: rank %d's part cannot be read: %s", rank, error)
+            forget(store, [str(rank)])

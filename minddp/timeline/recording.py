@@ -5,18 +5,16 @@ Overview
     bucket). :func:`step_times` turns one step's stamps into seconds. While a trace is open, the module
     calls :func:`after_step` at the beginning of each forward, which keeps the stamps of the step before.
     When it closes, rank 0 collects every rank's part through the process group's store and writes one
-    file; ``python -m minddp.timeline`` reads it, and so do chrome://tracing and ui.perfetto.dev.
+    file; ``minddp timeline`` and ``minddp report`` read it, and so do chrome://tracing and ui.perfetto.dev.
 
 What always holds
     With no trace open, ``active`` is False and nothing here runs. Closing runs no collective and never
-    waits longer than its timeout: a rank that is missing is named in the file and in the log.
+    waits longer than its timeout: a rank that is missing is named in the file and in the log. A file that cannot be
+    written, and a store that does not answer, are logged: training goes on.
 
 Clocks
-    Stamps are CLOCK_MONOTONIC. Ranks in one boot of one kernel read the same clock, so nothing is added
-    to theirs. Another machine's offset is measured by ping-pong through the store: the answer with the
-    shortest round trip counts, and half of that round trip bounds the error (Cristian's algorithm, 1989). The
-    offset is measured once, on closing; the file states it, with its bound, for each rank. What clocks
-    drift apart during the trace (tens of microseconds a second at worst) is not corrected.
+    Stamps are CLOCK_MONOTONIC. Ranks in one boot of one kernel read the same clock. Another machine's is another one:
+    the file says so, and each machine's steps begin at 0.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ import os
 import time
 import weakref
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from .. import environment, lifetime  # noqa: F401  registers its exit handler first, so that it runs after the trace's
+from ..functions import path_of
 from ..logs import log
 from .chrome import write
 from .gathering import Ranks, this_process
@@ -42,8 +40,8 @@ __all__ = ["Trace", "active", "after_step", "trace"]
 active = False  # read by the module at each forward: is a trace open?
 
 _DEFAULT_STEPS = 100
-_TIMEOUT = timedelta(seconds=30)
-_AFTER_AN_EXCEPTION = timedelta(seconds=1)
+_PATIENCE = 30.0  # seconds that rank 0 awaits the others' parts
+_AFTER_AN_EXCEPTION = 1.0
 
 
 @dataclass
@@ -82,17 +80,14 @@ class _ModuleRecord:
 class Trace:
     """An open trace; a context manager. Made by :func:`trace`."""
 
-    def __init__(self, path: str | os.PathLike[str], steps: int, timeout: timedelta = _TIMEOUT):
+    def __init__(self, path: str | os.PathLike[str], steps: int, patience: float = _PATIENCE):
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise TypeError(f"minddp.trace: steps must be a number of steps, got {steps!r}")
         if steps < 1:
-            raise ValueError(f"steps must be at least 1, not {steps}")
-        self._path = os.fspath(path)
-        folder = os.path.dirname(self._path) or "."
-        if not os.path.isdir(folder):
-            raise FileNotFoundError(f"trace: the folder {folder!r} of {self._path!r} does not exist")
-        if os.path.isdir(self._path):
-            raise IsADirectoryError(f"trace: {self._path!r} is a folder; name a file in it")
+            raise ValueError(f"minddp.trace: steps must be at least 1, not {steps}")
+        self._path = path_of(path, "minddp.trace")
         self._limit = steps
-        self._timeout = timeout
+        self._patience = patience
         self._records: list[_ModuleRecord] = []
         self._by_module: weakref.WeakKeyDictionary[Any, _ModuleRecord] = weakref.WeakKeyDictionary()
         self._ranks: Ranks | None = None
@@ -109,13 +104,12 @@ class Trace:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After an exception the other ranks may never come: rank 0 writes what has come a second later."""
         failed = kind is not None and issubclass(kind, (Exception, KeyboardInterrupt))
-        self.close(timeout=min(self._timeout, _AFTER_AN_EXCEPTION) if failed else None)
+        if failed:
+            self._patience = min(self._patience, _AFTER_AN_EXCEPTION)
+        self.close()
 
-    def close(self, timeout: timedelta | None = None) -> None:
-        """Ends the trace; rank 0 writes the file. Does nothing when the trace is closed already.
-
-        ``timeout``: how long ranks wait for each other, in place of the trace's own.
-        """
+    def close(self) -> None:
+        """Ends the trace; rank 0 writes the file. Does nothing when the trace is closed already."""
         global _open, active
         if _open is not self:
             return
@@ -126,9 +120,9 @@ class Trace:
             record.reducer = None
         self._meet()
         part = {**this_process(), "modules": [record.to_json() for record in self._records]}
-        ranks = self._ranks or Ranks(None, 0, 1)
-        parts = ranks.gather(part, self._timeout if timeout is None else timeout)
-        if parts is not None:
+        ranks = self._ranks or Ranks(self._path, alone=True)
+        parts = ranks.gather(part, self._patience)
+        if parts:
             write(self._path, parts, ranks.world_size)
 
     def close_if_used(self) -> None:
@@ -136,10 +130,7 @@ class Trace:
         global _open, active
         if _open is self and not self._records:
             _open, active = None, False
-        try:
-            self.close()
-        except OSError as error:
-            log.warning("MINDDP_TRACE: the trace could not be written: %s", error)
+        self.close()
 
     def add(self, ddp: Any) -> None:
         """Keeps ``ddp``'s last step, if it is new."""
@@ -170,10 +161,7 @@ class Trace:
     def _meet(self) -> None:
         """Takes the default group's store as soon as there is one: it may be gone when the trace closes."""
         if self._ranks is None and dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-            own = dist.PrefixStore(f"minddp-trace/{os.path.basename(self._path)}", store)
-            self._ranks = Ranks(own, dist.get_rank(), dist.get_world_size())
-            self._ranks.announce()
+            self._ranks = Ranks(self._path)
 
 
 _open: Trace | None = None
@@ -190,7 +178,8 @@ def trace(path: str | os.PathLike[str], *, steps: int = _DEFAULT_STEPS) -> Trace
         steps: keep at most the first ``steps`` steps of each module; the file says how many came after.
 
     Raises:
-        ValueError, OSError: at once, when ``steps`` < 1, the folder of ``path`` is missing, or ``path`` is a folder.
+        TypeError, ValueError, OSError: at once, when ``steps`` < 1, the folder of ``path`` is missing, or ``path`` is
+            empty or a folder. A file that cannot be written later is logged.
         RuntimeError: on entering, when another trace is open in this process.
     """
     return Trace(path, steps)
@@ -209,7 +198,7 @@ def _open_from_environment() -> None:
         return
     try:
         opened = Trace(path, _DEFAULT_STEPS)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         log.warning("MINDDP_TRACE: this process takes no trace. %s", error)
         return
     atexit.register(opened.__enter__().close_if_used)

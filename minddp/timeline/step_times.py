@@ -50,13 +50,18 @@ class BucketTimes:
     unpack_seconds: float
     exposed_seconds: float | None
 
+    @property
+    def end(self) -> float:
+        """When its collective ended; on a device, where nobody knows, its launch."""
+        return self.launched if self.done is None else self.done
+
 
 @dataclass(frozen=True)
 class StepTimes:
     """One synchronized step of this rank, in seconds. On a device all are the host's, which enqueues the step.
 
     Attributes:
-        iteration: which synchronized backward, from 1.
+        iteration: which synchronized backward, from 1; 0: none has ended yet, and there are no times.
         forward_seconds: the forward, up to where backward began; 0 when the next forward has begun.
         backward_seconds: autograd's backward, without the wait for collectives after it.
         communication_seconds: time during which at least one collective was under way; ``None`` on a device.
@@ -85,13 +90,9 @@ class _Wait:
 
 
 def step_times(step: Stamps) -> StepTimes:
-    """Seconds from the stamps that a reducer's ``last_step()`` returns.
-
-    Raises:
-        RuntimeError: no synchronized backward has ended yet.
-    """
+    """Seconds from the stamps that a reducer's ``last_step()`` returns; no step if it has not ended."""
     if not ended(step):
-        raise RuntimeError("there is no last step: no synchronized backward has ended on this rank")
+        return _NO_STEP
     origin = step["backward_begin_ns"]
     begin = step_begin(step)
     exposed = {wait.bucket: wait.end - wait.begin for wait in waits(step)}
@@ -108,15 +109,20 @@ def step_times(step: Stamps) -> StepTimes:
     )
 
 
+_NO_STEP = StepTimes(0, 0.0, 0.0, None, None, 0.0, ())
+
+
 def last_step(ddp: torch.nn.Module) -> StepTimes:
     """Where the last synchronized backward's time went, in seconds, bucket by bucket.
 
-    Cheap enough to call in every step; the raw stamps are ``ddp.reducer.last_step()``.
+    Before the first one has ended, the result's ``iteration`` is 0, and it has no buckets. Cheap enough to call in
+    every step; the raw stamps are ``ddp.reducer.last_step()``.
 
     Raises:
-        RuntimeError: no synchronized backward has ended yet, or every parameter's reduction is delayed.
+        TypeError: ``ddp`` is no wrapper.
     """
-    return step_times(averager_of(ddp, "last_step").reducer.last_step())
+    averager = averager_of(ddp, "last_step")
+    return step_times(averager.reducer.last_step()) if averager.observers.get("timeline") else _NO_STEP
 
 
 def on_device(step: Stamps) -> bool:

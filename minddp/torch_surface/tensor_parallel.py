@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..guards import step
-from ..messages import ranks_text
+from ..messages import global_ranks, ranks_text
 
 
 class _Shard(NamedTuple):
@@ -64,7 +64,8 @@ def localize(module: nn.Module, group: dist.ProcessGroup, reduced: set[int]) -> 
     dtensors = [(name, p) for name, p in module.named_parameters() if isinstance(p, DTensor) and id(p) in reduced]
     if not dtensors:
         return
-    averaged = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    ranks = global_ranks(group)
+    averaged = set() if ranks is None else set(ranks) - {dist.get_rank()}
     for name, parameter in dtensors:
         shared = averaged & set(parameter.device_mesh.mesh.flatten().tolist())
         if shared and any(placement.is_shard() for placement in parameter.placements):

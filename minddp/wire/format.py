@@ -9,7 +9,7 @@ Vectors (biases, norms' weights) are few bytes, and often of another magnitude t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .. import _C
 from .._C import wire as native
-from ..functions import wrapper_of
+from ..functions import averager_of, wrapper_of
 from . import DTYPES, Wire
 
 BLOCK, BLOCK_BYTES = 256, 260
@@ -71,11 +71,6 @@ class WireFormat:
         sends = self.group.size() > 1 or self.sends_alone
         return (self.wire is not None or self.ordered) and bool(sends)
 
-    def exact_names(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> list[str]:
-        """Those that the user has named, for a comparison of ranks."""
-        asked = None if self.wire is None else self.wire.exact
-        return [] if asked is None else [name for name, p in zip(names, parameters) if asked(name, p)]
-
     def dtypes(
         self,
         names: Sequence[str],
@@ -91,9 +86,8 @@ class WireFormat:
         wire = self.wire
         if wire is None:
             return list(plain)
-        exact = set(self.exact_names(names, parameters))
         return [
-            p.dtype if is_sparse or name in exact or not _shrinks(name, p, wire) else DTYPES[wire.dtype]
+            p.dtype if is_sparse or not _shrinks(name, p, wire) else DTYPES[wire.dtype]
             for name, p, is_sparse in zip(names, parameters, sparse)
         ]
 
@@ -105,8 +99,6 @@ class WireFormat:
         """
         wire, device = self.wire, parameters[0].device
         on_host = device.type == "cpu"
-        if wire is not None and wire.stochastic and not on_host:
-            raise ValueError(f"minddp.Wire(stochastic=True) works on the CPU, and the parameters are on {device}")
         ordered = _ordered(self.group, self._argument, device, wire is not None and wire.dtype == "int8")
         found: list[Any] = []
         if wire is not None and torch.uint8 in dtypes:
@@ -114,7 +106,7 @@ class WireFormat:
             self.residuals = {p: self._residual(p) for p, feeds in zip(parameters, feeds_back) if feeds}
             known = [self.residuals.get(p) for p in parameters]
             blocks = [None if residual is None else residual.blocks for residual in known]
-            found.append(native.QuantizedBuckets(blocks, wire.stochastic, wire.seed))
+            found.append(native.QuantizedBuckets(blocks))
         if wire is not None and wire.dtype == "fp16" and on_host:  # looking at the values waits for a device
             found.append(native.HalfBuckets())
         if ordered is not None:
@@ -145,40 +137,6 @@ class WireFormat:
                 residual.layout = _layout(parameter)
                 residual.blocks.zero_()
 
-    def state(self, names: Mapping[torch.Tensor, str]) -> WireState:
-        """A copy of this rank's error feedback, by the parameter's name."""
-        return {names[p]: (*residual.layout, residual.blocks.clone()) for p, residual in self.residuals.items()}
-
-    def load_state(self, state: WireState, names: Mapping[torch.Tensor, str]) -> None:
-        """In place: the reducer keeps its tensors. All or nothing.
-
-        Raises:
-            KeyError, ValueError: it is another model's, or no such state; names the parameter.
-        """
-        found: dict[torch.Tensor, torch.Tensor] = {}
-        for parameter, residual in self.residuals.items():
-            if names[parameter] not in state:
-                raise KeyError(f"wire state: nothing for parameter {names[parameter]!r}")
-            found[parameter] = _matching(state[names[parameter]], residual, names[parameter])
-        for parameter, blocks in found.items():
-            self.residuals[parameter].blocks.copy_(blocks)
-
-
-def _matching(entry: Any, residual: Residual, name: str) -> torch.Tensor:
-    """The blocks of a state's entry, if they fit."""
-    try:
-        shape, strides, blocks = entry
-        fits = blocks.dtype == torch.uint8 and blocks.shape == residual.blocks.shape
-        layout = Layout(tuple(map(int, shape)), tuple(map(int, strides)))
-    except (TypeError, ValueError, AttributeError, RuntimeError):
-        raise ValueError(f"wire state: what it has for parameter {name!r} is not from minddp.wire_state") from None
-    if layout != residual.layout or not fits:
-        raise ValueError(
-            f"wire state: parameter {name!r} has {layout} there and {residual.layout} here, and "
-            f"{blocks.numel()} bytes of {blocks.dtype} there and {residual.blocks.numel()} of uint8 here"
-        )
-    return blocks  # type: ignore[no-any-return]
-
 
 def _layout(parameter: torch.Tensor) -> Layout:
     strides = torch.empty_like(parameter, device="meta").stride()
@@ -200,13 +158,13 @@ def _shrinks(name: str, parameter: torch.Tensor, wire: Wire) -> bool:
     if not parameter.is_floating_point():
         raise ValueError(
             f"wire={wire.dtype!r}: parameter {name!r} is {_name(parameter.dtype)}, and only real gradients travel in "
-            "fewer bytes: name it in minddp.Wire(exact=)."
+            "fewer bytes: leave wire out."
         )
     dtype = DTYPES[wire.dtype]
     if dtype != parameter.dtype and dtype.itemsize >= parameter.dtype.itemsize:
         raise ValueError(
             f"wire={wire.dtype!r} takes as many bytes as the gradient of {name!r}, which is "
-            f'{_name(parameter.dtype)}: leave wire out, use wire="int8", or name it in minddp.Wire(exact=).'
+            f'{_name(parameter.dtype)}: leave wire out, or use wire="int8".'
         )
     return True
 
@@ -230,7 +188,7 @@ def _ordered(group: Any, argument: str, device: torch.device, quantized: bool) -
     made = _made.setdefault(group, {})
     if device.type not in made:
         if on_host:
-            scatters, gathers = (_companion(group, backend, purpose) for purpose in ("scatters", "gathers"))
+            scatters, gathers = (_companion(group, purpose) for purpose in ("scatters", "gathers"))
             made[device.type] = native.OrderedAllreduce.on_host(scatters, gathers, _CHUNK_BYTES)
         else:
             made[device.type] = native.OrderedAllreduce.on_device(group, _DEVICE_CHUNK_BYTES)
@@ -248,15 +206,10 @@ def _backend_name(group: Any, device: torch.device) -> str | None:
     return str(getattr(backend, "wrapped_pg", backend).name()).lower()
 
 
-def _companion(group: Any, name: str, purpose: str) -> Any:
-    """A backend of the group's ranks. No process group: that would count among the program's own."""
+def _companion(group: Any, purpose: str) -> Any:
+    """A Gloo backend of the group's ranks. No process group: that would count among the program's own."""
     store = dist.PrefixStore(f"minddp/{purpose}", dist.distributed_c10d._world.pg_map[group][1])
-    timeout = _C.cpu_timeout(group)
-    if name == "shm":
-        from .. import _shm
-
-        return _shm.backend(store, group.rank(), group.size(), timeout)
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), _C.cpu_timeout(group))
 
 
 def wire_state(ddp: torch.nn.Module) -> WireState:
@@ -266,23 +219,42 @@ def wire_state(ddp: torch.nn.Module) -> WireState:
     ``state_dict()`` has none of it, as with torch's class. Save it on every rank, between iterations, to go on
     with the same bits. A copied or unpickled wrapper begins without.
     """
-    observer, averager = _of(ddp, "wire_state")
-    return {} if averager is None else observer.format.state(averager.names_of_parameters())
+    return {name: (*mine.layout, mine.blocks.clone()) for name, mine in _residuals(ddp, "wire_state").items()}
 
 
 def load_wire_state(ddp: torch.nn.Module, state: WireState) -> None:
     """Goes on from what :func:`wire_state` gave on this rank. Between iterations; without it, from zero.
 
     Raises:
-        KeyError, ValueError: it is another model's, or in another memory format; names the parameter.
+        KeyError, ValueError: it is another model's, in another memory format, or no such state; names the parameter.
+            Nothing is loaded then.
     """
-    observer, averager = _of(ddp, "load_wire_state")
-    if averager is not None:
-        observer.format.load_state(state, averager.names_of_parameters())
+    residuals = _residuals(ddp, "load_wire_state")
+    found = {name: _blocks(state, name, residual) for name, residual in residuals.items()}
+    for name, residual in residuals.items():  # in place: the reducer keeps its tensors
+        residual.blocks.copy_(found[name])
 
 
-def _of(ddp: torch.nn.Module, function: str) -> tuple[Any, Any]:
-    """The wrapper's observer and averager; None for both if either is missing."""
-    wrapper = wrapper_of(ddp, function)
-    observer, averager = wrapper._minddp_observers.get("wire"), wrapper._minddp_averager
-    return (None, None) if observer is None or averager is None else (observer, averager)
+def _blocks(state: WireState, name: str, mine: Residual) -> torch.Tensor:
+    """Those of parameter ``name`` in ``state``, if they fit ``mine``."""
+    if name not in state:
+        raise KeyError(f"wire state: nothing for parameter {name!r}")
+    try:
+        shape, strides, given = state[name]
+        layout = Layout(tuple(map(int, shape)), tuple(map(int, strides)))
+        blocks = given.to(mine.blocks.device)
+        scales = blocks.view(-1, BLOCK_BYTES)[:, BLOCK:].contiguous().view(torch.float32)
+        are_numbers = bool((scales.isfinite() & ~scales.signbit()).all())
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        raise ValueError(f"wire state: what it has for parameter {name!r} is not from minddp.wire_state") from None
+    if layout != mine.layout or (blocks.dtype, blocks.shape) != (torch.uint8, mine.blocks.shape):
+        raise ValueError(f"wire state: parameter {name!r} has {layout} there and {mine.layout} here")
+    if not are_numbers:
+        raise ValueError(f"wire state: what it has for parameter {name!r} holds scales that are not finite numbers")
+    return blocks
+
+
+def _residuals(ddp: torch.nn.Module, function: str) -> dict[str, Residual]:
+    observer = wrapper_of(ddp, function)._minddp_observers.get("wire")
+    names = averager_of(ddp, function).names_of_parameters()
+    return {} if observer is None else {names[p]: residual for p, residual in observer.format.residuals.items()}

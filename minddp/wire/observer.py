@@ -49,11 +49,7 @@ class WireObserver(events.Observer):
 
     def compared(self, parameters: Any) -> Mapping[str, Any]:
         wire, ordered = self.settings
-        return {
-            "wire": wire and [wire.dtype, wire.error_feedback, wire.stochastic],
-            "ordered": ordered,
-            "wire's exact parameters": self.format.exact_names(parameters.names, parameters.reduced),
-        }
+        return {"wire": wire and [wire.dtype, wire.error_feedback], "ordered": ordered}
 
     def planning(self, plan: Plan) -> None:
         wire = self.settings.wire

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from minddp.planner import BucketPlan
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import bucket_size
@@ -17,7 +19,8 @@ from sweep import Point
 
 CAPS = "1,4,25"
 MEASURED = {"local": 0.200, "raw": 0.300, "naive": 0.600, "flat": 0.550, "per-parameter": 0.450}
-BY_CAP = {1.0: 0.400, 4.0: 0.430, 25.0: 0.500, "default": 0.510, "auto": 0.390}
+BY_CAP = {1.0: 0.400, 4.0: 0.430, 25.0: 0.500, "default": 0.510, "auto": 0.390, "optimum": 0.380}
+PLAN = BucketPlan([[0]], notes={"predicted_step_seconds": 0.350}).to_json()
 
 
 class FakeRanks:
@@ -40,7 +43,7 @@ class FakeRanks:
         if FakeRanks.calls == FakeRanks.interrupt_at:
             raise KeyboardInterrupt
         seconds = MEASURED.get(point.variant) or BY_CAP[point.cap_mb] * (1.1 if point.variant == "torch" else 1)
-        answer = {"bucket_bytes": [1 << 20, 3 << 20], "plan": None}
+        answer = {"bucket_bytes": [1 << 20, 3 << 20], "plan": PLAN if point.cap_mb == "optimum" else None}
         return [{"seconds": [seconds * slower] * steps, **answer} for slower in (0.9, 1.0)]
 
 
@@ -64,14 +67,21 @@ def test_a_sweep_visits_every_point_in_every_round(tmp_path, capsys):
     assert bucket_size.main(arguments(tmp_path)) == 0
     visits = document(tmp_path)["visits"]
     points = {Point(**p).key for p in document(tmp_path)["points"].values()}
-    # local, 3 raw, minddp with 3 caps, default and auto, torch with 3 and default, 3 without buckets
-    assert len(points) == 16
+    # local, 3 raw, minddp with 3 caps, default, auto and optimum, torch with 3 and default, 3 without buckets
+    assert len(points) == 17
     assert sorted((v["round"], v["point"]) for v in visits) == sorted((r, p) for r in range(3) for p in points)
     out = capsys.readouterr().out
     assert "minddp: the best uniform cap is 1 MiB, 400.0 [400.0, 400.0] ms; the default takes 510.0 [" in out
     assert "ms (+27.5%" in out
     assert 'minddp "auto": 390.0 [390.0, 390.0] ms with 2 buckets, -2.5% against the best uniform cap, -23.5%' in out
     assert "torch: the best uniform cap is 1 MiB, 440.0 [440.0, 440.0] ms" in out
+    assert "the optimum's 2 buckets: 380.0 [380.0, 380.0] ms; computed were 350.0 ms, so the model is off by" in out
+    rows = {line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]] for line in out.splitlines()
+            if line.startswith("│")}  # fmt: skip
+    times = "400.0 [400.0, 400.0]", "440.0 [440.0, 440.0]", "300.0 [300.0, 300.0]"
+    assert rows["1"] == [times[0], "+14.3%", times[1], "+25.7%", times[2]]
+    assert rows["the optimum's buckets"] == ["380.0 [380.0, 380.0]", "+8.6%", "", "", ""]
+    assert rows["the optimum, computed"] == ["350.0", "", "", "", ""]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +104,10 @@ def test_an_interrupted_sweep_keeps_what_it_has_and_goes_on(tmp_path, monkeypatc
     monkeypatch.setattr(FakeRanks, "interrupt_at", 21)
     assert bucket_size.main(arguments(tmp_path)) == 130
     assert len(document(tmp_path)["visits"]) == 20
-    assert "interrupted with 28 visits left" in capsys.readouterr().err
+    assert "interrupted with 31 visits left" in capsys.readouterr().err
     monkeypatch.setattr(FakeRanks, "interrupt_at", None)
     assert bucket_size.main(arguments(tmp_path)) == 0
-    assert FakeRanks.calls == 21 + 28
-    assert len(document(tmp_path)["visits"]) == 48
+    assert FakeRanks.calls == 21 + 31
+    assert len(document(tmp_path)["visits"]) == 51
     assert bucket_size.main(arguments(tmp_path)) == 0  # nothing left to measure
-    assert FakeRanks.calls == 21 + 28
+    assert FakeRanks.calls == 21 + 31

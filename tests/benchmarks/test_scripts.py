@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ COMMANDS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "parse_args" in 
 sys.path.insert(0, str(BENCHMARKS))
 
 import overhead  # noqa: E402
+from result_json import as_json  # noqa: E402
 
 
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda path: path.stem)
@@ -35,3 +37,22 @@ def test_overhead_is_paired_by_round() -> None:
     assert row["overhead_ratio"] == pytest.approx([1 / 3] * 3)
     assert row["above_floor_ratio"] == pytest.approx([0.5 / 2.5] * 3)
     assert row["step_ratio"][1] == pytest.approx(17 / 19)
+
+
+def test_arrays_of_results_stand_on_one_line() -> None:
+    """Each stored result is as its writer writes it today, and all of them together stay readable as differences."""
+    found = {
+        "short": {"a": 1},
+        "numbers": list(range(99)),
+        "rows": [{"a": [1.5]}, {"b": "c"}],
+        "long": {"x" * 99: [2, 3]},
+    }
+    assert as_json(found).splitlines() == [
+        "{", ' "short": {"a": 1},', f' "numbers": {list(range(99))},', ' "rows": [{"a": [1.5]}, {"b": "c"}],',
+        ' "long": {"' + "x" * 99 + '": [2, 3]}', "}",
+    ]  # fmt: skip
+    assert json.loads(as_json(found)) == found
+    assert as_json([{"text": "y" * 120}, {"a": 1}]).count("\n") == 3
+    texts = {path.name: path.read_text() for path in (BENCHMARKS / "results").glob("*.json")}
+    assert [name for name, text in texts.items() if text != as_json(json.loads(text)) + "\n"] == []
+    assert sum(text.count("\n") for text in texts.values()) <= 3000

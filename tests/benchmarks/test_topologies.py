@@ -8,10 +8,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from optimum.backward_profile import BackwardProfile
 from topologies import Hierarchy, Ring, Tree, scaling
 
 from minddp.planner import LinearCost
-from minddp.planner.backward_profile import BackwardProfile
 
 HOP = LinearCost(1e-5, 1e-9)
 

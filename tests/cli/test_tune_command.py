@@ -87,18 +87,48 @@ def test_the_command_ends_with_one_line(models, monkeypatch, tmp_path, capsys, a
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_table_and_the_picture_of_a_plan_mark_what_was_kept(tmp_path):
+def measured(choice, *names):
+    """A plan of 20 ms steps or longer, each choice 10 ms faster than the one before it."""
     trials = [
-        {"name": name, "buckets": 2, "steps": 4, "step_seconds": seconds, "predicted_step_seconds": 0.1}
-        | {"quartiles": [seconds, seconds + 0.01]}
-        for name, seconds in [("default", 0.2), ("planned 1", 0.15)]
+        {"name": name, "buckets": 2, "steps": 4, "step_seconds": 0.2 - 0.01 * i, "quartiles": [0.19 - 0.01 * i, 0.3]}
+        for i, name in enumerate(names)
     ]
-    notes = {"choice": "planned 1", "trials": trials, "allreduce": "LinearCost(…)"}
-    notes |= {"measured_step_seconds": 0.15, "default_step_seconds": 0.2}
-    plan = BucketPlan([[0]], 0.1, notes=notes | {"nbytes": 4000})
-    lines = str(plan).splitlines()
-    assert [line for line in lines if line.endswith("<- kept")] == [lines[2]]
-    assert "150.0    [150.0, 160.0]" in lines[2]
-    assert lines[3].startswith("tried 2, kept planned 1: 200.0 -> 150.0 ms a step, quartiles [150.0, 160.0]; ")
-    plan.draw(tmp_path / "plan.png")
+    notes = {"choice": choice, "trials": trials, "model": "Net", "ranks": 8, "backend": "gloo"}
+    return BucketPlan([[0]], notes=notes).for_parameters(["weight"], [(1024, 256)], [torch.float32])
+
+
+def test_the_table_of_a_plan_marks_what_was_kept_with_both_quartiles():
+    lines = str(measured("uniform 2 MiB", "default", "uniform 1 MiB", "uniform 2 MiB")).splitlines()
+    assert [line for line in lines if line.endswith("<- kept")] == [lines[3]]
+    assert "180.0    [170.0, 300.0]" in lines[3]
+    said = "tried 3, kept uniform 2 MiB: 200.0 [190.0, 300.0] -> 180.0 [170.0, 300.0] ms a step"
+    assert lines[4] == said
+    kept = measured("default", "default", "uniform 1 MiB").summary()
+    assert kept == "tried 2, kept the default: 200.0 [190.0, 300.0] ms a step; uniform 1 MiB: 190.0 [180.0, 300.0]"
+    assert repr(measured("default", "default")) == "BucketPlan(1 bucket, 1 gradient, 1.0 MiB)"
+
+
+def test_the_picture_has_a_row_for_each_choice_from_zero_and_nothing_overlaps(tmp_path):
+    from minddp.planner.picture import draw
+
+    plan = measured("uniform 2 MiB", "default", *(f"uniform {cap} MiB" for cap in (0.5, 1, 2, 5, 10, 25, 50)))
+    plan.draw(tmp_path / "plan.png", link="1 Gbit/s")
     assert (tmp_path / "plan.png").stat().st_size > 1000
+    title = plan._title("1 Gbit/s")
+    assert title == "Net, 1.0 MiB, 8 ranks, gloo, 1 Gbit/s: uniform 2 MiB is kept"
+    figure = draw(plan.notes["trials"], "uniform 2 MiB", title)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    rows = axes.get_yticklabels()
+    assert [row.get_text() for row in rows][::7] == ["default, 2 buckets", "uniform 50 MiB, 2 buckets"]
+    assert rows[3].get_text() == "uniform 2 MiB, 2 buckets, kept"
+    assert axes.get_xlim()[0] == 0 and axes.yaxis_inverted()  # the first on top
+    ticks = [tick.label1 for tick in axes.xaxis.get_major_ticks() if 0 <= tick.get_loc() <= axes.get_xlim()[1]]
+    boxes = [text.get_window_extent() for text in (*rows, *ticks, axes.xaxis.label, figure._suptitle)]
+    assert not [1 for i, box in enumerate(boxes) for other in boxes[:i] if box.overlaps(other)]
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+
+
+def test_a_plan_that_nothing_was_measured_for_is_not_drawn(tmp_path):
+    with pytest.raises(ValueError, match="nothing was measured"):
+        BucketPlan([[0]]).draw(tmp_path / "plan.png")

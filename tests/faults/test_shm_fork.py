@@ -21,7 +21,6 @@ import minddp.shm
 from tests.on_ranks import on_ranks
 
 CHILD_TIME = 250.0
-LARGE = 20_000_000  # float32: more than from where on a freed block gives its pages back
 
 
 def in_child(task: Callable[[], None]) -> None:
@@ -52,23 +51,9 @@ def in_child(task: Callable[[], None]) -> None:
 
 
 def still_works(world_size: int) -> None:
-    tensor = minddp.shm.empty(100_000).fill_(1.0)
+    tensor = torch.ones(100_000)
     dist.all_reduce(tensor)
     assert torch.equal(tensor, torch.full((100_000,), float(world_size)))
-
-
-@on_ranks(2, backend="shm")
-def test_a_child_that_frees_memory_leaves_the_parents(rank: int, world_size: int) -> None:
-    blocks = [minddp.shm.empty(LARGE).fill_(3.0), minddp.shm.empty(10).fill_(4.0)]
-
-    def free_all() -> None:
-        blocks.clear()
-        gc.collect()
-
-    in_child(free_all)
-    assert bool((blocks[0] == 3.0).all())
-    assert bool((blocks[1] == 4.0).all())
-    still_works(world_size)
 
 
 @on_ranks(3, backend="shm")
@@ -84,47 +69,51 @@ def test_a_child_that_destroys_the_group_evicts_nobody(rank: int, world_size: in
 
 
 @on_ranks(2, backend="shm")
-def test_what_a_child_writes_is_its_own(rank: int, world_size: int) -> None:
-    tensor = minddp.shm.empty(100_000).fill_(3.0)
+def test_a_child_has_none_of_the_memory(rank: int, world_size: int) -> None:
+    def segments() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:minddp-shm")
 
-    def write() -> None:
-        assert float(tensor.sum()) == 300_000.0
-        tensor.zero_()
-        in_child(lambda: pytest.fail("a grandchild sees something else") if tensor.any() else None)
-        assert not tensor.any()
-        shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:minddp-shm" in line]
-        assert [line.split()[1] for line in shared] == ["rw-p"], shared  # its own, private; no peer's
+    def look() -> None:
+        assert segments() == 0
+        backends.clear()
+        gc.collect()
 
-    in_child(write)
-    assert bool((tensor == 3.0).all())
-    dist.barrier()
-    assert bool((tensor == 3.0).all())
+    store = dist.PrefixStore("own", dist.distributed_c10d._get_default_store())
+    backends = [minddp.shm._create(store, rank, world_size, timedelta(seconds=300))]
+    backends[0].allreduce([torch.ones(3)]).wait()
+    gc.collect()  # of other groups, before the fork: Gloo's own end hangs in a child
+    assert segments() > 0
+    in_child(look)
+    backends[0].allreduce([torch.ones(3)]).wait()
     still_works(world_size)
 
 
 @on_ranks(2, backend="shm")
 def test_calls_in_a_child_raise(rank: int, world_size: int) -> None:
     tensor = torch.ones(3)
-    pending = dist.irecv(torch.ones(1), (rank + 1) % world_size)
+    pending = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None
 
     def call() -> None:
         for attempt in (
             lambda: dist.all_reduce(tensor),
             lambda: dist.barrier(),
+            lambda: dist.broadcast(tensor, 0),
             lambda: dist.send(tensor, (rank + 1) % world_size),
             lambda: dist.recv(tensor, (rank + 1) % world_size),
-            lambda: minddp.shm.empty(5),
         ):
             with pytest.raises(dist.DistBackendError, match=f"of process {os.getppid()}, from which this one"):
                 attempt()
-        with pytest.raises(dist.DistBackendError, match="it can be waited for there only"):
-            pending.wait()
+        if pending is not None:
+            with pytest.raises(dist.DistBackendError, match="it can be waited for there only"):
+                pending.wait()
         own = minddp.shm._create(dist.HashStore(), 0, 1, timedelta(seconds=5))  # a group of the child's own
         own.allreduce([tensor]).wait()
 
     in_child(call)
-    dist.send(tensor[:1], (rank + 1) % world_size)
-    pending.wait()
+    if pending is None:
+        dist.all_reduce(torch.ones(1))
+    else:
+        pending.wait()
     still_works(world_size)
 
 
@@ -155,7 +144,6 @@ def train(workers: int) -> list[torch.Tensor]:
     for _ in range(3):
         for batch in torch.utils.data.DataLoader(Gradients(model), 4, num_workers=workers, timeout=0, **context):
             ddp(batch).square().mean().backward()
-            assert minddp.shm.is_shared(model[0].weight.grad)
             optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
 

@@ -74,6 +74,9 @@ class Group:
     def rank(self):
         return 0
 
+    def size(self):
+        return 3
+
     def abort(self):
         self.aborts += 1
         self.lost_then = self.inspector.lost
@@ -91,6 +94,7 @@ def looks(monkeypatch):
         dog, group, reducer = Dog([first, second]), Group(), Reducer(moments, phase)
         monkeypatch.setattr(watchdog, "current", lambda group: dog)
         inspector = StallInspector(group, reducer, [], None, has_streams=True)
+        inspector.rename(W)
         inspector.hook, dog.gone, group.inspector = hook, gone, inspector
         for _ in range(forwards):
             inspector.note_forward()

@@ -42,8 +42,8 @@ EQUAL = ("None", "nullptr", "0", "{}")  # the fault would change nothing
 # The tests of a room, by the beginning of a file's path; the first that fits.
 TESTS = {
     "csrc/shm": "tests/shm tests/faults/test_shm_faults.py tests/faults/test_shm_fork.py",
-    "csrc/copy": "tests/reducer",
-    "csrc/wire": "tests/reducer tests/shm tests/functional",
+    "csrc/copy": "tests/reducer tests/shm",
+    "csrc/wire": "tests/reducer tests/functional",
     "csrc/": "tests/reducer tests/parity tests/module tests/programs",
     "minddp/torch_surface": "tests/module tests/parity tests/programs",
     "minddp/guards": "tests/guards tests/faults tests/programs",

@@ -1,5 +1,6 @@
 """minddp.Owned beside the plain optimizers, in the same ranks: the same bits, shares of states, errors by name."""
 
+import collections
 import copy
 import datetime
 import io
@@ -80,7 +81,7 @@ class Twins:
         self.plain = [kind(params, **settings) for params, kind, settings in rules(plain)[rule]]
         self.owned = Owned(self.ddps[1], rules(self.modules[1])[rule])
         self.optimizers = [self.plain, [self.owned]]
-        self.rank = dist.get_rank()
+        self.rank, self.number = dist.get_rank(), 0
         self.random = torch.Generator().manual_seed(self.rank)
 
     def batch(self):
@@ -104,8 +105,10 @@ class Twins:
             assert torch.equal(one, two), name
 
     def compare_states(self):
-        self.owned.consolidate_state_dict(to=0)
-        if self.rank == 0:
+        to = self.number % dist.get_world_size() if self.number else None  # all ranks at first
+        self.number += 1
+        self.owned.consolidate_state_dict(to)
+        if to in (None, self.rank):
             whole = self.owned.state_dict()
             for plain, cut in zip(self.plain, whole.get("optimizers", [whole])):
                 assert_same(plain.state_dict(), cut)
@@ -139,7 +142,26 @@ def test_steps_give_the_plain_optimizers_bits(rank, world_size, steps):
         twins.compare_states()
 
 
-ACTS = ("accumulate", "evaluate", "average", "checkpoint", "schedule", "freeze", "restart", "swap", "none")
+ACTS = ("accumulate", "evaluate", "average", "checkpoint", "schedule", "freeze", "restart", "swap", "forget", "none")
+
+
+def forget(optimizer, how, parameters):
+    """A warm restart: moments begin anew, of all or of some."""
+    if how == "clear":
+        optimizer.state.clear()
+    elif how == "replace":
+        optimizer.state = collections.defaultdict(dict)
+    elif how == "in place":
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+    else:
+        for p in parameters:
+            if how == "pop":
+                optimizer.state.pop(p, None)
+            else:
+                optimizer.state[p] = {}
 
 
 @on_ranks(2, 3)
@@ -175,6 +197,13 @@ def test_anything_may_come_between_two_steps(rank, world_size):
             elif act == "schedule":
                 for scheduler in schedulers:
                     scheduler.step()
+            elif act == "forget":
+                how, first = draw.choice(["clear", "replace", "in place", "pop", "set"]), draw.randrange(4)
+                for optimizers, module in zip(twins.optimizers, twins.modules):
+                    parameters = set(list(module.parameters())[first::2])
+                    for optimizer in optimizers:
+                        known = [p for group in optimizer.param_groups for p in group["params"] if p in parameters]
+                        forget(optimizer, how, known)
             elif act == "freeze":
                 trains = draw.random() < 0.5
                 for ddp, module in zip(twins.ddps, twins.modules):
@@ -202,7 +231,7 @@ def moves_between_numbers_of_ranks(rank, world_size, saved):
     for _ in range(3):
         twins.backward()
         twins.step()
-    twins.compare_states()
+    twins.owned.consolidate_state_dict()
     if rank == 0:
         stream = io.BytesIO()
         torch.save(twins.owned.state_dict(), stream)
@@ -230,6 +259,7 @@ def test_pieces_have_each_parameter_once():
     assert len(cut) == 3
     for rank, theirs in enumerate(sizes):
         assert [i for piece in cut for i in piece[rank]] == list(range(len(theirs)))
+    assert [len(piece[0]) for piece in cut] == [2, 1, 2]  # about the same bytes each
 
 
 # --- errors ---
@@ -311,10 +341,19 @@ def test_what_does_not_fit_is_refused_by_name(rank, world_size):
         "is no optimizer class of one rank": (module.parameters(), torch.nn.Linear, {}),
         "keyword arguments must be a dict": (module.parameters(), torch.optim.SGD, 0.1),
         "optimizers[0] must be (params, optimizer class, keyword arguments)": (module.parameters(), torch.optim.SGD),
+        "optimizers[0]: 3 is no optimizer class of one rank": ("x", 3, {}),
+        "optimizers[0]: SGD does not take its params or arguments: optimizer can only": ("x", torch.optim.SGD, {}),
+        "optimizers[0]: Adam does not take its params or arguments": (
+            module.parameters(),
+            torch.optim.Adam,
+            {"rl": 1},
+        ),
         "does not average the gradients of 1 of the parameters": (more, torch.optim.SGD, {"lr": 0.1}),
         "the ranks' parameters differ": ([list(module.parameters())[rank]], torch.optim.SGD, {"lr": 0.1}),
     }.items():
         refused(words, lambda entry=entry: Owned(ddp, [entry]))
+    for words, entries in {"optimizers must be a list": 3, "and not empty": []}.items():
+        refused(words, lambda entries=entries: Owned(ddp, entries))
     owned = Owned(ddp, [(module.parameters(), torch.optim.SGD, {"lr": 0.1, "momentum": 0.5})])
     owned.state_dict()  # nothing has been stepped: the plain optimizer's
     ddp(torch.ones(2, 12)).sum().backward()
@@ -323,6 +362,33 @@ def test_what_does_not_fit_is_refused_by_name(rank, world_size):
     refused("to must be a rank, 0 to 1", lambda: owned.consolidate_state_dict(to=9))
     refused("groups of [[]]", lambda: owned.load_state_dict({"state": {}, "param_groups": []}))
     refused("cannot be pickled or copied", lambda: copy.deepcopy(owned))
+    owned.state[next(iter(owned.state))]["made"] = object()
+    refused("a state or a group holds what is not sent", owned.consolidate_state_dict)
+
+
+class CountsInState(OwnRule):
+    def step(self, closure=None):
+        super().step()
+        self.state["steps"] = self.steps
+
+
+class DictOfItsOwn(OwnRule):
+    def state_dict(self):
+        return {**super().state_dict(), "steps": self.steps}
+
+
+def test_state_of_no_parameter_is_refused_by_name():
+    for kind in (CountsInState, DictOfItsOwn):
+        module = nn.Linear(2, 2)
+        owned = Owned(module, [(module.parameters(), kind, {})])
+        module(torch.ones(1, 2)).sum().backward()
+        if kind is CountsInState:
+            with pytest.raises(RuntimeError, match=re.escape("belongs to no parameter ('steps')")):
+                owned.step()
+        else:
+            owned.step()
+            with pytest.raises(RuntimeError, match="DictOfItsOwn has a state_dict\\(\\) of its own"):
+                owned.consolidate_state_dict()
 
 
 @on_ranks(2)
@@ -371,21 +437,37 @@ def test_a_trainers_order_closures_new_groups_and_scalers(rank, world_size):
 
 
 class Counts(OwnRule):
-    """Counts in a container of its group, and in a state of no parameter; raises where it is told to."""
+    """Counts in itself and in a container of its group; raises where it is told to."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr)
         self.param_groups[0]["seen"] = {"steps": 0}
-        self.raises = 0
 
     def step(self, closure=None):
         self.param_groups[0]["seen"]["steps"] += 1
-        self.state["steps"] = self.state.get("steps", 0) + 1
+        self.steps += 1
         if self.param_groups[0]["seen"]["steps"] == 2:
             raise ArithmeticError("the second step fails")
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
-                p.data -= p.grad * self.param_groups[0]["lr"] / self.state["steps"]
+                p.data -= p.grad * self.param_groups[0]["lr"] / self.steps
+
+
+@on_ranks(2)
+def test_edits_of_the_state_are_heard(rank, world_size):
+    """Warm restarts and ReLoRA: moments begin anew, as a plain optimizer's."""
+    for rule in ("adamw", "muon"):
+        for how in ("clear", "replace", "in place", "pop", "set"):
+            twins = Twins(rule)
+            for number in range(5):
+                if number in (2, 4):
+                    for optimizers, module in zip(twins.optimizers, twins.modules):
+                        for optimizer in optimizers:
+                            known = {p for group in optimizer.param_groups for p in group["params"]}
+                            forget(optimizer, how, [p for p in module.parameters() if p in known])
+                twins.backward()
+                twins.step()
+            twins.compare_states()
 
 
 @on_ranks(2)
@@ -409,8 +491,6 @@ def test_what_programs_do_between_steps_and_in_them(rank, world_size):
     assert len(optimizers[1]._pieces) > 1
     assert optimizers[1].param_groups[0]["seen"] == {"steps": 4}
     assert all(torch.equal(p, q) for p, q in zip(*(module.parameters() for module in modules)))
-    with pytest.raises(RuntimeError, match="state that belongs to no parameter"):
-        optimizers[1]._own_part(optimizers[1]._binding)
 
     # What is frozen and has a gradient still is stepped, as by torch's optimizers; frozen on one rank alone, too.
     twins = Twins("sgd", find_unused_parameters=True)
@@ -433,8 +513,9 @@ def test_what_programs_do_between_steps_and_in_them(rank, world_size):
         optimizer.param_groups[0]["lr"] = np.float64(0.02)
     twins.backward()
     twins.step()
-    for p in twins.modules[1].parameters():
-        twins.owned.state[p].get("exp_avg")
+    for module, optimizer in zip(twins.modules, (twins.plain[0], twins.owned)):
+        for p in module.parameters():
+            optimizer.state[p].get("exp_avg")  # which leaves an entry where there was none
     twins.compare_states()
     twins.plain[0].param_groups[0]["lr"] = twins.owned.param_groups[0]["lr"] = 0.005
     if rank == 0:

@@ -109,7 +109,6 @@ def test_all_ranks_change_buckets_together_and_keep_the_same_plan(world_size):
     notes = plan.notes
     assert notes["measured_step_seconds"] < notes["default_step_seconds"]
     assert notes["measured_step_seconds"] == min(trial["step_seconds"] for trial in notes["trials"])
-    assert notes["predicted_step_seconds"] == pytest.approx(notes["measured_step_seconds"], rel=0.1)
 
 
 def tune_alone_fails(rank, world_size):
@@ -117,7 +116,7 @@ def tune_alone_fails(rank, world_size):
     if rank == 0:
 
         class Broken(autotune.PlanSearch):
-            def _plan(self, base):
+            def _finalists(self, trials):
                 raise ArithmeticError("no plan today")
 
         autotune.PlanSearch, original = Broken, autotune.PlanSearch
@@ -153,15 +152,14 @@ def tune_without_completion_times(rank, world_size):
 
     reducer.last_step = without_done
     train(reducer, tuner)
-    return tuner.settled, reducer.buckets(), tuner.plan.notes["allreduce"]
+    return tuner.settled, reducer.buckets(), tuner.plan.notes["choice"]
 
 
 def test_a_plan_is_made_where_collectives_cannot_be_timed():
     results = run_ranks(tune_without_completion_times, 2)
     assert results[0] == results[1]
     assert results[0][0]
-    assert "Cost(" in results[0][2]
-    assert results[0][2] != "LinearCost(latency_seconds=0.0, seconds_per_byte=0.0)"
+    assert results[0][2].startswith("uniform")
 
 
 @on_ranks(1)

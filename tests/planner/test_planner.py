@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minddp import planner
-from minddp.planner import BucketPlan, LinearCost, TableCost, capped_buckets, optimal, optimal_plan, plan_finish
+import minddp
+from minddp.planner import BucketPlan, LinearCost, capped_buckets, optimal, optimal_plan, plan_finish
+from tests.on_ranks import on_ranks
 
 NAMES = ["a.weight", "a.bias", "b.weight"]
 SHAPES = [(4, 3), (4,), (2, 4)]
@@ -129,11 +130,7 @@ def test_numpys_numbers_are_numbers(tmp_path):
     mine = BucketPlan(numpy.array([[0, 1], [2, 3]]), numpy.float32(0.5))
     mine.save(path)
     assert BucketPlan.load(path) == mine == BucketPlan([[0, 1], [2, 3]], 0.5)
-    table = TableCost(numpy.array([1, 2]), numpy.array([1.0, 2.0]))
-    assert repr(table) == "TableCost([1, 2], [1.0, 2.0])"
     assert repr(LinearCost(numpy.float64(1), numpy.int64(2))) == repr(LinearCost(1.0, 2.0))
-    line = planner.fit_linear(numpy.array([1, 2]), numpy.array([2.0, 3.0]), numpy.array([1, 1]))
-    assert line == LinearCost(1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +178,15 @@ def test_bad_gradients_are_refused(arguments, complaint):
         optimal_plan(*arguments, LinearCost(1, 1))
 
 
-def test_a_table_plan_uses_the_cheap_size():
-    cost = TableCost([1, 2, 3, 4], [1.0, 1.0, 9.0, 9.0])
-    assert optimal_plan([0.0] * 4, [1] * 4, cost).buckets == [[0, 1], [2, 3]]
+def test_a_plan_uses_the_cheap_size():
+    assert optimal_plan([0.0] * 4, [1] * 4, lambda nbytes: 1.0 if nbytes <= 2 else 9.0).buckets == [[0, 1], [2, 3]]
+
+
+def test_linear_cost_is_a_line_and_refuses_nonsense():
+    assert LinearCost(0.5, 2.0)(3) == 6.5
+    for bad in [(-1.0, 0.0), (0.0, float("nan")), (float("inf"), 1.0)]:
+        with pytest.raises(ValueError, match=r"LinearCost: .* must be finite and at least 0"):
+            LinearCost(*bad)
 
 
 def test_capped_buckets_close_when_full_and_keep_kinds_apart():
@@ -238,6 +241,24 @@ def test_orders_and_names_that_do_not_fit_are_refused():
         plan.for_parameters(["a", "a"], [(1,)] * 2, DTYPES[:2])
     with pytest.raises(ValueError, match="3 parameters for 2 positions"):
         plan.for_parameters(NAMES, SHAPES, DTYPES)
+
+
+def test_every_plan_prints_its_buckets_with_their_sizes_and_members():
+    assert str(model_plan()).splitlines() == [
+        "2 buckets, 3 gradients, 0.0 MiB",
+        "bucket      MiB  gradients  which, in launch order",
+        "     1     0.00          1  b.weight",
+        "     2     0.00          2  a.bias, a.weight",
+    ]
+    assert repr(model_plan()) == "BucketPlan(2 buckets, 3 gradients, 0.0 MiB)"
+    assert str(BucketPlan([[0], [1, 2]])).splitlines()[-1] == "     2                   2  1, 2"
+
+
+@on_ranks(1)
+def test_the_defaults_plan_prints_its_buckets(rank, world_size):
+    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(5)))
+    first, second, *_ = str(minddp.bucket_plan(minddp.DistributedDataParallel(net))).splitlines()
+    assert first.endswith("5 gradients, 5.0 MiB") and second.startswith("bucket      MiB")
 
 
 def altered(**changes):

@@ -39,7 +39,7 @@ FOLDERS = {
     "timeline": CORE,
     "torch_surface": CORE,
     "wire": CORE,
-    "shm": CORE | {"wire"},
+    "shm": CORE,
 }
 
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 import minddp
-import minddp.shm
 from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import gradients
@@ -264,20 +263,3 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.strip("_"))
 def test_on_two_ranks(check):
     run_ranks(check, 2)
-
-
-@on_ranks(2, backend="shm")
-def test_from_the_transports_memory(rank, world_size):
-    """The transport's memory, taken and given back: more than there is of it, over all iterations."""
-    ddp = _wrap(net=nn.Linear(1024, 2048, bias=False), **LAZY)  # 8 MiB
-    reference = OURS(pickle.loads(pickle.dumps(ddp.module)))
-    shared = []
-    is_shared = minddp.shm.is_shared
-    ddp.register_comm_hook(None, lambda _, bucket: (shared.append(is_shared(bucket.buffer())), _mean(bucket))[1])
-    for i in range(40):
-        ddp.zero_grad()
-        ddp(_x(rank, i, 1024)).sum().backward()
-        assert ddp.reducer.allocated_bytes() == 0
-    reference(_x(rank, 39, 1024)).sum().backward()
-    torch.testing.assert_close(ddp.module.weight.grad, reference.module.weight.grad)
-    assert shared == [True] * 40

@@ -883,32 +883,3 @@ def test_a_backward_that_is_to_come_to_no_parameter_changes_nothing(rank, world_
         torch.autograd.grad(critic(x), x)
         critic(x).backward(inputs=[x])
         assert critic.reducer.iteration() == step + 1
-
-
-# ---- the shared-memory transport
-
-
-@on_ranks(2)
-def test_a_shared_tensor_is_left_alone_until_all_have_read_it(rank, world_size):
-    group = dist.new_group(backend="shm")
-    tensor = minddp.shm.empty(1 << 21, group=group)
-    for turn in range(30):
-        tensor.fill_(turn + rank)
-        dist.all_reduce(tensor, group=group)
-        low, high = tensor.aminmax()
-        assert low == high == 2 * turn + 1, turn
-
-
-@on_ranks(2)
-def test_messages_give_their_memory_back(rank, world_size):
-    group = dist.new_group(backend="shm")
-    message = torch.ones(1 << 18)  # 1 MiB
-    addresses = []
-    for _ in range(40):
-        if rank == 0:
-            dist.send(message, 1, group=group)
-        else:
-            dist.recv(message, 0, group=group)
-        dist.barrier(group)
-        addresses.append(minddp.shm.empty(1 << 18, group=group).data_ptr())
-    assert max(addresses) - min(addresses) < 16 << 20

@@ -1,18 +1,18 @@
-"""minddp/straggler without ranks: parts of a step, who is late, which link is slow, the words."""
+"""minddp/straggler without ranks: parts of a step, who is late, the report's words."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from typing import Any
 
 import pytest
 
-from minddp.straggler import Report, Straggler
-from minddp.straggler.diagnosis import find_slow_link, find_straggler
-from minddp.straggler.links import rounds
-from minddp.straggler.parts import PHASES, own_phases, times_of
-from minddp.straggler.result import make_report
-from minddp.straggler.watch import find_in_window
+from minddp.straggler import Report, Straggler, diagnosis, result
+from minddp.straggler.diagnosis import find_straggler
+from minddp.straggler.parts import PHASES, Part, RankTimes, part_of
+from minddp.straggler.parts import times_of as times_of_part
+from minddp.timeline.gathering import named
 
 MS = 1_000_000
 
@@ -71,6 +71,21 @@ def ranks(late: dict[int, dict[str, int]], count: int = 20, world: int = 3) -> d
             for name in ("done_ns", "unpack_begin_ns", "unpack_end_ns"):
                 each["buckets"][1][name] += lacking
     return parts
+
+
+def own_phases(stamps: dict[str, Any]) -> dict[str, float]:
+    return times_of(0, stamps).phases
+
+
+def times_of(rank: int, stamps: dict[str, Any]) -> RankTimes:
+    return times_of_part(rank, part_of(stamps))
+
+
+def make_report(by_rank: dict[int, list[dict[str, Any]]], *arguments: Any, **more: Any) -> Report:
+    """Of stamps; what travels between ranks is JSON."""
+    whole = {rank: [part_of(s) for s in steps if s["previous_end_ns"] >= 0] for rank, steps in by_rank.items()}
+    parts = {rank: [Part(*row) for row in json.loads(json.dumps(rows))] for rank, rows in whole.items()}
+    return result.make_report(parts, *arguments, **more)
 
 
 # --- parts
@@ -196,52 +211,19 @@ def test_few_steps_name_nobody():
     assert "7 steps are too few" in str(report)
 
 
-# --- links
-
-
-def ring(slow: dict[tuple[int, int], float], size: int = 4) -> dict[tuple[int, int], float]:
-    links = [edge for links in rounds(size) for a, b in links for edge in ((a, b), (b, a))]
-    return {edge: 0.004 * slow.get(edge, 1.0) for edge in links}
-
-
-def test_a_rank_has_one_partner_at_a_time():
-    for size in range(3, 9):
-        links = rounds(size)
-        assert sorted(tuple(sorted(link)) for each in links for link in each) == sorted(
-            tuple(sorted((rank, (rank + 1) % size))) for rank in range(size)
-        )
-        for each in links:
-            assert len({rank for link in each for rank in link}) == 2 * len(each)
-
-
-@pytest.mark.parametrize("size", [3, 4, 5])
-def test_slow_links(size):
-    find = lambda slow: find_slow_link(ring(slow, size), 10 << 20, 0.1)  # noqa: E731
-    assert find({}) is None
-    assert find(dict.fromkeys([(0, 1), (0, size - 1)], 1.4)) is None
-    sends = {(1, 0): 2.0, (1, 2): 2.0}
-    receives = {(0, 1): 2.0, (2, 1): 2.0}
-    for slow in (sends, receives, sends | receives):
-        found = find(slow)
-        assert found.ranks == (1,)
-        assert "rank 1 has slow links: 8.00 ms for 512 KiB, elsewhere 4.00 ms" in str(found)
-        assert (found.seconds, found.usual_seconds) == pytest.approx((0.008, 0.004))
-    found = find({(1, 2): 2.0})
-    assert found.ranks == (1, 2)
-    assert "the link from rank 1 to rank 2 is slow: 8.00 ms" in str(found)
-
-
-def test_a_slow_link_that_costs_little_is_not_named():
-    slow = ring({(1, 0): 2.0, (1, 2): 2.0})
-    assert find_slow_link(slow, 1 << 18, 0.1) is None  # 2 ms of 100
-    assert find_slow_link(slow, 1 << 20, 0.1) is not None  # 8 ms
+@pytest.mark.parametrize("ranks", [2, 3, 4, 9])
+def test_who_exceeds_the_median_of_the_others_is_found_by_sorting_once(ranks):
+    """The naive version beside it."""
+    values = [float(i * 7 % 5) for i in range(ranks)]
+    naive = [value - statistics.median(values[:i] + values[i + 1 :]) for i, value in enumerate(values)]
+    assert diagnosis._excesses(values) == naive
 
 
 # --- the report
 
 
 def test_a_report_reads_and_is_json():
-    report = make_report(ranks({1: {"forward": 5}}), 10, ring({(1, 2): 2.0}, 3), ["A note."])
+    report = make_report(ranks({1: {"forward": 5}}), 10, ["A note."])
     told = json.loads(json.dumps(report.to_dict()))
     assert (told["steps"], told["first_iteration"], told["last_iteration"]) == (10, 12, 21)
     assert told["straggler"]["rank"] == 1
@@ -249,7 +231,7 @@ def test_a_report_reads_and_is_json():
     assert Report.from_dict(told) == report
     text = str(report)
     assert text.startswith("10 steps (iterations 12 to 21) on 3 ranks, 51.00 ms a step.")
-    for words in ("A note.", "Late: rank 1 holds", "Link: the link from rank 1 to rank 2 is slow", "Overlap: "):
+    for words in ("A note.", "Late: rank 1 holds", "Overlap: "):
         assert words in text
     assert len(text.splitlines()) < 20
 
@@ -289,12 +271,11 @@ def test_without_steps_it_says_so(change):
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
 
 
-# --- the watch
-
-
-def test_windows_that_begin_elsewhere_are_brought_together():
-    first = {str(i): [20_000, 0, 0, 0, 99_000 if i == 2 else 10_000, 0, 0, 0] for i in range(2, 22)}
-    late = {str(i): [20_000, 0, 0, 0, 10_000, 2_000, 0, 0] for i in range(3, 22)}
-    found = find_in_window([first, late])
-    assert found == Straggler(1, "backward", pytest.approx(0.002), pytest.approx(0.1), 19, 19)
-    assert find_in_window([first, {}]) is None
+def test_a_report_of_many_ranks_has_the_same_size_as_one_of_64():
+    """Every rank reads it: those are shown whose own work is longest."""
+    of_64, of_500 = (make_report(ranks({7: {"hook": 9}}, 8, world), 20, ["A note."]) for world in (64, 500))
+    assert (of_500.rank_count, len(of_500.ranks), of_500.straggler.rank) == (500, 64, 7)
+    assert 7 in [row.rank for row in of_500.ranks]
+    assert "on 500 ranks" in str(of_500) and "the 64 ranks whose own work takes longest" in str(of_500)
+    assert len(json.dumps(of_500.to_dict())) < 1.1 * len(json.dumps(of_64.to_dict()))
+    assert named(range(500)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 492 more"

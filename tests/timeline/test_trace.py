@@ -15,9 +15,8 @@ import torch
 
 from minddp import documents, timeline
 from minddp.straggler import command as straggler_command
-from minddp.timeline import RankStep, Trace, recording, step_times, table
+from minddp.timeline import RankStep, Trace, draw, rank_steps, recording, step_times, table
 from minddp.timeline.recording import after_step
-from minddp.timeline.report import draw, rank_steps
 from tests.faults.logged import logged
 from tests.straggler.test_analysis import shifted
 
@@ -84,7 +83,7 @@ def test_a_step_on_a_device_has_no_communication_times():
     assert (times.communication_seconds, times.exposed_seconds) == (None, None)
     for bucket in times.buckets:
         assert (bucket.done, bucket.communication_seconds, bucket.exposed_seconds) == (None, None, None)
-    part = {"rank": 0, "offset_ns": 0}
+    part = {"rank": 0}
     rows = table([RankStep(part, {"parameter_names": ["a", "b", "c"]}, stamps)]).splitlines()
     assert rows[2].split()[-2:] == ["-", "-"]
 
@@ -113,8 +112,8 @@ def test_a_bucket_that_was_not_reduced_is_left_out():
 
 @pytest.mark.parametrize("stamps", [step(0), {**step(2), "backward_begin_ns": 50 * MS}])
 def test_without_a_whole_step_it_says_so(stamps):
-    with pytest.raises(RuntimeError, match="no synchronized backward has ended"):
-        step_times(stamps)
+    times = step_times(stamps)
+    assert (times.iteration, times.step_seconds, times.exposed_seconds, times.buckets) == (0, 0.0, None, ())
 
 
 def test_a_forward_of_the_next_step_is_not_counted():
@@ -186,6 +185,11 @@ def test_bad_arguments_are_named_at_once(tmp_path):
         recording.trace(tmp_path / "t.json", steps=0)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         recording.trace(tmp_path / "nowhere" / "t.json")
+    with pytest.raises(ValueError, match="minddp.trace: path must name a file, got ''"):
+        recording.trace("")
+    for wrong in ({"path": 3}, {"path": tmp_path / "t.json", "steps": "3"}):
+        with pytest.raises(TypeError, match=r"minddp.trace: (path must be a path|steps must be a number of steps)"):
+            recording.trace(**wrong)
 
 
 def test_an_exception_in_the_block_still_writes_the_file(tmp_path):
@@ -232,18 +236,6 @@ def test_a_folder_that_goes_before_the_environments_trace_is_written_is_a_warnin
     assert not recording.active
 
 
-def test_clock_bounds_are_stated():
-    parts = [
-        {"rank": 0, "offset_ns": 0, "error_ns": 0},
-        {"rank": 1, "offset_ns": 5 * MS, "error_ns": MS // 10},
-        {"rank": 2, "offset_ns": None, "error_ns": None},
-    ]
-    text = timeline.clocks({"ranks": parts})
-    assert "ranks 0 read the same clock" in text
-    assert "rank 1 moved by 5.000 ms, right to 0.100 ms" in text
-    assert "rank 2 could not be measured" in text
-
-
 def test_the_command_prints_exposed_time_per_bucket_and_draws(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "t.json"
@@ -257,12 +249,12 @@ def test_the_command_prints_exposed_time_per_bucket_and_draws(tmp_path, capsys):
     assert "<svg" in (tmp_path / "t.svg").read_text()
 
 
-def two_ranks(offset: int | None = 0) -> dict[str, Any]:
-    """Rank 1 does all that rank 0 does, 12 ms later; ``offset``: what its clock is ahead of rank 0's."""
+def two_ranks(later: int = 12, clock: str = "one") -> dict[str, Any]:
+    """Rank 1 does all that rank 0 does, so many ms later; ``clock``: which one it reads."""
     module = {"parameter_names": ["a.weight", "b.weight", "c.weight"]}
     ranks = [
-        {"rank": 0, "offset_ns": 0, "error_ns": 0, "modules": [{**module, "steps": [step()]}]},
-        {"rank": 1, "offset_ns": offset, "error_ns": 0, "modules": [{**module, "steps": [step(start=12 * MS)]}]},
+        {"rank": 0, "clock": "one", "modules": [{**module, "steps": [step()]}]},
+        {"rank": 1, "clock": clock, "modules": [{**module, "steps": [step(start=later * MS)]}]},
     ]
     return {"world_size": 2, "missing_ranks": [], "ranks": ranks}
 
@@ -278,20 +270,21 @@ def test_waiting_for_a_late_rank_is_no_transfer():
 
 
 @pytest.mark.parametrize(
-    ("offset", "missing", "late"), [(12 * MS, [], "0.00"), (None, [], "-"), (0, [2], "-")], ids=str
+    ("later", "clock", "ranks", "late"), [(0, "one", 2, "0.00"), (0, "two", 2, "-"), (12, "one", 3, "-")]
 )
-def test_nobody_is_said_to_be_late_where_it_is_not_so_or_not_known(offset, missing, late):
-    lines = timeline.table(rank_steps({**two_ranks(offset), "missing_ranks": missing})).splitlines()
+def test_nobody_is_said_to_be_late_where_it_is_not_so_or_not_known(later, clock, ranks, late):
+    lines = timeline.table(rank_steps({**two_ranks(later, clock), "world_size": ranks})).splitlines()
     assert [line.split()[-1] for line in lines[2:4]] == [late, late]
-    assert offset is not None or [line.split()[-3:-1] for line in lines[8:11]] == [["-", "-"]] * 3
+    assert clock == "one" or [line.split()[-3:-1] for line in lines[8:11]] == [["-", "-"]] * 3
 
 
 def test_the_picture_shows_who_waits_for_a_late_rank(tmp_path):
     pytest.importorskip("matplotlib")
     late, aligned = tmp_path / "late.svg", tmp_path / "aligned.svg"
     draw(rank_steps(two_ranks()), [late])
-    draw(rank_steps(two_ranks(12 * MS)), [aligned])
-    assert "rank 0: 29.0 ms of communication, 10.0 ms exposed, 5.0 ms of it for a late rank" in late.read_text()
+    draw(rank_steps(two_ranks(0)), [aligned])
+    title = "In iteration 1 communication blocks rank 0 for 10.0 of 46.0 ms, 5.0 ms of them for a late rank"
+    assert title in late.read_text()
     assert "exposed: late rank" in late.read_text()
     assert "late rank" not in aligned.read_text()
 
@@ -312,6 +305,7 @@ def test_the_command_refuses_other_files(tmp_path, capsys, content):
     [
         ('"iteration": 1,', '"iteration": "1",', "['steps'][0]['iteration'] is '1'"),
         ('"launch_ns": ', '"launched": ', "['buckets'][0] has no 'launch_ns'"),
+        ('"finalize_end_ns": ', '"finalize_end_ns": -', "iteration 1 of Identity has not ended"),
         ('"index": 0,', '"index": 1e400,', "['buckets'][0]['index'] is inf"),
         ('"index": 0,', f'"index": {10**30},', f"['index'] is {10**30}"),
         ('"parameters": [0]', '"parameters": [7]', "iteration 1 of Identity is of other parameters than its 3"),
@@ -347,5 +341,10 @@ def test_the_command_says_which_iterations_there_are(tmp_path, capsys):
     record(tmp_path / "t.json", 3)
     assert timeline.main([str(tmp_path / "t.json"), "--iteration", "9"]) == 1
     assert "iteration 9 is not there: all ranks have iterations 1 to 3" in capsys.readouterr().err
-    assert timeline.main([str(tmp_path / "t.json"), "--module", "1"]) == 1
-    assert "no iteration of it" in capsys.readouterr().err
+    assert timeline.main([str(tmp_path / "t.json"), "--module", "-1", "--no-picture"]) == 0
+    for module in ("1", "-2"):
+        assert timeline.main([str(tmp_path / "t.json"), "--module", module]) == 1
+        assert f"module {module} is not there: the trace has 1 of them" in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    assert timeline.main([str(tmp_path / "t.json"), "--picture", str(tmp_path / "t.xyz")]) == 1
+    assert "xyz" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 // Blocks of 8-bit codes on a GPU: the functions of support/block_quantization.h, each one launch of a kernel on the
 // current stream. The codes are the CPU's to the bit. Needs no header of the CUDA toolkit. Any thread may call it.
 //
-// REQUIRES: covers(device) (scaled_copy.h); nearest rounding; memory as the functions there want it.
+// REQUIRES: covers(device) (scaled_copy.h); memory as the functions there want it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

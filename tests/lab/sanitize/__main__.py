@@ -31,21 +31,10 @@ BUILD = ROOT / "build" / "sanitize"
 PARTS = ("planted", "shm", "extension")
 
 # What is not the driver's: sources that need Python, or torch's futures, which carry no instrumentation.
-SOURCES = (
-    "collectives",
-    "counter",
-    "exchange",
-    "group",
-    "mailbox",
-    "meeting",
-    "messenger",
-    "owner",
-    "segment",
-)
+SOURCES = ("allreduce", "counter", "exchange", "group", "segment")
 WRAPPED = "-Wl,--wrap=mmap,--wrap=munmap,--wrap=mprotect"
-# vptr: compares types across libraries that hide them. -Wno-tsan: of one fence, which ThreadSanitizer does not see;
-# it stands beside acquiring loads.
-FLAGS = ("-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g", "-O1", "-std=c++20", "-Wno-tsan")
+# vptr: compares types across libraries that hide them.
+FLAGS = ("-fno-sanitize=vptr", "-fno-omit-frame-pointer", "-g", "-O1", "-std=c++20")
 SANITIZERS = {"thread": "thread", "address": "address,undefined"}
 
 # Tests that start ranks. Not the fuzzer's, nor what only reads the sources.
@@ -80,18 +69,20 @@ PLANTED = (
         "write_tick_ - 2 * kSlots + 1",
     ),
     Planted(
-        "a message is shown before it is written",
+        "a tick is shown before it is written",
         "thread",
-        "mailbox.cpp",
-        "entry->state.store(MessageState::kFull, std::memory_order_release);",
-        "entry->state.store(MessageState::kFull, std::memory_order_relaxed);",
+        "exchange.cpp",
+        "  own_header(write_tick_) = Header{sequence_, signature_};\n"
+        "  group_.control(rank()).posted.store(++write_tick_);\n",
+        "  group_.control(rank()).posted.store(++write_tick_);\n"
+        "  own_header(write_tick_ - 1) = Header{sequence_, signature_};\n",
     ),
     Planted(
-        "a received message is copied one byte too far",
+        "a result is copied one byte too far",
         "address",
-        "mailbox.cpp",
-        "std::memcpy(buffer.data, group_.at(from, oldest->offset, bytes), bytes)",
-        "std::memcpy(buffer.data, group_.at(from, oldest->offset, bytes), bytes + 1)",
+        "allreduce.cpp",
+        "copy(share.data, exchange_.await(owner), share.bytes);",
+        "copy(share.data, exchange_.await(owner), share.bytes + 1);",
     ),
 )
 
@@ -129,7 +120,7 @@ def _build_driver(sanitizer: str, sources: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     flags = [f"-fsanitize={SANITIZERS[sanitizer]}", *FLAGS, f"-I{sources}", *include]
     files = [sources / "shm" / f"{part}.cpp" for part in SOURCES] + [
-        sources / "wire" / "reduce.cpp",
+        sources / "copy" / "reduce.cpp",
         HERE / "shm_driver.cpp",
         HERE / "one_mapping.cpp",
     ]

@@ -89,6 +89,8 @@ class Program:
         abort_in: the iterations before which another one is given up in the middle.
         reads: gradients are looked at after every iteration, or after the last alone.
         finalizes: the program ends each backward, by ``finalize_backward()``.
+        optimizer: in the place of a plain step.
+        scales: the loss is scaled, by a GradScaler, which leaves out the second step.
         backend: of the group.
     """
 
@@ -107,6 +109,8 @@ class Program:
     abort_in: tuple[int, ...] = ()
     reads: bool = True
     finalizes: bool = False
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    scales: bool = False
     backend: str = extension.NAME
     rounding: float = 1e-4  # on a device error feedback is coarser than on the CPU: a code may be the next one
 
@@ -127,6 +131,19 @@ def late_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
     return future
 
 
+def owned(first: type[torch.optim.Optimizer], **settings: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """``minddp.Owned`` with ``first`` for the matrices, and AdamW for the rest."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() != 2]
+        adamw = (others, torch.optim.AdamW, {"lr": 0.01, "foreach": False})  # the fake device has no foreach
+        return minddp.Owned(model, [(matrices, first, settings), adamw])
+
+    return make
+
+
+OWNED = owned(torch.optim.AdamW, lr=0.01, foreach=False)
 MIXED = torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SMALL = {"bucket_cap_mb_list": [1e-4] * 2}  # several buckets of two or three gradients
 
@@ -201,6 +218,11 @@ PROGRAMS: dict[str, Program] = {
     "lazy": Program({**SMALL, "lazy_bucket_allocation": True}),
     "lazy, views": Program({**SMALL, "lazy_bucket_allocation": True, "gradient_as_bucket_view": True}),
     "buckets released": Program(SMALL, zero=None, steps=False, joins=False, release=True),
+    "owned_adamw": Program(SMALL, optimizer=OWNED),
+    "owned_adamw, futures that order nothing": Program(SMALL, optimizer=OWNED, backend=extension.PLAIN),
+    # Products of bfloat16 matrices: a gradient that differs in its last bit may round otherwise.
+    "owned_muon": Program(SMALL, optimizer=owned(torch.optim.Muon, lr=0.02), rounding=2e-2),
+    "owned_scaler": Program(SMALL, optimizer=OWNED, scales=True),
 }
 
 
@@ -268,6 +290,8 @@ def train(
         if program.hook is not None:
             model.register_comm_hook(None, program.hook)
         model.require_manual_backward_finalization = program.finalizes
+        optimizer = None if program.optimizer is None else program.optimizer(model)
+        scaler = torch.amp.GradScaler(device, init_scale=8.0, enabled=program.scales)
         inputs = batches(device)
         synchronize(device)
         joined = model.join(divide_by_initial_world_size=False) if program.join else contextlib.nullcontext()
@@ -282,13 +306,18 @@ def train(
                 if program.options.get("reduction") == "weighted":
                     minddp.add_weight(model, i + 1.0)
                 with model.no_sync() if i in program.no_sync_in else contextlib.nullcontext():
-                    model(x, side_x).square().mean().backward()
+                    infinite = program.scales and i == 1
+                    loss = model(x, side_x).square().mean() * (float("inf") if infinite else 1.0)
+                    scaler.scale(loss).backward()
                 if program.finalizes:
                     model.finalize_backward()
                 after_backward(i)
                 if program.reads or i + 1 == ITERATIONS:
                     seen += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-                if program.steps:
+                if optimizer is not None:
+                    scaler.step(optimizer)
+                    scaler.update()
+                elif program.steps:
                     with torch.no_grad():
                         for p in module.parameters():
                             if p.grad is not None:

@@ -285,6 +285,33 @@ def test_pieces_are_aligned_and_sums_are_gathered(options: dict[str, Any]) -> No
     assert counts.get("unaligned", 0) == 0
 
 
+def _owned_sends(rank: int, world_size: int) -> tuple[dict[str, int], int, int]:
+    """What the group is given in a step of 24 matrices of 256 kB, beside how many pieces they are in; and what that
+    enqueues beyond the optimizer's own work."""
+    device = extension.load()
+    with programs.group():
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False) for _ in range(24)]).to(extension.NAME)
+        ddp = minddp.DistributedDataParallel(model)
+        owned = minddp.Owned(ddp, [(model.parameters(), torch.optim.SGD, {"lr": 0.1, "foreach": False})])
+        for _ in range(2):
+            ddp(torch.ones(2, 256, device=extension.NAME)).sum().backward()
+            torch.accelerator.synchronize()
+            device.take_counts()
+            owned.step()
+        counts = dict(device.take_counts())
+        torch.accelerator.synchronize()
+    return counts, len(owned._pieces), sum(owner == 0 for owner in owned._owners.values())
+
+
+def test_what_owners_send_is_packed_by_owner_and_piece() -> None:
+    """A launch for each parameter would cost more than its bytes. An owner packs in one launch, the others unpack in
+    one; the host waits for nothing."""
+    counts, pieces, stepped = run_ranks(_owned_sends, 1, backend=None)[0]
+    assert counts["broadcast"] == 2 * pieces < 24
+    assert counts["enqueue"] - stepped == counts["broadcast"] + 2 * pieces
+    assert counts.get("synchronize", 0) == counts.get("pageable copy", 0) == 0
+
+
 def _bucket_memory(rank: int, world_size: int, backend: str, asked: str | None) -> int:
     """How many buckets lie in the group's memory."""
     device = extension.load()

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .collective_cost import Cost, LinearCost, fit_linear
-from .optimal import plan_finish
+from minddp.planner import Cost, LinearCost, plan_finish
+
+from .collective_cost import fit_linear
 
 __all__ = ["BackwardProfile", "Burst", "SimulatedStep", "StepTimes", "bursts", "fit_bursts", "simulate_step"]
 
@@ -98,16 +99,6 @@ class StepTimes:
             for (nbytes, _, _), launch, end in zip(self.collectives, launches, ends, strict=True)
         ]
         return StepTimes(row[0], row[1], row[2], row[3], list(row[4 : 4 + ready]), collectives)
-
-    def stretched_to(self, step_seconds: float) -> StepTimes:
-        """These times, taken while a device lagged behind the host, as parts of a step of this length.
-
-        The parts keep their shares of the step; the collectives' times are not touched.
-        """
-        factor = step_seconds / self.step_seconds
-        parts = 4 + len(self.ready_seconds)
-        row = self.row()
-        return self.with_row([*(value * factor for value in row[:parts]), *row[parts:]])
 
 
 @dataclass(frozen=True)

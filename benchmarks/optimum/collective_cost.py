@@ -1,57 +1,26 @@
 """What one allreduce of M bytes costs: cost functions, and their measurement on a live group.
 
-A cost is any callable ``nbytes -> seconds``. Two are given here: :class:`LinearCost`, the
-alpha-beta model (Hockney 1994) that most engines follow, and :class:`TableCost` for those that do not.
-:func:`fit_cost` measures the group's own; every rank gets the same answer.
+A cost is any callable ``nbytes -> seconds``: ``minddp.planner.LinearCost`` where times lie on a line, and
+:class:`TableCost` where they do not. :func:`fit_cost` measures the group's own; every rank gets the same answer.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import numbers
-import operator
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Cost", "LinearCost", "TableCost", "fit_cost", "fit_linear", "fit_samples", "measure_allreduce"]
+from minddp.planner import Cost, LinearCost
+from minddp.planner.optimal import plain_number
 
-Cost = Callable[[int], float]
-
-
-def plain_number(name: str, value: Any) -> int | float:
-    """``value`` as Python's int or float, if it is a number of whatever type (NumPy's); else TypeError."""
-    if isinstance(value, numbers.Real):
-        return float(value) if not isinstance(value, numbers.Integral) else operator.index(value)
-    try:
-        return operator.index(value)  # a tensor's element
-    except TypeError:
-        raise TypeError(f"{name} must be numbers, got {value!r}") from None
-
-
-@dataclass(frozen=True)
-class LinearCost:
-    """``latency_seconds + nbytes * seconds_per_byte``; both at least 0 and finite, else ValueError."""
-
-    latency_seconds: float
-    seconds_per_byte: float
-
-    def __post_init__(self) -> None:
-        for name in ("latency_seconds", "seconds_per_byte"):
-            value = float(plain_number(f"LinearCost: {name}", getattr(self, name)))
-            object.__setattr__(self, name, value)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"LinearCost: {name} must be finite and at least 0, got {value!r}")
-
-    def __call__(self, nbytes: int) -> float:
-        return self.latency_seconds + self.seconds_per_byte * nbytes
+__all__ = ["TableCost", "fit_cost", "fit_linear", "fit_samples", "measure_allreduce"]
 
 
 class TableCost:

@@ -1,6 +1,6 @@
 #include "reduce.h"
 
-#include "copy/half_precision.h"
+#include "half_precision.h"
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/complex.h>

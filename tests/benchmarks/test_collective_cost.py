@@ -1,24 +1,36 @@
 """Cost functions and their fits, without a process group and of a live one's all-reduce."""
 
 import random
+import sys
+from pathlib import Path
 
+import numpy
 import pytest
 
-from minddp.planner.collective_cost import LinearCost, TableCost, fit_cost, fit_linear, fit_samples, measure_allreduce
+from minddp.planner import LinearCost, optimal_plan
 from minddp.testing import run_ranks
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-def test_linear_cost_is_a_line_and_refuses_nonsense():
-    assert LinearCost(0.5, 2.0)(3) == 6.5
-    for bad in [(-1.0, 0.0), (0.0, float("nan")), (float("inf"), 1.0)]:
-        with pytest.raises(ValueError, match=r"LinearCost: .* must be finite and at least 0"):
-            LinearCost(*bad)
+from optimum.collective_cost import TableCost, fit_cost, fit_linear, fit_samples, measure_allreduce
 
 
 def test_table_cost_interpolates_extrapolates_and_never_falls():
     cost = TableCost([1000, 100, 3000], [2.0, 1.0, 1.5])
     assert [cost(m) for m in (0, 100, 550, 1000, 2000)] == [1.0, 1.0, 1.5, 2.0, 2.0]
     assert TableCost([0, 10], [1.0, 2.0])(20) == 3.0
+
+
+def test_a_table_plan_uses_the_cheap_size():
+    cost = TableCost([1, 2, 3, 4], [1.0, 1.0, 9.0, 9.0])
+    assert optimal_plan([0.0] * 4, [1] * 4, cost).buckets == [[0, 1], [2, 3]]
+
+
+def test_numpys_numbers_are_numbers():
+    table = TableCost(numpy.array([1, 2]), numpy.array([1.0, 2.0]))
+    assert repr(table) == "TableCost([1, 2], [1.0, 2.0])"
+    line = fit_linear(numpy.array([1, 2]), numpy.array([2.0, 3.0]), numpy.array([1, 1]))
+    assert line == LinearCost(1.0, 1.0)
 
 
 @pytest.mark.parametrize("arguments", [([1], [1.0]), ([1, 2], [1.0]), ([1, 1], [1.0, 2.0]), ([1, 2], [1.0, -1.0])])
