@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import os
 import runpy
 import subprocess
 import time
@@ -71,26 +72,26 @@ def test_the_clones_command_runs_each_of_its_parts(tmp_path: Path, monkeypatch: 
     (tmp_path / "models.py").write_text(MODEL)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MINDDP_TRACE", str(tmp_path / "trace.json"))
+    traced = {**os.environ, "MINDDP_TRACE": "trace.json"}  # not set here: ranks that are started meanwhile inherit it
     tune = "tune --model models:make --input 2x2 --ranks 2 --laps 1 --iterations 1 --out plan.json"
     expected = {
+        "doctor": "gloo, 2 ranks: ok, the same gradients",
         "run train.py": "minddp.ddp",
         "timeline trace.json": "backward",
         "report trace.json": "rank",
-        "doctor": "gloo, 2 ranks: ok, the same gradients",
         tune: "written to plan.json",
     }
     assert {line.split()[0] for line in expected} == set(command.COMMANDS)
     for line, text in expected.items():
-        if line == "doctor":
-            done = subprocess.run([path, line], capture_output=True, text=True, timeout=600)
-            assert "shm, 2 ranks: ok, the same gradients" in done.stdout
-            assert done.stdout.count("one step, beside torch's class") == 1  # not once more on each rank
+        if line in ("doctor", "run train.py"):
+            done = subprocess.run([path, *line.split()], capture_output=True, text=True, timeout=600, env=traced)
         else:
             done = forked.run(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", *line.split())
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         assert text in done.stdout, (line, done.stdout, done.stderr)
-        monkeypatch.delenv("MINDDP_TRACE", raising=False)
+        if line == "doctor":
+            assert "shm, 2 ranks: ok, the same gradients" in done.stdout
+            assert done.stdout.count("one step, beside torch's class") == 1  # not once more on each rank
 
 
 def _no_route(rank: int, device: str) -> list[str]:
