@@ -147,7 +147,6 @@ class Callbacks : public Case {
  public:
   void on(Moment moment) override {
     if (moment == Moment::kLastLaunch && after_last_launch) after_last_launch();
-    if (moment == Moment::kIterationBegin && first_gradient) std::exchange(first_gradient, nullptr)();
   }
   bool needs_buckets() const override { return post_scale != nullptr; }
   std::optional<double> scale_of_results() override {
@@ -165,7 +164,6 @@ class Callbacks : public Case {
   }
 
   std::function<void()> after_last_launch;
-  std::function<void()> first_gradient;  // called once
   std::function<double()> post_scale;
   std::function<void(const std::vector<size_t>&)> adopted;
   std::function<void(const std::string&)> interrupted;
@@ -174,9 +172,7 @@ class Callbacks : public Case {
 
 void set_callbacks(Callbacks& callbacks, decltype(Callbacks::after_last_launch) after_last_launch,
     decltype(Callbacks::post_scale) post_scale, decltype(Callbacks::stall) on_stall,
-    decltype(Callbacks::interrupted) on_interrupted, decltype(Callbacks::adopted) on_adopted,
-    decltype(Callbacks::first_gradient) on_first_gradient) {
-  if (on_first_gradient) callbacks.first_gradient = std::move(on_first_gradient);
+    decltype(Callbacks::interrupted) on_interrupted, decltype(Callbacks::adopted) on_adopted) {
   if (after_last_launch) callbacks.after_last_launch = std::move(after_last_launch);
   if (post_scale) callbacks.post_scale = std::move(post_scale);
   if (on_stall) callbacks.stall = hears_interrupts(std::move(on_stall));
@@ -252,8 +248,7 @@ void bind_cases(py::module_& module) {
   bind_case<Callbacks>(module, "Callbacks")
       .def(py::init())
       .def("set", &set_callbacks, py::arg("after_last_launch") = nullptr, py::arg("post_scale") = nullptr,
-          py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr, py::arg("on_adopted") = nullptr,
-          py::arg("on_first_gradient") = nullptr);
+          py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr, py::arg("on_adopted") = nullptr);
   bind_case<LaunchOrder>(module, "LaunchOrder").def(py::init()).def("last", &LaunchOrder::last);
   bind_case<ProgramCollectives>(module, "ProgramCollectives")
       .def(py::init())

@@ -38,7 +38,6 @@ class Callbacks(Case):
         on_stall: Callable[[float, int, str], None] | None = ...,
         on_interrupted: Callable[[str], None] | None = ...,
         on_adopted: Callable[[list[int]], None] | None = ...,
-        on_first_gradient: Callable[[], None] | None = ...,
     ) -> None: ...
 
 class LaunchOrder(Case):

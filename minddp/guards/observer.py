@@ -13,14 +13,12 @@ import torch.distributed as dist
 
 from .. import environment, events
 from .._C import guards as cases
-from ..hooks import name_of
 from ..logs import log
 from ..reducer import Plan, weakly
 from . import adopted_backwards, step, watchdog
 from .buffer_sizes import BufferSizes
 from .check import compare
 from .finite_check import FiniteCheck
-from .hooks_alike import HooksAlike
 from .local_gradients import LocalGradients
 from .module_changes import ModuleChanges, refusal
 from .other_class import refuse_torchs_class
@@ -77,8 +75,6 @@ class Guards(events.Observer):
         self._ddp = weakref.ref(ddp)
         self._copies = 0  # forwards with a copy of the buffers
         self._token: str | None = None
-        self.hooks: HooksAlike | None = None
-        self._iterations = 0  # of the reducers before
         self._has_warned_of_adopted = self._has_warned_of_graph = False
         self._unchecked = 0  # iterations since replicas were compared
 
@@ -143,10 +139,6 @@ class Guards(events.Observer):
         self.finite = self._finite(reducer)
         if before is None:
             step.watch(self.steps)
-        if before is not None:
-            self._iterations += before.iteration()
-            if self.hooks is not None and averager.hook is None:
-                self.hooks.forget()
         if self._token is not None:
             self.named(self._token)
 
@@ -169,26 +161,6 @@ class Guards(events.Observer):
         self._token = token
         if self.inspector is not None:
             self.words.name(self.inspector.rename(token))
-            self._name_hooks(token)
-
-    def _name_hooks(self, token: str) -> None:
-        dog = watchdog.current(self._group)
-        if self.hooks is None and dog is not None and self._group.size() > 1:
-            self.hooks = HooksAlike(self.inspector, dog, token)
-        if self.hooks is not None and not self.hooks.has_said:
-            self.averager.reducer.set_callbacks(on_first_gradient=weakly(self.count_hooks))
-
-    def count_hooks(self) -> None:
-        """In the first synchronized backward, before anything is sent."""
-        hook = self.averager.hook
-        if self.hooks is not None and not self.hooks.has_said:
-            self.hooks.count(None if hook is None else name_of(hook[1]))
-
-    shadowing = count_hooks
-
-    def begun(self) -> int:
-        """How many iterations of the wrapper have."""
-        return self._iterations + int(self.averager.reducer.iteration())
 
     # --- a forward ---
 
@@ -204,8 +176,6 @@ class Guards(events.Observer):
 
     def before_forward(self, joining: bool) -> None:
         self.steps.check_compiled_steps()
-        if self.hooks is not None and self.hooks.may_differ():
-            self.hooks.look(self.begun())
         self.inspector.note_forward()
         if step.interrupted(self.steps.last_averages):
             self.words.note_interrupted(self.averager.reducer.iteration())
@@ -269,8 +239,6 @@ class Guards(events.Observer):
     def hook_changed(self, name: str) -> None:
         if not self.averager.has_builtin_hook:
             self.inspector.hook = name
-        if self.hooks is not None:
-            self.hooks.note_hook(self.begun())
 
     def joined(self, now: bool) -> None:
         if self.words is not None:

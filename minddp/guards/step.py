@@ -139,7 +139,6 @@ class StepCheck(Guarded):
         unsure = (
             guards.finite is not None or guards.inspector.lost is not None or guards.words.interrupted is not None
         )
-        unsure = unsure or (guards.hooks is not None and guards.hooks.may_differ())
         return unsure or bool(averager.reducer.bypassed() or self._suspects()) or averager.is_unfinished()
 
     def check_step(self, stepped: set[int], others: Sequence[Guarded]) -> bool:
@@ -150,10 +149,6 @@ class StepCheck(Guarded):
         if not self._has_others():
             return self.averager.group.size() == 1 and self.guards.finite is not None and self.guards.finite.check()
         self.averager.report_failure(lambda: self._check_whole(stepped, others))
-        if self.guards.hooks is not None and self.guards.hooks.may_differ():
-            named = zip(self.averager.parameters.names, self.averager.parameters.reduced)
-            averages = [(name, p.grad) for name, p in named if p.grad is not None]
-            self.averager.report_failure(lambda: self.guards.hooks.check(averages, self.guards.begun()))
         skips = self.guards.finite is not None and self.guards.finite.check()
         self.averager.report_failure(lambda: self._check_local(stepped, others))
         return skips

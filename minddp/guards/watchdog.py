@@ -58,7 +58,6 @@ class Watchdog:
         reports: how it reports and reads.
         processes: by rank of the default group, as far as known.
         failures: what ranks have reported and not taken back, by rank and wrapper; ``""``: the program's end.
-        hooks: by wrapper, from which iteration on which of its ranks has a communication hook, registered late.
         client: of the group's store, once it is there.
         heard: when the last turn began that has read what ranks have reported.
         lost: the thread has ended.
@@ -68,7 +67,6 @@ class Watchdog:
         self.processes: dict[int, Process] = {rank: here()}
         self.failures: dict[int, dict[str, Report]] = {}
         self._ended: dict[int, float] = {}  # when this has first seen that a rank has failed or is gone
-        self.hooks: dict[str, tuple[int, int]] = {}
         self.client: dist.Store | None = None
         self.lost = self._stopping = self._heeds = False
         self._store = weakref.ref(store, lambda _: self._end_with_the_store())
@@ -140,12 +138,6 @@ class Watchdog:
         """:meth:`tell`, unless more is known in a moment: the exception may end the program, and has a text then."""
         with self._lock:
             self._later[wrapper] = time.monotonic() + seconds, words
-        self._wake.set()
-
-    def tell_of_hook(self, wrapper: str, iteration: int, rank: int) -> None:
-        """``rank``, this one in the wrapper's group, has registered a communication hook between iterations."""
-        with self._lock:
-            self._outbox.append({**self._message("", wrapper, over=True), "hook": [iteration, rank]})
         self._wake.set()
 
     def take_back(self, wrapper: str) -> None:
@@ -283,8 +275,6 @@ class Watchdog:
             for entry in entries:
                 of_rank = self.failures.setdefault(entry["rank"], {})
                 of_rank[entry["wrapper"]] = entry
-                if "hook" in entry:
-                    self.hooks[entry["wrapper"]] = tuple(entry["hook"])
                 if entry["over"]:
                     del of_rank[entry["wrapper"]]
                 if not of_rank:
