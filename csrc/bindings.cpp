@@ -152,9 +152,6 @@ class Callbacks : public Case {
   std::optional<double> scale_of_results() override {
     return post_scale ? std::optional(post_scale()) : std::nullopt;
   }
-  void on_adopted(const std::vector<size_t>& parameters) override {
-    if (adopted) adopted(parameters);
-  }
   void on_interrupted(int, bool) override {  // if nothing was sent, the program may try the same batch again
     if (interrupted && state().iteration.phase == Phase::kBackward) interrupted(state().last_error);
   }
@@ -165,19 +162,17 @@ class Callbacks : public Case {
 
   std::function<void()> after_last_launch;
   std::function<double()> post_scale;
-  std::function<void(const std::vector<size_t>&)> adopted;
   std::function<void(const std::string&)> interrupted;
   std::function<void(double, size_t, const std::string&)> stall;
 };
 
 void set_callbacks(Callbacks& callbacks, decltype(Callbacks::after_last_launch) after_last_launch,
     decltype(Callbacks::post_scale) post_scale, decltype(Callbacks::stall) on_stall,
-    decltype(Callbacks::interrupted) on_interrupted, decltype(Callbacks::adopted) on_adopted) {
+    decltype(Callbacks::interrupted) on_interrupted) {
   if (after_last_launch) callbacks.after_last_launch = std::move(after_last_launch);
   if (post_scale) callbacks.post_scale = std::move(post_scale);
   if (on_stall) callbacks.stall = hears_interrupts(std::move(on_stall));
   if (on_interrupted) callbacks.interrupted = std::move(on_interrupted);
-  if (on_adopted) callbacks.adopted = std::move(on_adopted);
 }
 
 // Collectives on a process group of any kind, one that is written in Python included. For the host, each is over when
@@ -248,7 +243,7 @@ void bind_cases(py::module_& module) {
   bind_case<Callbacks>(module, "Callbacks")
       .def(py::init())
       .def("set", &set_callbacks, py::arg("after_last_launch") = nullptr, py::arg("post_scale") = nullptr,
-          py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr, py::arg("on_adopted") = nullptr);
+          py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr);
   bind_case<LaunchOrder>(module, "LaunchOrder").def(py::init()).def("last", &LaunchOrder::last);
   bind_case<ProgramCollectives>(module, "ProgramCollectives")
       .def(py::init())

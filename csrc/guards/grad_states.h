@@ -94,22 +94,18 @@ class GradStates : public Case {
       if (states_[i].is(GradState::kBypassed, now(i))) found.emplace_back(i, states_[i].bypassed_in);
     return found;
   }
-  // Parameters whose gradient this rank may have alone by mistake, and why. "left_local": the forward ran under
-  // no_sync, the backward outside of it. "mixed": an average, and a local gradient that was added to it. "assigned":
-  // no backward has brought it, while a synchronized forward waits for its backward. torch's class averages none of
-  // these either.
-  std::vector<std::pair<size_t, const char*>> suspects() const {
-    std::vector<std::pair<size_t, const char*>> found;
+  // Parameters whose gradient this rank may have alone by mistake: the forward ran under no_sync, the backward outside
+  // of it; or a local gradient was added to an average; or no backward has brought it, while a synchronized forward
+  // waits for its backward. torch's class averages none of these either.
+  std::vector<size_t> suspects() const {
+    std::vector<size_t> found;
     const auto is_brought = [&](size_t i) {
       return state().used[i] || (states_[i].what != GradState::kUnknown && states_[i].seen.is(now(i)));
     };
     for (size_t i = 0; i < states_.size(); ++i)
-      if (states_[i].outside_no_sync)
-        found.emplace_back(i, "left_local");
-      else if (states_[i].is(GradState::kMixed, now(i)))
-        found.emplace_back(i, "mixed");
-      else if (state().forwards.awaits_backward() && now(i).defined() && !is_brought(i))
-        found.emplace_back(i, "assigned");
+      if (states_[i].outside_no_sync || states_[i].is(GradState::kMixed, now(i)) ||
+          (state().forwards.awaits_backward() && now(i).defined() && !is_brought(i)))
+        found.push_back(i);
     return found;
   }
   // The last backward that brought the gradient; or a later one that may have brought it before it failed.

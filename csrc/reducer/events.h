@@ -114,9 +114,6 @@ class Case {
   // The running backward's origin has been found, which a case may change: at its first notice, and once more if it
   // turns out to be synchronized.
   virtual void on_origin(Forwards::Answer&) {}
-  // A waiting forward has adopted a backward that brings gradients of `parameters`, and nothing in its graph shows
-  // that it is the wrapper's.
-  virtual void on_adopted(const std::vector<size_t>& /*parameters*/) {}
   // before_accumulation() is called on cases that need it: autograd is about to add to `.grad`.
   virtual bool needs_before_accumulation() const { return false; }
   virtual void before_accumulation(size_t /*index*/) {}

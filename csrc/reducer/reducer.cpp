@@ -76,7 +76,6 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   Forwards::Answer answer = forwards.origin(adopts, through_synchronized_forward, /*within_no_sync=*/!sync_enabled);
   for (auto& c : cases_) c->on_origin(answer);
   backward.join(answer);
-  if (answer.adopted && !through_synchronized_forward) notify_adopted();
   if (hooks_ && backward.is_synchronized()) predict_arrivals(answer.seen || through_synchronized_forward);
   if (known) return;
   backward.makes_graph = c10::GradMode::is_enabled();
@@ -84,16 +83,6 @@ void Reducer::enter_backward(std::optional<bool> through_synchronized_forward) {
   backward.begin = at::sequence_number::peek();
   notify(Moment::kBackward);
   await_end_of(graph_task);
-}
-
-// The program may have called the module past the wrapper. Then other ranks may have no such backward.
-void Reducer::notify_adopted() {
-  if (!hooks_ || forwards.has_nodes_in_graph() || GraphTaskNodes().has_reentrant_checkpoint()) return;
-  const Flags part = hooks_->taking_part();
-  std::vector<size_t> indices;
-  for (size_t i = 0; i < part.size(); ++i)
-    if (part[i]) indices.push_back(i);
-  for (auto& c : cases_) c->on_adopted(indices);
 }
 
 // What the running graph task shows of its gradients before the first one comes. It brings each gradient once for

@@ -223,7 +223,6 @@ class Reducer : public std::enable_shared_from_this<Reducer>, public ReducerStat
   void install_hooks();
   std::unique_ptr<Bucket> make_bucket(const std::vector<size_t>& indices);
   void watch(const std::vector<at::Tensor>& outputs, bool synchronized);
-  void notify_adopted();
   void predict_arrivals(bool graph_is_its_own);
   void await_end_of(int graph_task);
   void begin_iteration();

@@ -37,7 +37,6 @@ class Callbacks(Case):
         post_scale: Callable[[], float] | None = ...,
         on_stall: Callable[[float, int, str], None] | None = ...,
         on_interrupted: Callable[[str], None] | None = ...,
-        on_adopted: Callable[[list[int]], None] | None = ...,
     ) -> None: ...
 
 class LaunchOrder(Case):

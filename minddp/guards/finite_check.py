@@ -82,15 +82,18 @@ class FiniteCheck:
         """The iteration was given up."""
         self._found, self._work, self._skips = [], None, False
 
-    def check(self) -> bool:
+    def check(self, is_used: bool = False) -> bool:
         """Waits for the ranks' answer about the last synchronized backward; asked again, it is silent.
+
+        Args:
+            is_used: an optimizer has used the gradients, which its closure made.
 
         Returns:
             Whether steps with these gradients are to be skipped: all of them until the next synchronized backward.
 
         Raises:
             RuntimeError: with ``mode="raise"``, on every rank, where any rank's own gradient was not finite. Names
-                parameters and ranks.
+                parameters and ranks. With ``mode="skip"``, where it is too late.
         """
         if self._work is None:
             return self._skips
@@ -100,14 +103,14 @@ class FiniteCheck:
         assert self._any is not None
         if not self._any.item():
             return False
-        if self.mode == "skip":
+        if self.mode == "skip" and not is_used:
             self.skipped += 1
             self._skips = True
             self._on_skip()
             return True
         mine = [name for names, flags in found for name, bad in zip(names, flags.tolist()) if bad]
-        message = _message(self.mode, gather_objects(mine, self._group), self._hint)
-        if self.mode == "raise":
+        message = _message(self.mode, gather_objects(mine, self._group), self._hint, is_used)
+        if self.mode != "warn":
             raise RuntimeError(message)
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         return False
@@ -118,7 +121,7 @@ def _numbers(gradient: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def _message(mode: str, everyone: Sequence[Sequence[str]], hint: str) -> str:
+def _message(mode: str, everyone: Sequence[Sequence[str]], hint: str, is_used: bool) -> str:
     names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
     lines = [
         f"'{name}' on " + ranks_text([rank for rank, theirs in enumerate(everyone) if name in theirs])
@@ -128,7 +131,7 @@ def _message(mode: str, everyone: Sequence[Sequence[str]], hint: str) -> str:
         f"DistributedDataParallel(check_finite={mode!r}): before they were averaged, the gradients of {len(names)} "
         "parameters held NaN or infinity:\n"
         + indented(lines)
-        + ("\nNo optimizer has used them." if mode == "raise" else "\nThe optimizer uses them.")
+        + ("\nNo optimizer has used them." if mode == "raise" and not is_used else "\nThe optimizer uses them.")
         + hint
         + " Look at these ranks' batches and losses; torch.autograd.set_detect_anomaly(True) finds the operation. "
         'Under a GradScaler, which expects infinities and skips their steps, use check_finite="skip" or none.'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from numbers import Integral, Real
@@ -15,13 +14,11 @@ from .. import environment, events
 from .._C import guards as cases
 from ..logs import log
 from ..reducer import Plan, weakly
-from . import adopted_backwards, step, watchdog
-from .buffer_sizes import BufferSizes
+from . import step, watchdog
 from .check import compare
 from .finite_check import FiniteCheck
 from .local_gradients import LocalGradients
 from .module_changes import ModuleChanges, refusal
-from .other_class import refuse_torchs_class
 from .processes import Process, here
 from .stall_inspector import Moments, StallInspector, waits_of
 from .step import StepCheck
@@ -72,10 +69,8 @@ class Guards(events.Observer):
         self.words: Any = None
         self.finite: FiniteCheck | None = None
         self.steps = StepCheck(self)
-        self._ddp = weakref.ref(ddp)
-        self._copies = 0  # forwards with a copy of the buffers
         self._token: str | None = None
-        self._has_warned_of_adopted = self._has_warned_of_graph = False
+        self._has_warned_of_graph = False
         self._unchecked = 0  # iterations since replicas were compared
 
     def listens(self, event: str) -> bool:
@@ -103,7 +98,6 @@ class Guards(events.Observer):
                 dog.constructor_failed(group.group_name, error)
 
     def compared(self, parameters: Any) -> Mapping[str, Any]:
-        refuse_torchs_class(self._group, [parameter.device for parameter in parameters.reduced])
         finite, every, _ = self.settings
         return {"check_finite": finite, "check_replicas_every": every}
 
@@ -126,7 +120,6 @@ class Guards(events.Observer):
         torchs = averager.observers.settings.get("torch_surface")
         casts = torchs is not None and torchs.mixed is not None
         self._may_change = not casts and (self._group.size() > 1 or averager.has_foreign_group)
-        self._sizes = BufferSizes(averager.module, parameters.buffers)
         streams = parameters.device.type != "cpu"
         self.inspector = StallInspector(self._group, reducer, parameters.names, self.settings.desync_timeout, streams)
         has_store = dist.is_initialized() and not averager.has_foreign_group
@@ -135,7 +128,7 @@ class Guards(events.Observer):
         self.words = LocalGradients(self._group, store, inspector.key, inspector.word_of, inspector.client)
         if has_store:
             averager.watch_waits(self.inspector.on_stall)
-        reducer.set_callbacks(on_interrupted=weakly(self._on_interrupted), on_adopted=weakly(self._on_adopted))
+        reducer.set_callbacks(on_interrupted=weakly(self._on_interrupted))
         self.finite = self._finite(reducer)
         if before is None:
             step.watch(self.steps)
@@ -175,24 +168,13 @@ class Guards(events.Observer):
             self.inspector.check_lost()
 
     def before_forward(self, joining: bool) -> None:
-        self.steps.check_compiled_steps()
         self.inspector.note_forward()
-        if step.interrupted(self.steps.last_averages):
-            self.words.note_interrupted(self.averager.reducer.iteration())
-        self._check_buffers()
         if self.settings.check_replicas_every is not None and not joining:
             self._unchecked += 1
             if self._unchecked >= self.settings.check_replicas_every:
                 self._unchecked = 0
                 averager = self.averager
                 compare(averager.module, averager.parameters, averager.group)
-
-    def _check_buffers(self) -> None:
-        ddp: Any = self._ddp()
-        if ddp.will_sync_module_buffers() and "buffer_hook" not in vars(ddp):
-            self._copies += 1
-            if (sizes := self._sizes.look()) is not None:
-                self.averager.report_failure(lambda: self.words.check_buffers(self._copies, *sizes))
 
     def after_forward(self, outputs: list[torch.Tensor], synchronized: bool) -> None:
         """What is not in the reducer must not get a gradient in the backward that follows."""
@@ -213,12 +195,6 @@ class Guards(events.Observer):
     def after_last_launch(self) -> None:
         if self.finite is not None:
             self.finite.send()
-
-    def _on_adopted(self, parameters: list[int]) -> None:
-        """A backward counts as a waiting forward's, and its graph has no node of the wrapper's."""
-        if not self._has_warned_of_adopted:
-            averager = self.averager
-            self._has_warned_of_adopted = adopted_backwards.warn(averager.module, averager.reducer, parameters)
 
     def _on_graph(self) -> None:
         """In the first synchronized backward with ``create_graph=True``."""

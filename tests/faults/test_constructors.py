@@ -48,7 +48,7 @@ def _one_stays_away(rank, world_size, port):
             _fails()
             time.sleep(8 * times.SETTLED * LOOK)  # in the program's own code
             return
-        text = rf"rank 1 will not take part in the other ranks' constructors.*says: its constructor .*{FROZEN}"
+        text = rf"rank 1 will not take part in what all ranks tell each other.*says: its constructor .*{FROZEN}"
         with pytest.raises(minddp.LostPeer, match=text):
             minddp.DistributedDataParallel(nn.Linear(4, 4))
 

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import minddp
 from minddp.guards import times
 from minddp.testing import RankError, run_ranks, shutdown
-from tests.faults.logged import logged
 from tests.nets import OneOf
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import batch, mlp, those_that_differ, weights
@@ -619,41 +618,6 @@ def test_what_torch_lets_drift_apart(rank, world_size):
             if "never averaged" not in str(error) and "before they are averaged" not in str(error):
                 raise
     assert not silent
-
-
-# ---- adopted
-
-
-class _NestedHidden(nn.Module):
-    """Its loss lies in an object, and is of a reentrant checkpoint inside of another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, x):
-        def outer(x):
-            return checkpoint(self.net, x * 1.0, use_reentrant=True).pow(2).sum()
-
-        return Box(checkpoint(outer, x.clone().requires_grad_(), use_reentrant=True)), x
-
-
-@on_ranks(2)
-def test_a_backward_past_the_wrapper_that_a_forward_adopts_is_logged_once(rank, world_size):
-    """By three wrappers: of backwards past it, of the same under no_sync, and of its own that no hook announces."""
-    past, local, own = (minddp.DistributedDataParallel(net) for net in (mlp(), mlp(), _NestedHidden()))
-    with logged() as said:
-        for i in range(3):
-            past(batch(rank, i))
-            past.module(batch(rank, i)).sum().backward()
-            local(batch(rank, i))
-            with local.no_sync():
-                loss = local(batch(rank, i)).sum()
-            loss.backward()
-            own(batch(rank, i))[0].loss.backward()
-    assert len(said) == 1, said
-    begin = f"DistributedDataParallel around Sequential: a backward on rank {rank} went past it, with gradients "
-    assert said[0].startswith(begin + "of '0.weight', '0.bias', '2.weight' and 1 more, while a ddp(...) waited")
 
 
 # ---- on one rank alone
