@@ -34,8 +34,8 @@ import torch.distributed.nn.functional as torch_nn
 from torch import Tensor
 
 from minddp import functional as ours
-from minddp.testing import RankError, run_ranks
 from tests.functional import gradcheck
+from tests.ranks_pool import RankError, run_ranks
 
 Program = Callable[[Tensor], Any]
 APIS = ("torch.distributed.nn", "functional collectives", "minddp.functional")

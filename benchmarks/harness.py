@@ -31,7 +31,7 @@ from links import Endpoint, LinkError, ShapedNetwork, enter  # noqa: E402
 from provenance import RESULTS  # noqa: E402
 from result_json import as_json  # noqa: E402
 
-from minddp.testing import RankError, RankPool  # noqa: E402
+from tests.ranks_pool import RankError, RankPool  # noqa: E402
 
 __all__ = [
     "ENGINES", "RESULTS", "BenchmarkError", "Ranks", "Spread", "command", "environment", "machine", "names",

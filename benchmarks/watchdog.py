@@ -98,7 +98,7 @@ def _load(rank: int, world_size: int, port: int, seconds: float) -> tuple[int, i
 
 
 def _print_load(sizes: Sequence[int], seconds: float) -> None:
-    from minddp.testing import free_port, run_ranks
+    from tests.ranks_pool import free_port, run_ranks
 
     print("ranks  threads  files  requests a second, of all ranks together: in training  while all wait for one")
     for size in sizes:
@@ -108,7 +108,7 @@ def _print_load(sizes: Sequence[int], seconds: float) -> None:
 
 
 def main() -> None:
-    from minddp.testing import run_ranks
+    from tests.ranks_pool import run_ranks
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0)

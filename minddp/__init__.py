@@ -49,7 +49,7 @@ _LAZY = {
     "uninstall": "cli.install",
     **_FUNCTIONS,
 }
-_FOLDERS = ("functional", "planner", "shm", "testing")
+_FOLDERS = ("functional", "planner", "shm")
 
 if TYPE_CHECKING:
     from . import functional, planner, shm

@@ -21,10 +21,9 @@ from typing import Any
 
 import pytest
 
-import minddp.testing
-from tests import forked
+from tests import forked, ranks_pool
 
-minddp.testing.start_rank = forked.start_rank
+ranks_pool.start_rank = forked.start_rank
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from minddp.testing import Process
+from tests.ranks_pool import Process
 
 _starting = threading.Lock()
 

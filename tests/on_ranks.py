@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minddp.testing import RankPool, run_ranks
+from tests.ranks_pool import RankPool, run_ranks
 
 
 class Call:

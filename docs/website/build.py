@@ -126,12 +126,6 @@ The shared-memory process group
 
 .. automodule:: minddp.shm
    :members:
-
-Ranks for tests
----------------
-
-.. automodule:: minddp.testing
-   :members:
 ```
 """
 

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from minddp.planner import LinearCost, optimal_plan
-from minddp.testing import run_ranks
+from tests.ranks_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -16,8 +16,8 @@ import torch
 
 import minddp
 from minddp.cli.install import _STARTUP, _torch_class, install, uninstall
-from minddp.testing import run_ranks
 from tests.forked import run_module
+from tests.ranks_pool import run_ranks
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,10 +21,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from minddp.testing import Process
 from tests.conformance import cases, zygote
 from tests.conformance.cases import Case
 from tests.forked import Server
+from tests.ranks_pool import Process
 
 Answer = dict[str, Any]
 

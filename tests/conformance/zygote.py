@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed.rpc
 import torch.multiprocessing
 
-from minddp.testing import Process
 from tests.conformance import cases
+from tests.ranks_pool import Process
 
 Answer = dict[str, Any]
 

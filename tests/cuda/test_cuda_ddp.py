@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import minddp
-from minddp.testing import run_ranks
+from tests.ranks_pool import run_ranks
 
 pytestmark = pytest.mark.cuda
 

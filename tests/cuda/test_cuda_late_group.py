@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from minddp.testing import run_ranks
 from tests.lab.streams import programs
+from tests.ranks_pool import run_ranks
 
 pytestmark = pytest.mark.cuda
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import minddp
 from minddp import _C, Wire
-from minddp.testing import run_ranks
 from tests.cuda.conftest import SCALAR_TYPES
+from tests.ranks_pool import run_ranks
 from tests.reducer.test_wire import Given, averages, gradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import minddp
-from minddp.testing import run_ranks
+from tests.ranks_pool import run_ranks
 
 pytestmark = pytest.mark.cuda
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from minddp import functional as F
-from minddp.testing import run_ranks
 from tests.functional import gradcheck
+from tests.ranks_pool import run_ranks
 
 pytestmark = pytest.mark.cuda
 

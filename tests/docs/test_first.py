@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minddp.testing import free_port
 from tests.on_ranks import all_alike, on_ranks
+from tests.ranks_pool import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN, SPAWN, *FRAGMENTS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "first.md").read_text(), re.DOTALL)

@@ -30,8 +30,6 @@ WORDED_ELSEWHERE = [
     "minddp/guards/step.py: RuntimeError(_refused[key][1])",
     "minddp/owned/optimizer.py: binding.report(lambda: self._step_and_send(binding, exchange))",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
-    "minddp/testing/__init__.py: RankError(_text(failures), failures, {})",
-    "minddp/testing/__init__.py: RankError(_text(failures), failures, results)",
 ]
 
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import minddp
-from minddp.testing import run_ranks
 from tests.on_ranks import all_alike, on_ranks
+from tests.ranks_pool import run_ranks
 
 
 class Boom(Exception):

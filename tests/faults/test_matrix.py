@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from minddp.testing import run_ranks, shutdown
 from tests.benchmarks.test_links import links_obstacle
 from tests.lab import soak
+from tests.ranks_pool import run_ranks, shutdown
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,8 +12,8 @@ import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from minddp import DistributedDataParallel
-from minddp.testing import RankError
 from tests.on_ranks import on_own_ranks
+from tests.ranks_pool import RankError
 
 
 class Two(nn.Module):

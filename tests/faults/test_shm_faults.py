@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import minddp.shm
-from minddp.testing import RankError, run_ranks, shutdown
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import RankError, run_ranks, shutdown
 
 # How long a survivor may take to hear of a peer's end, on a machine with more to do than cores.
 SOON = 120.0

@@ -18,10 +18,10 @@ from torch import nn
 import minddp
 import minddp.shm
 from minddp.guards import times
-from minddp.testing import free_port
 from tests.faults.logged import logged
 from tests.forked import Program
 from tests.on_ranks import on_own_ranks
+from tests.ranks_pool import free_port
 
 LOOK = 0.05  # of the guards, in seconds
 DESYNC_TIMEOUT = 100 * LOOK  # longer than a healthy rank's step takes on a machine with much else to do

@@ -15,9 +15,9 @@ from torch import nn
 
 from minddp import DistributedDataParallel as DDP
 from minddp.guards import times, watchdog
-from minddp.testing import RankPool, free_port, run_ranks
 from tests.faults.logged import logged
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import RankPool, free_port, run_ranks
 
 SECONDS = 120  # less than a store's own timeout
 

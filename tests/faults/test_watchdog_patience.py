@@ -19,7 +19,6 @@ from torch import nn
 
 import minddp
 import minddp.shm
-import minddp.testing
 from tests.faults.test_watchdog import DESYNC_TIMEOUT, LOOK, _group, _net, _run, _store_host, _train
 from tests.forked import Program
 from tests.on_ranks import on_ranks

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from minddp import functional as F
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import run_ranks
 
 MOVED = [torch.bool, torch.int16, torch.float8_e5m2, torch.bfloat16, torch.float32, torch.complex64]
 ADDED = [

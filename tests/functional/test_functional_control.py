@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from minddp import functional as F
 from minddp.functional import arguments, control
-from minddp.testing import run_ranks
 from tests.faults.logged import logged
+from tests.ranks_pool import run_ranks
 
 
 def _calls(rank: int, size: int, without: tuple[int, ...]) -> tuple[list[float], list[str], str, bool]:

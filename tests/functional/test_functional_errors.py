@@ -12,8 +12,8 @@ from minddp import DistributedDataParallel, messages
 from minddp import functional as F
 from minddp.functional import control
 from minddp.functional.agreement import Call, agree, message
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import run_ranks
 
 
 def _error(program):

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from minddp import functional as F
-from minddp.testing import run_ranks
 from tests.functional import gradcheck
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import run_ranks
 
 # Three ranks run without the headers, two with them: gradients may not depend on that.
 CHECKS = {2: {}, 3: {"MINDDP_CHECK_COLLECTIVES": "0"}}

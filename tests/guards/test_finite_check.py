@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import minddp
-from minddp.testing import RankError, run_ranks
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import RankError, run_ranks
 
 
 def _mean_hook(state, bucket):

@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 import minddp
 from minddp import lifetime
 from minddp.guards import location
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import run_ranks
 
 
 @on_ranks(2)

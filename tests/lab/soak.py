@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import minddp
-from minddp.testing import run_ranks, shutdown
+from tests.ranks_pool import run_ranks, shutdown
 
 STEPS_OF_A_WRAPPER = 200
 SAMPLE_EVERY = 200

@@ -17,10 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import minddp
-from minddp.testing import run_ranks
 from tests.nets import OneOf
 from tests.on_ranks import all_alike, on_ranks
 from tests.programs.beside_torch import batch, mlp
+from tests.ranks_pool import run_ranks
 from tests.reducer.test_reducer_contracts import Complex
 
 DDP = minddp.DistributedDataParallel

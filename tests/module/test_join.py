@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
-from minddp.testing import run_ranks
 from tests.on_ranks import all_alike, on_ranks
+from tests.ranks_pool import run_ranks
 
 OPTIONS = {"default": {}, "static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
-from minddp.testing import run_ranks
 from tests.on_ranks import all_alike, on_ranks
+from tests.ranks_pool import run_ranks
 
 DDP = minddp.DistributedDataParallel
 

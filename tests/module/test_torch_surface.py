@@ -17,9 +17,9 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import minddp
 from minddp.functions import FUNCTIONS
-from minddp.testing import run_ranks
 from minddp.torch_surface.names import REFUSED, TorchNames
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import run_ranks
 
 OURS = minddp.DistributedDataParallel
 

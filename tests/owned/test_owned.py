@@ -16,8 +16,8 @@ from torch import nn
 import minddp
 from minddp import Owned
 from minddp.owned import layout
-from minddp.testing import RankError, run_ranks
 from tests.on_ranks import all_alike, on_ranks
+from tests.ranks_pool import RankError, run_ranks
 
 
 class OwnRule(torch.optim.Optimizer):

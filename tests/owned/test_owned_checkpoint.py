@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import minddp
 from minddp import Owned
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.owned.test_owned import Twins, assert_same
+from tests.ranks_pool import run_ranks
 
 RULES = ("adamw", "muon", "sgd")
 

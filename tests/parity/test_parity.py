@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from minddp import DistributedDataParallel
-from minddp.testing import run_ranks
+from tests.ranks_pool import run_ranks
 
 
 class Mlp(nn.Module):

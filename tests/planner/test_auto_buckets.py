@@ -8,8 +8,8 @@ import torch
 import minddp
 from minddp.planner import BucketPlan
 from minddp.planner.autotune import TunerSettings
-from minddp.testing import run_ranks
 from tests.forked import run_module
+from tests.ranks_pool import run_ranks
 
 SETTINGS = TunerSettings(warmup_iterations=2, measured_iterations=2, laps=2, caps_mb=(0.01, 0.1, 1))
 STEPS = 60

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from minddp.planner import BucketPlan, LinearCost, autotune, bucket_spans
 from minddp.planner.autotune import AutoTuner, TunerSettings
-from minddp.testing import run_ranks
 from tests.faults.logged import logged
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import run_ranks
 
 N = 12
 NBYTES = [2 << 20] * N

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
-from minddp.testing import run_ranks
+from tests.ranks_pool import run_ranks
 
 # Called with the class, the rank, and a mode's arguments; returns weights, or gradients, which may be missing.
 Program = Callable[..., list[torch.Tensor | None]]

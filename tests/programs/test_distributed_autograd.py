@@ -15,10 +15,10 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.testing import free_port
 from tests.on_ranks import all_alike, on_ranks
 from tests.programs.beside_torch import batch, differ, mlp
 from tests.programs.test_same_program import Quantized
+from tests.ranks_pool import free_port
 
 pytestmark = pytest.mark.skipif(not rpc.is_available(), reason="torch was built without RPC")
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 import minddp
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import batch, mlp, weights
+from tests.ranks_pool import run_ranks
 
 BOTH = torch.nn.parallel.DistributedDataParallel, minddp.DistributedDataParallel
 

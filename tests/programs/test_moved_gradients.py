@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import minddp
-from minddp.testing import run_ranks
 from tests.faults.logged import logged
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import MODES, batch, gradients, those_that_differ
+from tests.ranks_pool import run_ranks
 
 # In the first iteration of a static graph torch's class takes gradients at the end only.
 AS_THEY_ARRIVE = {mode: MODES[mode] for mode in MODES if mode != "static"}

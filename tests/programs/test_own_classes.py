@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import minddp
-from minddp.testing import run_ranks
 from tests.faults.logged import logged
 from tests.on_ranks import all_alike, on_ranks
 from tests.programs import beside_torch
 from tests.programs.beside_torch import MODES, batch, those_that_differ
+from tests.ranks_pool import run_ranks
 
 
 class Two(nn.Module):

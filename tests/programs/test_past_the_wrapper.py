@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import minddp
 from minddp.guards import times
-from minddp.testing import RankError, run_ranks, shutdown
 from tests.nets import OneOf
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import batch, mlp, those_that_differ, weights
+from tests.ranks_pool import RankError, run_ranks, shutdown
 
 
 def _sgd(model, lr=0.1):

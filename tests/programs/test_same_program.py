@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.testing import run_ranks
 from tests.programs import beside_torch
 from tests.programs.beside_torch import batch, mlp, other_collective
+from tests.ranks_pool import run_ranks
 
 MODES = {
     **beside_torch.MODES,

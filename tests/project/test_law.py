@@ -115,9 +115,9 @@ def test_no_circles() -> None:
 
 
 def test_the_environment_is_read_in_one_place() -> None:
-    """But for starters of ranks, which set it for others, and a rank's own number."""
+    """But for the commands, which set it for the ranks that they start, and a rank's own number."""
     readers = {name.split(".")[0] for name, path in FILES.items() if "os.environ" in path.read_text()}
-    assert readers <= {"environment", "testing", "cli"}
+    assert readers <= {"environment", "cli"}
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import minddp
 from minddp.start import broadcast_coalesced
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.programs.test_what_programs_own import Codes
+from tests.ranks_pool import run_ranks
 
 TORCH = torch.nn.parallel.DistributedDataParallel
 OURS = minddp.DistributedDataParallel

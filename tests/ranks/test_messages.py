@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from minddp import messages
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.ranks.own_group import OwnGroup
+from tests.ranks_pool import run_ranks
 
 VALUES = ("", "größe", {"a": [1, None, True]}, [0.1, float("inf")], 2**53 - 1, "x" * 100_000)
 

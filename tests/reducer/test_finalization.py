@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import minddp
 from minddp import _C
 from minddp.guards import times
-from minddp.testing import RankError, run_ranks, shutdown
 from tests.faults.logged import logged
 from tests.on_ranks import all_alike, on_ranks
 from tests.programs.beside_torch import gradients, weights
+from tests.ranks_pool import RankError, run_ranks, shutdown
 
 TORCH = nn.parallel.DistributedDataParallel
 TORCH_HAS_IT = hasattr(TORCH, "finalize_backward")

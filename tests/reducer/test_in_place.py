@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import minddp
-from minddp.testing import RankError, run_ranks
 from tests.nets import OneOf
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import RankError, run_ranks
 from tests.reducer.late import LateGroup, LateWork
 
 ALONE = {"bucket_cap_mb_list": [1e-6] * 2}  # every gradient has a bucket of its own

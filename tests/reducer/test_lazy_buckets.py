@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import minddp
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
 from tests.programs.beside_torch import gradients
+from tests.ranks_pool import run_ranks
 from tests.reducer.test_finalization import _assert_same
 
 TORCH = nn.parallel.DistributedDataParallel

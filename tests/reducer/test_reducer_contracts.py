@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import minddp
 from minddp import DistributedDataParallel as DDP
 from minddp.reductions.weights import Weights
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import run_ranks
 from tests.reducer.late import LateGroup
 
 ALONE = {"bucket_cap_mb_list": [1e-6] * 2}  # every gradient has a bucket of its own

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
-from minddp.testing import RankError, run_ranks
+from tests.ranks_pool import RankError, run_ranks
 
 STEPS = 40
 

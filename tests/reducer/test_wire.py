@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import minddp
 from minddp import Wire
-from minddp.testing import RankError, run_ranks
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import RankError, run_ranks
 
 SHAPES = {"wide": (9, 300), "square": (32, 48), "vector": (700,), "small": (3, 2)}
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minddp.testing import run_ranks
+from tests.ranks_pool import run_ranks
 
 WORLD_SIZES = (2, 3, 4, 5)
 OPERATIONS = int(os.environ.get("MINDDP_SHM_RANDOM_OPS", "4000"))

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 import minddp
 from minddp.straggler import Report, command, exchange, report
-from minddp.testing import run_ranks
 from minddp.timeline import load
 from minddp.timeline.observer import optimizer_time
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import run_ranks
 
 DELAY = 0.04  # several steps: what a busy machine adds is less
 PHASES = ("input", "forward", "backward", "hook")

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import minddp
 from minddp import DistributedDataParallel
 from minddp.functional.sync_batchnorm import convert_sync_batchnorm
-from minddp.testing import run_ranks
+from tests.ranks_pool import run_ranks
 
 ROWS = 3
 

@@ -12,8 +12,8 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minddp.functional.sync_batchnorm import SyncBatchNorm, batch_norm_reference, convert_sync_batchnorm
-from minddp.testing import run_ranks
 from tests.on_ranks import on_ranks
+from tests.ranks_pool import run_ranks
 
 CHANNELS = 5
 TAILS = {"1d": (), "1d sequence": (4,), "2d": (3, 4), "3d": (2, 3, 2)}

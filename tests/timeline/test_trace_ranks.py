@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import minddp
-from minddp.testing import run_ranks
 from minddp.timeline import Trace, gathering, recording
 from tests.faults.logged import logged
+from tests.ranks_pool import run_ranks
 
 SKEW_NS = 5_000_000_000_000
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 import minddp
 from minddp.guards import times, watchdog
-from minddp.testing import RankError, run_ranks
 from tests.faults.healthy.programs import (
     EVENTS,
     PLACES,
@@ -21,6 +20,7 @@ from tests.faults.healthy.programs import (
 )
 from tests.faults.logged import logged
 from tests.on_ranks import all_alike, on_own_ranks, on_ranks
+from tests.ranks_pool import RankError, run_ranks
 
 LOOK = 0.006  # seconds, in place of one
 THREE_WARNINGS = 150 * LOOK  # after 10, 60 and 120 looks, where the machine is not busy

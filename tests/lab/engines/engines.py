@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from minddp.testing import free_port
 from tests.lab.engines.page import blocks
 from tests.lab.engines.processes import ROOT, EngineError, Processes
+from tests.ranks_pool import free_port
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from links import LinkError, ShapedNetwork

@@ -31,7 +31,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from minddp.testing import free_port
+from tests.ranks_pool import free_port
 
 from .program import FAULTS, PLACES, STEPS, Rank
 from .table import WELL, page, summary

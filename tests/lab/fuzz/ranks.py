@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minddp.testing import RankError, RankPool
 from tests.forked import start_rank
+from tests.ranks_pool import RankError, RankPool
 
 from .interpreter import run_program
 from .program import Program

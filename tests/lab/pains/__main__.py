@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-import minddp.testing
-from tests import forked
+from tests import forked, ranks_pool
 
 from .outcome import CLASSES, LIMIT, Outcome, run
 from .programs import PAINS, WORLD, Pain
@@ -26,7 +25,7 @@ issues of [PyTorch's](https://github.com/pytorch/pytorch/issues).
 
 
 def main() -> int:
-    minddp.testing.start_rank = forked.start_rank
+    ranks_pool.start_rank = forked.start_rank
     rows, failed = [HEAD, "| | torch | minddp |", "| --- | --- | --- |"], 0
     for index, pain in enumerate(PAINS):
         torchs, ours = (run(index, which) for which in CLASSES)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp
-from minddp.testing import RankError, RankPool
 from tests.faults.logged import logged
+from tests.ranks_pool import RankError, RankPool
 
 from .programs import PAINS, WORLD, Wrong
 

@@ -25,8 +25,8 @@ from minddp.functional import sync_batchnorm
 from minddp.guards import stall_inspector, times, watchdog
 from minddp.guards.processes import Process, here
 from minddp.planner.autotune import TunerSettings
-from minddp.testing import run_ranks, shutdown
 from tests.lab.streams import extension, programs
+from tests.ranks_pool import run_ranks, shutdown
 from tests.reducer.late import LateGroup
 
 SEEDS, MORE_SEEDS = [0, 1], [2, 3, 4, 5]  # what is not ordered is found in any order

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 import minddp
-from minddp import testing
-from minddp.testing import RankError, RankPool, run_ranks, shutdown, spawn
-from tests import forked
+from tests import forked, ranks_pool
+from tests.ranks_pool import RankError, RankPool, run_ranks, shutdown, spawn
 
 
 def _sum(rank, world_size, base):
@@ -58,7 +57,7 @@ def test_a_hang_ends_in_time_and_the_next_call_works(capfd):
 def test_a_free_port_is_none_that_the_kernel_gives_to_connections():
     with open("/proc/sys/net/ipv4/ip_local_port_range") as stream:
         first, last = map(int, stream.read().split())
-    assert not any(first <= testing.free_port() <= last for _ in range(20))
+    assert not any(first <= ranks_pool.free_port() <= last for _ in range(20))
 
 
 @pytest.fixture
@@ -161,7 +160,7 @@ def test_a_call_that_is_interrupted_leaves_the_next_nothing(pool, tmp_path):
 def _starts_late(path, *args):
     time.sleep(0.5)
     path.touch()
-    testing._rank_main(*args)
+    ranks_pool._rank_main(*args)
 
 
 def _does_not_start(path, *args):
@@ -177,7 +176,7 @@ def test_the_start_of_a_rank_is_no_part_of_the_call(monkeypatch, tmp_path):
     pool = RankPool(1, start=start)
     try:
         target = _starts_late
-        ranks = testing._Ranks(1, 1, start)
+        ranks = ranks_pool._Ranks(1, 1, start)
         assert (tmp_path / "started").exists(), "it is there before a call's time begins"
         ranks.close()
         pool.run(_process)
@@ -186,7 +185,7 @@ def test_the_start_of_a_rank_is_no_part_of_the_call(monkeypatch, tmp_path):
         with pytest.raises(RankError, match="rank 0\nprocess died, exit code 3"):
             pool.run(_process)
         target = _starts_late
-        monkeypatch.setattr(testing, "START_SECONDS", 0.1)
+        monkeypatch.setattr(ranks_pool, "START_SECONDS", 0.1)
         with pytest.raises(RankError, match="rank 0\ndid not start within 0.1 s"):
             pool.run(_process)
     finally:
@@ -195,7 +194,7 @@ def test_the_start_of_a_rank_is_no_part_of_the_call(monkeypatch, tmp_path):
 
 @pytest.mark.long
 def test_spawned_ranks_do_the_same():
-    """What users get."""
+    """Each imports what it needs, in place of being forked."""
     pool = RankPool(2, start=spawn)
     try:
         before = pool.run(_process)
