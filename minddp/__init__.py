@@ -82,7 +82,8 @@ else:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """What is public, and the names that every module has; the core's files can be imported all the same."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 __version__ = "0.2.0"

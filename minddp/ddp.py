@@ -13,7 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from .functions import FUNCTIONS, module_of
 from .hooks import BUILTIN_HOOK_DTYPES, check_signature
 from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .messages import wait_for, work_on
+from .options import Options
 from .outputs import find_tensors, join_outputs
 from .parameters import Parameters, all_parameters
 from .start import broadcast_coalesced, sync_module_states, verify_same_start
@@ -124,7 +125,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
-        **options: Any,
+        **options: Unpack[Options],
     ):
         TorchBase.__init__(self)
         module_of(module, "DistributedDataParallel")
@@ -154,7 +155,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
             }
             torchs |= {"param_to_hook_all_reduce": param_to_hook_all_reduce}
             given = {name: value for name, value in torchs.items() if value is not None}
-            self._minddp_observe(events.parse({**given, **options}))
+            self._minddp_observe(events.parse({**given, **options}, _argument_names()))
             self._minddp_wrapped = Parameters(module, self._minddp_apart)
             work_on(self.process_group, self._minddp_wrapped.device)
             self.device_ids, self.output_device = self._minddp_wrapped.check_devices(device_ids, output_device)
@@ -568,12 +569,20 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         self.__dict__.update(dict.fromkeys(_GIVEN_UP))
 
 
+def _argument_names() -> list[str]:
+    """Those of the constructor, for whoever has mistyped one."""
+    return [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name != "self"]
+
+
 def complete_signature() -> None:
     """Shows the arguments that companions add, in the constructor's signature and in the class's docstring."""
     own = [p for p in inspect.signature(DistributedDataParallel.__init__).parameters.values() if p.name != "options"]
     own = [p for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    types = {name: getattr(hint, "__forward_arg__", hint) for name, hint in Options.__annotations__.items()}
     added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types.get(name, inspect.Parameter.empty)
+        )
         for name, default in events.all_options().items()
         if name not in {p.name for p in own}
     ]

@@ -21,10 +21,11 @@ What always holds
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -264,8 +265,11 @@ class Observers:
             yield
 
 
-def parse(options: Mapping[str, Any]) -> dict[str, Any]:
+def parse(options: Mapping[str, Any], known: Sequence[str] = ()) -> dict[str, Any]:
     """The constructor's further arguments, by companion, as each of them reads its own.
+
+    Args:
+        known: names of arguments, of which one may be meant where nobody takes one.
 
     Raises:
         TypeError: no companion has such an argument, or its companion is left out and the value is not the default.
@@ -286,9 +290,10 @@ def parse(options: Mapping[str, Any]) -> dict[str, Any]:
     gone = {name: way for companion in _registered.values() for name, way in companion.left.items()}
     refuse_left("DistributedDataParallel", set(left) & set(gone), gone)
     for name in left:
-        raise TypeError(
-            f"DistributedDataParallel has no argument {name!r}: no companion of {sorted(settings)} takes it."
-        )
+        meant = difflib.get_close_matches(name, known, n=1)
+        listed = "help(minddp.DistributedDataParallel) describes all arguments."
+        way = f"Did you mean {meant[0]!r}?" if meant else listed
+        raise TypeError(f"DistributedDataParallel has no argument {name!r}. {way}")
     return settings
 
 
