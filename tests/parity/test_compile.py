@@ -79,25 +79,15 @@ def test_graphs_follow_the_buckets(rank, world_size):
 
 
 @on_ranks(2)
-def test_a_compiled_step_is_one_graph_and_is_looked_at_before_the_next_forward(rank, world_size):
+def test_a_compiled_step_is_one_graph(rank, world_size):
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     optimizer, graphs = torch.optim.SGD(ddp.parameters(), 0.1), []
     torch._dynamo.reset()
     step = torch.compile(optimizer.step, backend=lambda graph, inputs: graphs.append(1) or graph)
-
-    def local_and_alike():
-        (ddp.module.weight.square().sum() + ddp.module.bias.square().sum()).backward()
-
-    def local():
-        ddp.module(torch.full((2, 4), 1.0 + rank)).sum().backward()
-
-    with warnings.catch_warnings(), logged() as texts:
+    with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*Dynamo.*")
-        for makes_gradients in (lambda: ddp(torch.ones(2, 4)).sum().backward(), local_and_alike, local):
-            assert not texts
+        for _ in range(3):
             optimizer.zero_grad()
-            makes_gradients()
-            step()
             ddp(torch.ones(2, 4)).sum().backward()
+            step()
     assert len(graphs) == 1
-    assert "uses gradients of this rank alone, of ['weight']: their backward ran past the wrapper" in texts[0]
