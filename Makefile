@@ -92,7 +92,7 @@ $(BUILT): $(SOURCES) | $(BASE)
 RANKS ?= 2
 DEMO := tutorials/01_digits.py
 
-demo: $(BUILT) $(call needs,tutorials)
+demo: $(BUILT) $(call needs,demo)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	  $(DEMO) $(if $(filter 1,$(TORCH_DDP)),--torch-ddp)
 	@echo "Next:  TORCH_DDP=1 make demo              the same with torch's class, to the same digest"

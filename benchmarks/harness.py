@@ -34,7 +34,7 @@ from result_json import as_json  # noqa: E402
 from tests.ranks_pool import RankError, RankPool  # noqa: E402
 
 __all__ = [
-    "ENGINES", "RESULTS", "BenchmarkError", "Ranks", "Spread", "command", "environment", "machine", "names",
+    "ENGINES", "RESULTS", "BenchmarkError", "Ranks", "Spread", "command", "digits", "environment", "machine", "names",
     "numbers", "parser", "prepare_engine", "rank_device", "read_json", "rounds", "run_main", "spread",
     "write_json", "write_text",
 ]  # fmt: skip
@@ -241,6 +241,16 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name(0)
     return facts
+
+
+def digits() -> tuple[Any, Any]:
+    """Tutorial 01's handwritten digits: 64 pixels of 0 to 1 each, and which digit it is."""
+    import numpy as np
+    import torch
+
+    file = Path(__file__).resolve().parents[1] / "tutorials" / "digits.csv.gz"
+    numbers = torch.from_numpy(np.loadtxt(file, delimiter=","))
+    return numbers[:, :64].float() / 16, numbers[:, 64].long()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -65,13 +65,10 @@ def learn(rank: int, world_size: int, batch: int, skip_length: int, steps: int) 
     import contextlib
 
     import torch
-    from sklearn.datasets import load_digits
 
     import minddp
 
-    data = load_digits()
-    inputs = torch.tensor(data.data, dtype=torch.float32) / 16
-    labels = torch.tensor(data.target)
+    inputs, labels = harness.digits()
     train = torch.arange(len(labels)) % 5 != 0
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))

@@ -143,11 +143,8 @@ LEARNED = ("float32", "bf16", "fp16", "int8", "int8 without feedback")
 def _digits(seed: int, rank: int, world_size: int) -> tuple[Any, Any, Any, Any]:
     """A classifier of handwritten digits: model, optimizer, ``loss(ddp)`` of a batch, ``final(model)`` of all."""
     import torch
-    from sklearn.datasets import load_digits
 
-    data = load_digits()
-    inputs = torch.tensor(data.data, dtype=torch.float32) / 16
-    labels = torch.tensor(data.target)
+    inputs, labels = harness.digits()
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     loss_of = torch.nn.CrossEntropyLoss()
