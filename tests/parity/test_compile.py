@@ -8,7 +8,6 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from minddp import DistributedDataParallel
-from tests.faults.logged import logged
 from tests.on_ranks import on_ranks
 
 
