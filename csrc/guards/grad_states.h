@@ -94,9 +94,9 @@ class GradStates : public Case {
       if (states_[i].is(GradState::kBypassed, now(i))) found.emplace_back(i, states_[i].bypassed_in);
     return found;
   }
-  // Parameters whose gradient this rank may have alone by mistake: the forward ran under no_sync, the backward outside
-  // of it; or a local gradient was added to an average; or no backward has brought it, while a synchronized forward
-  // waits for its backward. torch's class averages none of these either.
+  // Parameters whose gradient this rank may have alone by mistake: the forward ran under no_sync, the backward
+  // outside of it; or a local gradient was added to an average; or no backward has brought it, while a synchronized
+  // forward waits for its backward. torch's class averages none of these either.
   std::vector<size_t> suspects() const {
     std::vector<size_t> found;
     const auto is_brought = [&](size_t i) {
