@@ -5,6 +5,7 @@
 # make conformance  PyTorch's own DDP tests, with minddp in the place of torch's class; TORCH=torch==2.15.0
 # make site         the site, in build/docs/html, without what the tutorials print
 # make docs         the site with it, and its tests: every page in a browser, every command of the docs
+# make wheel        a wheel for the torch of .venv, in dist; make wheels: for each of 2.11, 2.13 and 2.15
 # make lab          lists the rigs that are run by hand: fuzzer, faults, sanitizers, soak...; ARGS="soak --steps 3000"
 # make size         counts lines by folder and in all
 #
@@ -24,7 +25,7 @@ CUDA_ARCHS ?= 9.0
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: build demo test test-all lab size lint format conformance libraries tutorials site docs exercises
-.PHONY: check-torch check-cuda gpu-check
+.PHONY: check-torch check-cuda gpu-check wheel wheels
 
 ifdef PYTHON
 PY := $(shell command -v $(PYTHON) || echo $(PYTHON))
@@ -165,23 +166,43 @@ exercises: $(BUILT) $(call needs,test)
 # Each in an environment and a copy of the tree of its own, so that the extension built in place stays the one for
 # the environment in use. TARGET= is any other target that is to run there.
 TARGET ?= test
-TREE := $(wildcard minddp csrc tests benchmarks docs tutorials *.py *.toml *.md *.txt MANIFEST.in Makefile .clang-format .ci)
+TREE := $(wildcard minddp csrc tests benchmarks docs tutorials *.py *.toml *.md *.txt LICENSE MANIFEST.in Makefile .clang-format .ci)
 
 check-torch: $(TORCHES:%=check-torch-%)
 
-check-torch-%: .venv-%/.installed
+check-torch-%: .venv-%/$(if $(filter wheel,$(TARGET)),.torch,.installed)
 	@mkdir -p build/torch-$*
 	@find build/torch-$* -type f ! -path 'build/torch-$*/build/*' ! -name '*.so' ! -name _build.json -delete
 	@tar -cf - --exclude '*.so' --exclude _build.json --exclude __pycache__ $(TREE) | tar -xf - -C build/torch-$*
-	PYTHONPATH= $(MAKE) -C build/torch-$* PYTHON=$(CURDIR)/.venv-$*/bin/python MINDDP_CUDA=0 $(TARGET)
+	PYTHONPATH= $(MAKE) -C build/torch-$* PYTHON=$(CURDIR)/.venv-$*/bin/python MINDDP_CUDA=$(or $(MINDDP_CUDA),0) $(TARGET)
 
-.PRECIOUS: .venv-%/.installed
-.venv-%/.installed: pyproject.toml
+.PRECIOUS: .venv-%/.torch .venv-%/.installed
+.venv-%/.torch:
 	@test -x .venv-$*/bin/python || $(SYSTEM_PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -q "torch==$*" numpy "setuptools>=77" wheel ninja
+	@touch $@
+
+.venv-%/.installed: pyproject.toml .venv-%/.torch
 	.venv-$*/bin/python -c '$(EXTRA)' test > .venv-$*/extra-test.txt
 	.venv-$*/bin/python -m pip install -q -r .venv-$*/extra-test.txt
 	@touch $@
+
+# --- wheels ----------------------------------------------------------------------------------------------
+
+# Installed where no compiler is. Its objects are those of the extension that is built in place.
+WHEELS := $(CURDIR)/dist
+
+wheel: $(BUILT)
+	@rm -rf build/lib* build/bdist*
+	@mkdir -p build/egg $(WHEELS)
+	@set -o pipefail; $(PY) -W ignore setup.py -q egg_info --egg-base build/egg bdist_wheel --dist-dir $(WHEELS) 2>&1 | \
+	  sed -uE '/^warning: no prev/d; $(PIECE)'
+	@ls -t $(WHEELS)/*.whl | head -n 1
+
+wheels:
+	@rm -f $(WHEELS)/minddp-*.whl
+	@$(MAKE) check-torch TARGET=wheel WHEELS=$(WHEELS)
+	@ls $(WHEELS)
 
 # --- CUDA ------------------------------------------------------------------------------------------------
 
