@@ -214,6 +214,6 @@ def main() -> int:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     status = subprocess.run(command, env=environment).returncode
     if status == 0:
-        (html / "index.html").write_text(how.for_site(layout.page))
+        (html / "index.html").write_text(how.for_site(layout.pages.values()))
         print(f"{len(list(html.rglob('*.html')))} pages: {html / 'index.html'}")
     return status

@@ -8,14 +8,16 @@ settings. Here they come from the package (the reducer's rule for buckets, the o
 from __future__ import annotations
 
 import json
-import os
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from minddp.buckets import assign_buckets, torchs_buckets
+from minddp.config import make_config
 from minddp.planner import LinearCost, optimal_plan
 
 from .layout import ROOT
@@ -31,6 +33,9 @@ MIB = 1 << 20
 # The sizes of the slider and of the curve, in MiB: from 0.25 to 50 in equal ratios, two digits each.
 CAPS_MB = [float(f"{0.25 * 200 ** (k / 60):.2g}") for k in range(61)]
 LATE = 0.3  # how late rank 1 begins a step, as a part of a step without communication
+
+
+_FLAGS = ("gradient_as_bucket_view", "skip_all_reduce_unused_params", "batched_grad_copy", "lazy_bucket_allocation")
 
 
 @dataclass(frozen=True)
@@ -57,14 +62,13 @@ def profiles() -> dict[str, BackwardProfile]:
 @lru_cache(maxsize=512)
 def uniform_buckets(model: str, cap_mb: float) -> list[list[int]]:
     """As the reducer cuts them with ``bucket_cap_mb=cap_mb``."""
-    from minddp.buckets import assign_buckets
-
     nbytes = profiles()[model].nbytes
     return assign_buckets(nbytes, [0] * len(nbytes), range(len(nbytes)), [round(cap_mb * MIB)])
 
 
 def simulate(setting: Setting) -> dict[str, float]:
-    """One step: its seconds, those that backward does not hide; the same for the best uniform size and the plan."""
+    """One step: its seconds, those that backward does not hide; those of the best uniform size, of the plan, and of
+    what torch's class and minddp's do by default on CPUs."""
     measured = profiles()[setting.model]
     profile = slowed(measured, 1 / setting.speed)
     profile = replace(profile, tail_seconds=measured.tail_seconds / setting.speed)
@@ -76,6 +80,14 @@ def simulate(setting: Setting) -> dict[str, float]:
 
     mine = simulate_step(profile, uniform_buckets(setting.model, setting.cap_mb), cost)
     best = min(CAPS_MB, key=seconds)
+    nbytes, default = profile.nbytes, make_config(**dict.fromkeys(_FLAGS, False))
+    kinds, order = [0] * len(nbytes), range(len(nbytes))
+    caps, large = default.caps_for(sum(nbytes)), default.alone_from("cpu") or math.inf
+    alone = [i + 1 if size >= large else 0 for i, size in enumerate(nbytes)]
+
+    def of_default(buckets: list[list[int]]) -> float:
+        return late + simulate_step(profile, buckets, cost).step_seconds
+
     plan = optimal_plan(profile.ready_seconds, profile.nbytes, cost)
     return {
         "step": late + mine.step_seconds,
@@ -83,6 +95,8 @@ def simulate(setting: Setting) -> dict[str, float]:
         "alone": profile.local_seconds,
         "buckets": len(uniform_buckets(setting.model, setting.cap_mb)),
         "best_seconds": seconds(best),
+        "torch_seconds": of_default(torchs_buckets(nbytes, kinds, order, default.torch_caps)),
+        "minddp_seconds": of_default(assign_buckets(nbytes, alone, order, caps, default.last_cap)),
         "plan_seconds": late + simulate_step(profile, plan.buckets, cost).step_seconds,
         "plan_buckets": len(plan.buckets),
     }
@@ -91,6 +105,7 @@ def simulate(setting: Setting) -> dict[str, float]:
 # ---- the page
 
 DATA = re.compile(r"^const MEASURED = .*;$", re.MULTILINE)
+CLONE_ONLY = re.compile(r'^<span id="clone">.*\n|^<!-- Pages of the site.*\n', re.MULTILINE)
 
 
 def data() -> str:
@@ -104,17 +119,20 @@ def data() -> str:
     return f"const MEASURED = {json.dumps(found, separators=(',', ':'))};"
 
 
-def for_site(page_of: Callable[[str], str | None]) -> str:
-    """The page as the site's first: a link to a file of the repository leads to the page that shows it."""
+# In a clone, the page's links lead to where `make site` puts the pages.
+IN_CLONE = "../build/docs/html/"
+
+
+def for_site(pages: Collection[str]) -> str:
+    """The page as the site's first: its links lead to the site's pages, whose names are given."""
 
     def link(match: re.Match[str]) -> str:
-        name, mark, place = match[1].partition("#")
-        page = page_of(os.path.normpath(f"docs/{name}"))
-        if page is None:
-            raise ValueError(f"docs/how.html: a link to {name}, which has no page")
-        return f'href="{page}.html{mark}{place}"'
+        page = match[1].removeprefix(IN_CLONE).partition("#")[0].removesuffix(".html")
+        if page not in pages or not match[1].startswith(IN_CLONE):
+            raise ValueError(f"docs/how.html: a link to {match[1]}, which is no page of the site")
+        return f'href="{match[1].removeprefix(IN_CLONE)}"'
 
-    return re.sub(r'href="((?!#|\w+:)[^"]+)"', link, PAGE.read_text())
+    return re.sub(r'href="((?!#|\w+:)[^"]+)"', link, CLONE_ONLY.sub("", PAGE.read_text()))
 
 
 if __name__ == "__main__":  # python -m docs.website.how: what was measured anew goes into the page
