@@ -59,7 +59,7 @@ def measure(rank: int, world_size: int, model: str, caps_mb: list[float], rounds
     seen: dict[str, list[StepTimes]] = {name: [] for name in choices}
     for order in harness.rounds(list(choices), rounds):
         for name in order:
-            ddp.reducer.set_buckets(choices[name])
+            ddp._minddp_averager.set_buckets(choices[name])
             for step in range(steps + 1):
                 run_step(work, ddp)
                 if step > 0:  # the first one allocates buffers

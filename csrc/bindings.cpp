@@ -2,7 +2,6 @@
 #include "bindings.h"
 
 #include "copy/in_memory.h"
-#include "reducer/launch_order.h"
 #include "reducer/program_collectives.h"
 #include "reducer/reducer.h"
 
@@ -15,6 +14,7 @@ namespace minddp {
 #ifdef MINDDP_WITH_CUDA
 void bind_cuda(py::module_& module);
 #endif
+void bind_stamps(py::module_& module);
 namespace {
 
 using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;  // torch.futures.Future
@@ -214,6 +214,17 @@ void group_broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const 
   wait_for(group->broadcast(tensors, options), on_stall);
 }
 
+// What a case offers may be asked of its reducer, such as last_step().
+py::object of_a_case(const Reducer& reducer, const std::string& name) {
+  for (const auto& added : reducer.cases()) {
+    py::object found = py::getattr(py::cast(added), name.c_str(), py::none());
+    if (!found.is_none()) return found;
+  }
+  throw py::attribute_error("the reducer has no '" + name +
+      "', and no companion that is attached to it either. Are "
+      "MINDDP_PLAIN or MINDDP_WITHOUT set?");
+}
+
 void bind_enums(py::module_& module) {
   py::enum_<Phase>(module, "Phase")
       .value("IDLE", Phase::kIdle)
@@ -242,9 +253,8 @@ void bind_cases(py::module_& module) {
       module, "Case", "What a companion adds to a reducer; see csrc/reducer/events.h.");
   bind_case<Callbacks>(module, "Callbacks")
       .def(py::init())
-      .def("set", &set_callbacks, py::arg("after_last_launch") = nullptr, py::arg("post_scale") = nullptr,
+      .def("set_callbacks", &set_callbacks, py::arg("after_last_launch") = nullptr, py::arg("post_scale") = nullptr,
           py::arg("on_stall") = nullptr, py::arg("on_interrupted") = nullptr);
-  bind_case<LaunchOrder>(module, "LaunchOrder").def(py::init()).def("last", &LaunchOrder::last);
   bind_case<ProgramCollectives>(module, "ProgramCollectives")
       .def(py::init())
       .def("found", &ProgramCollectives::found);
@@ -262,6 +272,9 @@ void bind_reducer(py::module_& module) {
       module, "Reducer", "Averages gradients over ranks during backward; see csrc/reducer/reducer.h.")
       .def(py::init<Parameters, std::vector<std::string>, c10::intrusive_ptr<c10d::ProcessGroup>, ReducerOptions>(),
           py::arg("parameters"), py::arg("names"), given("group"), py::arg("options"))
+      .def("__getattr__", &of_a_case, py::arg("name"))
+      .def_readonly("names", &Reducer::names)
+      .def_readonly("rank", &Reducer::rank)
       .def("add", &Reducer::add, given("case"))
       .def("set_buckets", &Reducer::set_buckets, py::arg("buckets"))
       .def("renew_hooks", &Reducer::renew_hooks)
@@ -356,6 +369,7 @@ PYBIND11_MODULE(_C, module) {
   bind_enums(module);
   bind_grad_bucket(module);
   bind_cases(module);
+  bind_stamps(module);
   bind_reducer(module);
   module.def("backward_looks_ahead", [] { return GraphTaskNodes().looks_ahead(); });
   module.def("cpu_timeout", &cpu_timeout, given("group"));

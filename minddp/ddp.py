@@ -248,7 +248,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
             self._minddp_synchronizes()
             averager.before_forward(joining)
         self._minddp_note_not_joined()
-        if grad and not averager.reducer.is_settled:
+        if grad and not averager.is_settled:
             averager.rebuild_buckets()
         if self._check_sync_bufs_pre_fwd():
             with self._minddp_observers.together():
@@ -320,7 +320,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         wait_for(work, self.process_group, "the count of ranks that still have data")
         active = work.get_future().value()[0]
         initial = self._divide_by_initial_world_size
-        self._minddp_averager.reducer.set_divisor(self.process_group.size() if initial else int(active.item()))
+        self._minddp_averager.set_divisor(self.process_group.size() if initial else int(active.item()))
 
     # ----------------------------------------------------------------------------------------
     # Synchronization: when, and how a backward ends

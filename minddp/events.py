@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import torch
 
     from . import _C
-    from .averager import Averager
     from .reducer import Plan
 
 
@@ -57,7 +56,7 @@ class Observer:
     arguments: ClassVar[str] = ""
     left: ClassVar[Mapping[str, str]] = {}
     tunes_buckets: ClassVar[bool] = False
-    _averager: weakref.ref[Averager] | None = None
+    _averager: weakref.ref[Any] | None = None
 
     def __init__(self, ddp: Any, settings: Any):
         self.settings = settings
@@ -244,7 +243,7 @@ class Observers:
         """The observer of that companion, or None."""
         return self._by_name.get(name)
 
-    def of_averager(self, averager: Averager) -> None:
+    def of_averager(self, averager: Any) -> None:
         """The wrapper's averager is being made."""
         for observer in self._by_name.values():
             observer._averager = weakref.ref(averager)

@@ -73,7 +73,7 @@ def _leave(ddp: Any) -> None:
     for call in ddp._minddp_observers.joined:
         call(False)
     ddp._join_config = type(ddp._join_config).construct_disabled_join_config()
-    ddp._minddp_averager.reducer.set_divisor(ddp.process_group.size())
+    ddp._minddp_averager.set_divisor(ddp.process_group.size())
 
 
 def agree_on_sync(ddp: Any, is_joined_rank: bool) -> bool:

@@ -100,24 +100,24 @@ def find_plan(ddp: Any, run_step: Callable[[], None], steps: int = 5) -> BucketP
     Collective, with CPU tensors: on a device nobody knows when a gradient was ready or a collective done. All ranks
     compute the same plan, from the slowest rank's times.
     """
-    reducer = ddp.reducer
+    averager = ddp._minddp_averager
 
     def measure(buckets: Buckets | None) -> Measured:
         if buckets is not None:
-            reducer.set_buckets(buckets)
+            averager.set_buckets(buckets)
         for _ in range(3):  # buckets are rebuilt, buffers allocated
             run_step()
         mine = []
         for _ in range(steps):
             run_step()
-            mine.append(StepTimes.from_last_step(reducer.last_step()))
+            mine.append(StepTimes.from_last_step(averager.reducer.last_step()))
         slowest = torch.tensor([times.row() for times in mine], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         rows = slowest.tolist()
-        return Measured.of([times.with_row(row) for times, row in zip(mine, rows, strict=True)], reducer.nbytes)
+        return Measured.of([times.with_row(row) for times, row in zip(mine, rows, strict=True)], averager.nbytes)
 
-    sizes, seconds = measure_allreduce(max_nbytes=min(sum(reducer.nbytes), 4 * MIB), budget_seconds=1.0)
+    sizes, seconds = measure_allreduce(max_nbytes=min(sum(averager.nbytes), 4 * MIB), budget_seconds=1.0)
     alone = [Burst(1, nbytes, time) for nbytes, time in zip(sizes, seconds, strict=True)]
-    found = search(measure, reducer.kinds, alone)
+    found = search(measure, averager.kinds, alone)
     notes = {"predicted_step_seconds": found.predicted_seconds, "allreduce": repr(found.cost)}
     return BucketPlan.of_indices(found.buckets, *ddp._minddp_wrapped.facts(), notes)

@@ -44,6 +44,8 @@ void Reducer::install_hooks() {
 
 // A parameter's index may differ from before: others were frozen, or parameters were registered anew.
 void Reducer::take_over(const Reducer& before) {
+  sync_enabled = before.sync_enabled;
+  optimizer_in_backward = before.optimizer_in_backward;
   const std::vector<int64_t> there = indices_in(before.parameters, parameters);
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (there[i] < 0) continue;

@@ -3,7 +3,7 @@
 //
 // Ranks match a group's collectives by their order. Gradients may come in another order on one rank (a branch, a term
 // times zero). Then a small bucket leaves before the program's collective there, and after it elsewhere. So if the
-// first iteration has such a collective, Python cuts buckets as torch's class does (Reducer._rebuild_buckets): they
+// first iteration has such a collective, Python cuts buckets as torch's class does (Averager.rebuild_buckets): they
 // then leave where torch's leave.
 #pragma once
 

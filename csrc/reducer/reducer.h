@@ -3,7 +3,7 @@
 // The invariant. The collectives of a rank have one order, the same on all ranks. A bucket leaves when it is complete
 // and all buckets before it have left. So buckets are launched in index order, even when a later one is complete
 // first: the order in which gradients arrive differs from rank to rank. Out of order, different buckets would be
-// added up, or ranks would wait for each other for ever. (launch_order.h checks this on all ranks, in tests.)
+// added up, or ranks would wait for each other for ever.
 //
 // Overview. Gradients are grouped into buckets. A hook on every parameter's autograd node reports each gradient. A
 // gradient is whole when its last contribution has come. On the CPU, each gradient is packed when it is whole. On a
@@ -121,6 +121,7 @@ class Reducer : public std::enable_shared_from_this<Reducer>, public ReducerStat
   // A case belongs to one reducer. REQUIRES: no backward runs; a case that makes buckets, or that needs
   // before_accumulation(), comes before the first buckets.
   void add(std::shared_ptr<Case> added);
+  const std::vector<std::shared_ptr<Case>>& cases() const { return cases_; }
 
   // --- in an iteration (reducer.cpp) ---
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+import weakref
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -199,14 +200,12 @@ def _beats(trial: Trial, other: Trial) -> bool:
 # The tuner: every rank's ----------------------------------------------------------------------------
 
 
-class TunableReducer(Protocol):
-    """The part of the reducer that the tuner uses."""
+class Tunable(Protocol):
+    """The part of the averager that the tuner uses: its reducer's ``buckets()`` and ``last_step()``, and this."""
 
-    def buckets(self) -> list[list[int]]: ...
+    reducer: Any
 
     def set_buckets(self, buckets: list[list[int]]) -> None: ...
-
-    def last_step(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ class _Move:
 
 
 class AutoTuner:
-    """Tunes one reducer's buckets on all ranks of ``group`` together.
+    """Tunes one wrapper's buckets on all ranks of ``group`` together.
 
     Every rank makes one with the same arguments and calls :meth:`before_forward` at the start of each
     forward whose backward will be synchronized. Now and then that call is a collective, at the same
@@ -237,7 +236,7 @@ class AutoTuner:
     calling it, on all ranks, from the first step in which a rank may be missing.
 
     Args:
-        reducer: whose buckets to tune.
+        averager: whose buckets to tune.
         group: the process group of its collectives.
         parameter_names: names by parameter index; ``nbytes``, ``shapes`` and ``dtypes`` belong to them.
         nbytes: bytes of each parameter's gradient, as caps count them.
@@ -252,7 +251,7 @@ class AutoTuner:
 
     def __init__(
         self,
-        reducer: TunableReducer,
+        averager: Tunable,
         group: Any,
         parameter_names: Sequence[str],
         nbytes: Sequence[int],
@@ -268,7 +267,7 @@ class AutoTuner:
         self.settings = settings if settings is not None else TunerSettings()
         self.plan: BucketPlan | None = None
         self.settled = dist.get_world_size(group) == 1  # nothing to communicate, nothing to tune
-        self._reducer = reducer
+        self._averager, self._reducer = weakref.proxy(averager), averager.reducer
         self._group = group
         self._names, self._shapes, self._dtypes = list(parameter_names), list(shapes), list(dtypes)
         self._nbytes, self._model = list(nbytes), model
@@ -315,7 +314,7 @@ class AutoTuner:
         if move.failure is not None and self._decides():
             log.warning('bucket_cap_mb="auto" gave up and keeps the default buckets: %s', move.failure)
         if move.buckets != self._reducer.buckets():
-            self._reducer.set_buckets(move.buckets)
+            self._averager.set_buckets(move.buckets)
         self.settled = move.plan is not None or move.failure is not None
         self.plan = move.plan
         if move.plan is not None and self._decides():

@@ -64,18 +64,18 @@ class Planner(events.Observer):
         averager = self.averager
         if self._planned is not None:
             buckets, splits = self._planned
-            reducer.set_buckets(split_by_kind(buckets, reducer.kinds) if splits else buckets)
+            averager.set_buckets(split_by_kind(buckets, averager.kinds) if splits else buckets)
         self.tuner = None
         if self._auto:
             names, shapes, dtypes = averager.parameters.facts()
             self.tuner = AutoTuner(
-                reducer,
+                averager,
                 averager.group,
                 names,
-                reducer.nbytes,  # as caps count them, whatever travels
+                averager.nbytes,  # as caps count them, whatever travels
                 shapes=shapes,
                 dtypes=dtypes,
-                kinds=reducer.kinds,
+                kinds=averager.kinds,
                 device=averager.parameters.device,
                 model=self._model,
             )

@@ -75,9 +75,9 @@ class Reductions(events.Observer):
 
     def reducer_made(self, reducer: Any, before: Any) -> None:
         if self.settings.reduction == "weighted":
-            self.weights = Weights(reducer.group, reducer.device)
+            self.weights = Weights(self.averager.group, self.averager.parameters.device)
             reducer.set_callbacks(post_scale=weakly(self.weights.post_scale))
-        reducer.set_scale_rule(weakly(self._scales))
+        self.averager.set_scale_rule(weakly(self._scales))
 
     def _scales(self, divisor: int, ranks: int, hooked: bool) -> tuple[float, float]:
         """What gradients are multiplied with while packing and while unpacking.

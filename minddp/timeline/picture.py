@@ -146,5 +146,3 @@ def _legend(steps: Sequence[RankStep]) -> list[Any]:
     if not any(step.late_seconds(bucket) > shortest for step, bucket in pairs):
         del labels["early"]
     return [Patch(color=_COLORS[key], label=label) for key, label in labels.items()]
-
-

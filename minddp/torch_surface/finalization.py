@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _C
-from ..reducer import Reducer
+from ..averager import averagers
 from ..torch_base import fill
 
 
@@ -63,8 +63,6 @@ def _check_has_buckets(ddp: Any) -> None:
 
 
 class _ReducerNames:
-    finalizes_late = False  # finalize_backward() always has to wait for the end of backward
-
     def _set_manual_finalization_required(self: Any, required: bool) -> None:
         """Whether each synchronized backward is ended by :meth:`_finalize_backward_manual`, not by itself.
 
@@ -79,8 +77,9 @@ class _ReducerNames:
         self.manual_finalization = required
 
     def _should_finalize_after_backward(self: Any) -> bool:
-        """Whether buckets are launched at the end of the next backward only: the first one tells the order."""
-        return self.finalizes_late or not self.has_recorded()
+        """Whether buckets are launched at the end of the next backward only: the first one tells the order. Under
+        ``mixed_precision`` always, whose parameters change back there."""
+        return not self.has_recorded() or _averager_of(self).observers.get("torch_surface").mixed is not None
 
     def _finalize_backward_manual(self: Any) -> None:
         """Waits for the collectives of a backward and writes the averages; in a hook of it, or after it.
@@ -113,13 +112,24 @@ class _ReducerNames:
     _check_reducer_finalized = _C.Reducer.check_finished
     _reset_state = _C.Reducer.abort_iteration
 
+    def _rebuild_buckets(self: Any) -> bool:
+        """See :meth:`minddp.averager.Averager.rebuild_buckets`. Whether it had anything to do."""
+        averager = _averager_of(self)
+        settled = averager.is_settled
+        averager.rebuild_buckets()
+        return bool(averager.is_settled != settled)
+
     def prepare_for_forward(self) -> None:
         """Nothing is to be done; callers of :meth:`prepare_for_backward` call it."""
 
 
 def _on(reducer: Any) -> str:
-    return f"[rank {reducer.group.rank()}]"
+    return f"[rank {reducer.rank}]"
+
+
+def _averager_of(reducer: Any) -> Any:
+    return next(averager for averager in averagers() if averager.reducer is reducer)
 
 
 fill(_WrapperNames)
-fill(_ReducerNames, Reducer)
+fill(_ReducerNames, _C.Reducer)

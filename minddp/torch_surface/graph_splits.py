@@ -18,18 +18,18 @@ def cap_of_graphs(averager: Any) -> int:
 
     One cap that the program has chosen stays, as with torch's class.
     """
-    config, reducer = averager.config, averager.reducer
+    config, names = averager.config, averager.parameters.names
     if not (config.default_caps or config.lists_caps):
         return max(config.cap, _FIRST)
-    buckets = reducer.buckets_to_come()
+    buckets = averager.buckets_to_come()
     # A layer's parameters are used by one node of the graph.
-    layers = groupby((i for bucket in buckets for i in bucket), lambda i: reducer.names[i].rpartition(".")[0])
-    sizes = [sum(reducer.nbytes[i] for i in layer) for _, layer in layers]
+    layers = groupby((i for bucket in buckets for i in bucket), lambda i: names[i].rpartition(".")[0])
+    sizes = [sum(averager.nbytes[i] for i in layer) for _, layer in layers]
     low, high = _FIRST, max(sum(sizes), _FIRST)
     while low < high:  # the least cap that gives no more graphs than buckets
         middle = (low + high) // 2
         low, high = (low, middle) if _graphs(sizes, middle) <= len(buckets) else (middle + 1, high)
-    natural = max(config.cap if reducer.is_as_torch else config.caps_for(sum(sizes))[0], _FIRST)
+    natural = max(config.cap if averager.is_as_torch else config.caps_for(sum(sizes))[0], _FIRST)
     cap = min(natural, low, max(low - 1, _FIRST), key=lambda cap: abs(_graphs(sizes, cap) - len(buckets)))
     _say(len(buckets), _graphs(sizes, cap), config.auto_tune)
     return cap

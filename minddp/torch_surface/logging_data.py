@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from .. import environment
 from ..averager import Averager
-from ..reducer import Reducer
 from ..timeline.step_times import on_device
 
 _ALWAYS_LOGGED = 10
@@ -105,7 +104,7 @@ class LoggingData:
         self._sample_rate = 100
         self._noted: dict[str, Any] = {"bucket_sizes": _join(averager.reducer.bucket_nbytes())}
         self.forwards = 0  # that were synchronized
-        self.rebuilds = not averager.reducer.is_settled  # new buckets are to come, and forget the stamps of the old
+        self.rebuilds = not averager.is_settled  # new buckets are to come, and forget the stamps of the old
         self._times: list[dict[str, int]] = []
         self._last: dict[str, int] = {"num_buckets_reduced": 0}
 
@@ -122,12 +121,13 @@ class LoggingData:
     def set_error_and_log(self, message: str) -> None:
         self._noted.update(has_error=1, error=message)
 
-    def note_rebuilt(self, reducer: Reducer) -> None:
+    def note_rebuilt(self, averager: Averager) -> None:
+        reducer = averager.reducer
         self.rebuilds, buckets = False, reducer.buckets()
         self._noted.update(
             has_rebuilt_buckets=1,
             rebuilt_bucket_sizes=_join(reducer.bucket_nbytes()),
-            prev_iteration_grad_ready_order_indices=_join(reducer.order_of_arrival),
+            prev_iteration_grad_ready_order_indices=_join(averager.order_of_arrival),
             rebuilt_per_bucket_param_indices=_join(" ".join(map(str, bucket)) for bucket in buckets),
         )
 

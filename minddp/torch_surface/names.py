@@ -28,9 +28,7 @@ def _surface(ddp: Any) -> Any:
 
 def _log_of(ddp: Any) -> Any:
     if (surface := _surface(ddp)) is None or surface.logger is None:
-        raise RuntimeError(
-            "This wrapper has no log: MINDDP_WITHOUT leaves out torch_surface."
-        )
+        raise RuntimeError("This wrapper has no log: MINDDP_WITHOUT leaves out torch_surface.")
     return surface.logger
 
 

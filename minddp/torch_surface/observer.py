@@ -15,7 +15,6 @@ from .._C import torch_surface as cases
 from ..averager import averagers
 from ..parameters import but_for
 from ..reducer import Plan, Stage, weakly
-from ..timeline.observer import Stamps
 from . import copies, delayed_params, finalization, names  # noqa: F401  give the wrapper torch's names
 from .delayed_params import DelayedAllReduce, Named
 from .logging_data import LoggingData
@@ -124,8 +123,6 @@ class TorchSurface(events.Observer):
         if plan.config.lazy_bucket_allocation:
             plan.add(cases.LazyMemory())
         plan.add(self.shared)
-        if self.averager.observers.get("timeline") is None:  # the log has times all the same
-            plan.add(Stamps(self.averager.parameters.device_type != "cpu"))
 
     def _not_in_contexts(self) -> str:
         """Why gradients of distributed autograd's contexts cannot be reduced; empty: they can."""
@@ -146,7 +143,6 @@ class TorchSurface(events.Observer):
             self.mixed = MixedPrecision.make(
                 self.settings.mixed, averager.module, parameters.module_parameters, buffers, moved
             )
-        reducer.finalizes_late = self.mixed is not None  # parameters change back at the end of backward
         reducer.manual_finalization = ddp is not None and ddp.require_manual_backward_finalization
 
     def _note_sharers(self, reducer: Any) -> None:
@@ -209,13 +205,13 @@ class TorchSurface(events.Observer):
         """After a forward: the buffer of the gradients whose reduction is delayed is made ready."""
         ddp = self._ddp()
         if self.delayed is not None and ddp is not None:
-            self.delayed.prepare(ddp._join_config.enable, self.averager.reducer.divisor)
+            self.delayed.prepare(ddp._join_config.enable, self.averager.divisor)
 
     # --- now and then ---
 
     def rebuilt(self, reducer: Any) -> None:
         if self.logger is not None:
-            self.logger.note_rebuilt(reducer)
+            self.logger.note_rebuilt(self.averager)
 
     def hook_changed(self, name: str) -> None:
         if self.logger is not None:

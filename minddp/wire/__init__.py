@@ -11,7 +11,7 @@ from ..functions import refuse_left
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.uint8}  # of the buffer
 _LEFT = {
-    "exact": "Gradients with fewer than two dimensions travel as they are; for others wire=\"bf16\" rounds less.",
+    "exact": 'Gradients with fewer than two dimensions travel as they are; for others wire="bf16" rounds less.',
     "stochastic": "Codes are rounded to nearest, and error feedback sends what that has lost in the next step.",
     "seed": "Nothing is rounded at random.",
 }

@@ -127,7 +127,8 @@ class WireFormat:
         known = self.residuals.get(parameter)
         if known is not None and known.layout == _layout(parameter) and known.blocks.device == parameter.device:
             return known
-        blocks = torch.zeros(nbytes(parameter, torch.uint8), dtype=torch.uint8, device=parameter.device)
+        nbytes = -(-parameter.numel() // BLOCK) * BLOCK_BYTES
+        blocks = torch.zeros(nbytes, dtype=torch.uint8, device=parameter.device)
         return Residual(_layout(parameter), blocks)
 
     def follow_layouts(self) -> None:
@@ -143,13 +144,6 @@ def _layout(parameter: torch.Tensor) -> Layout:
     if strides != parameter.stride():  # it has gaps
         strides = torch.empty(parameter.shape, device="meta").stride()
     return Layout(tuple(parameter.shape), strides)
-
-
-def nbytes(parameter: torch.Tensor, dtype: torch.dtype) -> int:
-    """That a gradient takes on the wire."""
-    if dtype == torch.uint8:
-        return (parameter.numel() + BLOCK - 1) // BLOCK * BLOCK_BYTES
-    return parameter.numel() * dtype.itemsize
 
 
 def _shrinks(name: str, parameter: torch.Tensor, wire: Wire) -> bool:
@@ -256,5 +250,6 @@ def _blocks(state: WireState, name: str, mine: Residual) -> torch.Tensor:
 
 def _residuals(ddp: torch.nn.Module, function: str) -> dict[str, Residual]:
     observer = wrapper_of(ddp, function)._minddp_observers.get("wire")
-    names = averager_of(ddp, function).names_of_parameters()
+    parameters = averager_of(ddp, function).parameters
+    names = dict(zip(parameters.reduced, parameters.names))
     return {} if observer is None else {names[p]: residual for p, residual in observer.format.residuals.items()}

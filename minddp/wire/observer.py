@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .. import environment, events
 from ..reducer import Plan, Stage
 from . import Wire, make_wire
-from .format import WireFormat, nbytes
+from .format import WireFormat
 
 
 class Settings(NamedTuple):
@@ -61,7 +61,6 @@ class WireObserver(events.Observer):
         if not self.format.is_in_force:
             return
         plan.dtypes = self.format.dtypes(plan.names, plan.parameters, plan.sparse, plan.plain_dtypes())
-        plan.wire_nbytes = [nbytes(p, dtype) for p, dtype in zip(plan.parameters, plan.dtypes)]
         for case in self.format.cases(plan.parameters, plan.dtypes):
             plan.add(case, Stage.KINDS)
 

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import gc
 import pickle
-import unittest
+import unittest.mock
 import warnings
 import weakref
 
@@ -45,10 +45,17 @@ def _same(mine, expected, tolerance=1e-5):
     torch.testing.assert_close(list(mine), list(expected), rtol=tolerance, atol=tolerance)
 
 
-def _reducers_hooked_on(parameter):
+@contextlib.contextmanager
+def _reducers_made():
+    """A list of the reducers that are made inside, which it keeps."""
+    made, kind = [], minddp._C.Reducer
+    with unittest.mock.patch.object(minddp._C, "Reducer", lambda *given: made.append(kind(*given)) or made[-1]):
+        yield made
+
+
+def _hooked_on(parameter, reducers):
     """How many reducers hear of ``parameter``: told by those whose used map a backward of it alone marks."""
     node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
-    reducers = [o for o in gc.get_objects() if isinstance(o, minddp._C.Reducer) and o.names]
     before = [(r.arrived_in(0), r.bypassed()) for r in reducers]
     parameter.sum().backward()
     after = [(r.arrived_in(0), r.bypassed()) for r in reducers]
@@ -82,15 +89,17 @@ def test_after_each_remaking_one_reducer_is_hooked_and_right(rank, world_size):
     warnings.simplefilter("ignore")
     for remake in REMAKE:
         for arguments in ARGUMENTS:
-            ddp = DDP(mlp(), **arguments)
-            if remake in (_refresh, _new_group):
-                _step(ddp, rank)
-            same = remake(ddp)
+            with _reducers_made() as made:
+                ddp = DDP(mlp(), **arguments)
+                if remake in (_refresh, _new_group):
+                    _step(ddp, rank)
+                same = remake(ddp)
             gc.collect()
-            assert _reducers_hooked_on(same.module[0].weight) == 1, remake
+            assert len(made) > 1 or remake is _hook
+            assert _hooked_on(same.module[0].weight, made) == 1, remake
             for i in range(3):
                 _same(_step(same, rank, i), _truth(same.module, world_size, i))
-            del ddp, same
+            del ddp, same, made
 
 
 @on_ranks(2)
@@ -135,13 +144,14 @@ def test_nothing_outlives_its_wrapper(rank, world_size):
 def test_a_constructor_that_failed_leaves_no_hooks(rank, world_size):
     net = mlp()
     other = minddp.bucket_plan(DDP(nn.Linear(3, 3)))
-    with pytest.raises(ValueError, match="plan"):
-        DDP(net, bucket_plan=other)
-    gc.collect()
-    with pytest.raises(ValueError, match="contradict"):
-        DDP(net, gradient_as_bucket_view=True, reduce_dtype=torch.float64)
-    ddp = DDP(net)
-    assert _reducers_hooked_on(net[0].weight) == 1
+    with _reducers_made() as made:
+        with pytest.raises(ValueError, match="plan"):
+            DDP(net, bucket_plan=other)
+        gc.collect()
+        with pytest.raises(ValueError, match="contradict"):
+            DDP(net, gradient_as_bucket_view=True, reduce_dtype=torch.float64)
+        ddp = DDP(net)
+    assert _hooked_on(net[0].weight, made) == 1
     _same(_step(ddp, rank), _truth(net, world_size))
 
 

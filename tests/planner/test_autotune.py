@@ -31,6 +31,10 @@ class FakeReducer:
         self.reads = 0
         self.changes = []
 
+    @property
+    def reducer(self):
+        return self
+
     def buckets(self):
         return self._buckets
 

@@ -25,8 +25,8 @@ UNITS = [
     "used_map",
     "events",
     "comm_hook",
-    "launch_order",
     "program_collectives",
+    "stamps",
     "reducer",
     "between_iterations",
 ]
@@ -36,7 +36,6 @@ FOLDERS = {
     "copy": set(),
     "reducer": {"copy"},
     "guards": CORE,
-    "timeline": CORE,
     "torch_surface": CORE,
     "wire": CORE,
     "shm": CORE,

@@ -606,22 +606,26 @@ def test_a_mended_failure_is_taken_back(rank, world_size):
 
 @on_ranks(2)
 def test_buckets_leave_in_one_order_on_all_ranks(rank, world_size):
-    """Also if gradients arrive in another order on each rank."""
+    """Also if gradients arrive in another order on each rank. None before it is complete, or backward is over."""
     ddp = DDP(Two(), **ALONE)
-    order = minddp._C.LaunchOrder()
-    ddp.reducer.add(order)
     orders = []
     for step in range(3):
         ddp.zero_grad()
         expected = _mean(ddp.module, world_size, lambda r: ddp.module(_x(r, step)))
         ddp(_x(rank, step), ("left", "right") if rank == 0 else ("right", "left")).backward()
         _check(ddp.module, expected)
-        orders.append((ddp.reducer.arrival_order(), order.last(), ddp.reducer.buckets()))
+        stamps = ddp.reducer.last_step()
+        for bucket in stamps["buckets"]:
+            whole = max(stamps["ready_ns"][i] for i in bucket["parameters"])
+            assert bucket["launch_ns"] >= min(whole, stamps["backward_end_ns"])
+        order = sorted(stamps["buckets"], key=lambda bucket: bucket["launch_ns"])
+        orders.append((ddp.reducer.arrival_order(), [bucket["index"] for bucket in order], ddp.reducer.buckets()))
     everyone = [None] * world_size
     dist.all_gather_object(everyone, orders)
     arrivals, *launches_and_buckets = zip(*[zip(*of_rank) for of_rank in everyone])
     assert arrivals[0] != arrivals[1], "or nothing is tested here"
     assert all(first == second and len(first[-1]) > 1 for first, second in launches_and_buckets)
+    assert all(order == sorted(order) for order in launches_and_buckets[0][0])
 
 
 @on_ranks(2)

@@ -183,7 +183,7 @@ def _drift(rank: int, world_size: int, wire: Wire, steps: int) -> float:
     mine = {name: g / 10.0**rank for name, g in gradients(rank).items()}
     for iteration in range(steps):
         if iteration == steps // 2:  # a new plan keeps it
-            ddp.reducer.set_buckets([[i] for i in reversed(range(4))])
+            ddp._minddp_averager.set_buckets([[i] for i in reversed(range(4))])
         ddp.zero_grad()
         ddp(mine).backward()
         received += averages(ddp)["square"]
@@ -254,9 +254,8 @@ def test_beside_other_arguments(rank: int, world_size: int) -> None:
         pinned(gradients(rank)).backward()
     finally:
         torch.set_default_dtype(torch.float32)
-    sizes = [p.numel() for p in net.parameters()]
-    assert low.reducer.wire_nbytes == [4 * n for n in sizes]
-    assert cast.reducer.wire_nbytes == [2 * n for n in sizes]
+    for ddp, travels in ((low, torch.float32), (cast, torch.bfloat16)):
+        assert {kind[-1] for kind in ddp._minddp_averager.kinds} == {travels}
     state = minddp.wire_state(pinned)
     net.requires_grad_(False).wide.requires_grad_()
     minddp.refresh(pinned)
@@ -346,7 +345,7 @@ def test_feedback_in_another_memory_format_begins_anew(rank: int, world_size: in
         ddp(given).backward()
         _, strides, _ = minddp.wire_state(ddp)["w"]
         found.append(strides == ddp.module.w.grad.stride())
-    ddp.reducer.set_buckets([[0]])
+    ddp._minddp_averager.set_buckets([[0]])
     _, strides, blocks = minddp.wire_state(ddp)["w"]
     assert found[1] and strides == ddp.module.w.grad.stride() and blocks.any()
 

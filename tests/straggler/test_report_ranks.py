@@ -305,7 +305,7 @@ def _kept(rank: int, world_size: int) -> dict[str, Any]:
     ddp = _train(40)
     steps = ddp.reducer.recent_steps()
     last, two = ddp.reducer.last_step(), ddp.reducer.recent_steps(2)
-    ddp.reducer.set_buckets([[index] for index in reversed(range(6))])
+    ddp._minddp_averager.set_buckets([[index] for index in reversed(range(6))])
     return {"steps": steps, "last": last, "two": two, "after": ddp.reducer.recent_steps()}
 
 

@@ -1,6 +1,6 @@
-// Python's view of the timeline's stamps.
+// Python's view of the reducer's stamps.
 #include "bindings.h"
-#include "trace.h"
+#include "reducer/stamps.h"
 
 namespace minddp {
 namespace {
@@ -16,6 +16,7 @@ py::dict bucket_times(const ReducerState& reducer, const StepStamps& step, size_
   times["done_ns"] = step.done_at(index);
   times["unpack_begin_ns"] = step.at(index, BucketMoment::kUnpack);
   times["unpack_end_ns"] = step.at(index, BucketMoment::kUnpacked);
+  if (!reducer.buckets[index]->device().is_cpu()) times["on_device"] = true;  // stamps are the host's, which enqueues
   return times;
 }
 
@@ -60,13 +61,14 @@ py::list recent_steps(const Stamps& stamps, size_t at_most) {
   return steps;
 }
 
-const Companion timeline("timeline", [](py::module_& module) {
+}  // namespace
+
+void bind_stamps(py::module_& module) {
   bind_case<Stamps>(module, "Stamps")
       .def(py::init())
       .def("arrive", &Stamps::arrive, py::arg("optimizer_ns"))
       .def("last_step", &last_step)
-      .def("recent_steps", &recent_steps, py::arg("at_most"));
-});
+      .def("recent_steps", &recent_steps, py::arg("at_most") = 32);
+}
 
-}  // namespace
 }  // namespace minddp

@@ -1,9 +1,9 @@
-// Case: the timeline. When things happened in the last synchronized backward, and in some before it: nanoseconds of
-// CLOCK_MONOTONIC, the clock of Python's time.monotonic_ns(). A clock read (some 25 ns) per gradient and seven per
-// bucket; nothing here locks.
+// A case of the core's own: when things happened in the last synchronized backward, and in some before it.
+// Nanoseconds of CLOCK_MONOTONIC, the clock of Python's time.monotonic_ns(). A clock read (some 25 ns) per gradient
+// and seven per bucket; nothing here locks.
 #pragma once
 
-#include "reducer/events.h"
+#include "events.h"
 
 #include <array>
 #include <atomic>
