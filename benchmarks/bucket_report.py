@@ -13,6 +13,7 @@ from typing import Any
 
 import harness
 from harness import BenchmarkError, Spread, spread
+from models import MODELS
 from sweep import LOCAL, RAW, Point, Sweep
 
 COLORS = {
@@ -83,6 +84,17 @@ def title(summary: Summary) -> str:
     s = summary.sweep.settings
     link = f"over {s['link']} links" if s["link"] else "on loopback"
     return f"{s['model']}, {s['ranks']} ranks, {s['engine']} {link}"
+
+
+def sentence(summary: Summary) -> str:
+    """The plot's title: which size was best, and what it says beside the default."""
+    if too_noisy(summary) or (best := summary.best("minddp")) is None:
+        return f"{title(summary)}: nothing follows"
+    s, default = summary.sweep.settings, summary.times.get(Point("minddp", "default"))
+    link = f", a link of {s['link'].replace('gbit', ' Gbit/s').replace('mbit', ' Mbit/s')}" if s["link"] else ""
+    named = ",".join(MODELS[s["model"]][0].split(",")[:2]) if s["model"] in MODELS else s["model"]
+    text = f"{named}; {s['ranks']} ranks{link}: buckets of {best[0]:g} MiB make minddp's shortest step"
+    return text if default is None else f"{text},\n{best[1].median * 1e3:.0f} ms; the default {default.median * 1e3:.0f} ms"
 
 
 def findings(summary: Summary) -> list[str]:
@@ -332,7 +344,7 @@ def _finish_axes(axes: Any, summary: Summary) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("bucket_cap_mb (MiB)")
     axes.set_ylabel("step, ms (median; band: quartiles)")
-    axes.set_title(title(summary), loc="left", fontsize=11)
+    axes.set_title(sentence(summary), loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -368,10 +368,14 @@ def draw_steps(axes: Any) -> None:
     ranks = [f"{case['model']}, {case['world_size']} rank{'s' * (case['world_size'] > 1)}" for case in cases]
     axes.set(yticks=range(len(cases)), yticklabels=ranks, xlim=(0.7, 1.08), xlabel="time of a step / torch's")
     axes.invert_yaxis()
+    parts = [case["rows"]["minddp"]["step_ratio"][1] for case in cases]
+    text = f"A step with minddp takes {min(parts):.2f} to {max(parts):.2f} of the time with torch's class"
+    axes.set_title(text, loc="left")
 
 
 def draw_buckets(panels: Sequence[Any]) -> None:
     """A panel for each model: step time against the uniform cap."""
+    changes = []
     for axes, summary, title in zip(panels, bucket_summaries().values(), SWEEPS.values()):
         for variant, colour in (("torch", _ORANGE), ("minddp", _BLUE)):
             caps, found = zip(*summary.curve(variant))
@@ -380,9 +384,12 @@ def draw_buckets(panels: Sequence[Any]) -> None:
             axes.errorbar(caps, middle, yerr=around, fmt="o-", color=colour, capsize=2, label=variant)
         auto = 1e3 * summary.times[Point("minddp", "auto")].median
         axes.axhline(auto, color=_BLUE, linestyle="--", label='minddp, "auto"')
-        axes.set(title=title, xscale="log", xlabel="bucket_cap_mb", ylabel="ms a step")
+        ours, torchs = (1e3 * summary.times[Point(variant, "default")].median for variant in ("minddp", "torch"))
+        changes.append(f"{100 * (1 - ours / torchs):.0f} %")
+        axes.set(title=title, xscale="log", xlabel="bucket_cap_mb, MiB", ylabel="ms a step")
         axes.set_xticks(caps, [f"{cap:g}" for cap in caps])
         axes.legend(frameon=False)
+    panels[0].figure.suptitle(f"Over 1 Gbit/s minddp's default takes {' and '.join(changes)} less time than torch's")
 
 
 def draw_wires(panels: Sequence[Any]) -> None:
@@ -404,6 +411,10 @@ def draw_wires(panels: Sequence[Any]) -> None:
         axes.set(title=title, xticks=range(len(links)), xticklabels=links.values(), ylabel="time of a step / torch's")
         axes.set_ylim(0, 1.35)
         axes.legend(frameon=False, title="minddp, by wire", loc="upper center", ncols=3)
+    named = "wire-mlp38-gloo-2ranks-1gbit"
+    found = wire.table(Sweep(harness.RESULTS / f"{named}.json", read(named)["settings"]))
+    part = found[Point("minddp-int8", "default")][1].median
+    panels[0].figure.suptitle(f"Over 1 Gbit/s int8 brings a step of the MLP to {part:.2f} of torch's time")
 
 
 def plot() -> None:

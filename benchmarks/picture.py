@@ -47,19 +47,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=PICTURE, help=".png or .svg")
     options = parser.parse_args()
 
-    from minddp.timeline import report
+    from minddp.timeline import load, rank_steps, table
+    from minddp.timeline.picture import draw
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         with Ranks(options.ranks, "gloo", options.link) as ranks:
             ranks.run(_record, str(path), timeout=300)
-        trace = report.load(path)
+        trace = load(path)
     iterations = range(WARM_UP + 1, WARM_UP + STEPS + 1)
-    recorded = [report.rank_steps(trace, iteration) for iteration in iterations]
+    recorded = [rank_steps(trace, iteration) for iteration in iterations]
     recorded.sort(key=lambda steps: max(step.times.step_seconds for step in steps))
     middle = recorded[len(recorded) // 2]
-    print(report.table(middle))
-    report.draw(middle, [options.output])
+    print(table(middle))
+    draw(middle, [options.output])
     print(f"drawn: {options.output}")
 
 

@@ -117,7 +117,7 @@ def test_every_command_begins_with_something_that_is_tested():
 
 
 def test_make(clone):
-    """make knows the target, and what it would do is something. (Under -n, check-* and wheels would start another make.)"""
+    """make knows the target, and what it would do is something. (check-* and wheels would start another make.)"""
     makefile = (clone / "Makefile").read_text()
     targets = set(" ".join(re.findall(r"^\.PHONY: (.*)$", makefile.replace("\\\n", " "), re.MULTILINE)).split())
     for command, parts in of("make"):
