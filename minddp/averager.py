@@ -31,6 +31,7 @@ from .buckets import (
     assign_buckets,
     check_buckets,
     ready_order,
+    split_by_kind,
     torchs_buckets,
     unordered_buckets,
 )
@@ -164,7 +165,7 @@ class Averager:
         noted = [] if self._finds_unused else [self._program]
         for case in (*noted, *self._cases, self.stamps, callbacks):
             self.reducer.add(case)
-        self.reducer.set_buckets(self._first_buckets())
+        self.reducer.set_buckets(self._first_buckets(plan))
         self.reducer.set_skip_all_reduce_unused(self.config.skip_all_reduce_unused_params)
         outlive(self.reducer, self.group)
         if self.observers.after_last_launch:
@@ -191,12 +192,17 @@ class Averager:
         """Buckets are cut as torch's class cuts them."""
         return self._finds_unused or self.has_own_hook
 
-    def _first_buckets(self) -> Buckets:
-        """As torch's class: all of a kind together, where the order will be known soon.
+    def _first_buckets(self, plan: Plan) -> Buckets:
+        """The plan's; otherwise as torch's class: all of a kind together, where the order will be known soon.
 
         Not where it is more than 25 MiB. With gradient views a large gradient alone in its bucket takes no further
         memory, and one that shares a bucket does.
         """
+        if plan.buckets is not None:  # what was planned as one kind may travel as several
+            buckets = plan.buckets if plan.dtypes is None else split_by_kind(plan.buckets, self.kinds)
+            check_buckets(buckets, plan.names, self.kinds)
+            self.is_settled = True
+            return buckets
         config = self.config
         if self._finds_unused or config.lists_caps:
             return unordered_buckets(self.nbytes, self.kinds, config.torch_caps)
@@ -241,10 +247,8 @@ class Averager:
         with self.observers.together():
             agreed = agree_on_order(agreed, self.group, self.parameters.device)
         assign = self._assign_as_torch if agreed.as_torch else self._assign
-        self._cut(assign(agreed.arrived, agreed.absent))
         self.has_rebuilt_buckets = True
-        for call in self.observers.rebuilt:
-            call(self.reducer)
+        self._cut(assign(agreed.arrived, agreed.absent))
         for call in self.observers.named:
             call(f"{agreed.token:x}")  # the same on all ranks, and no other reducer's
 
@@ -362,8 +366,6 @@ class Averager:
 
     def shadow_backward(self) -> None:
         """A rank without data takes part in the others' backward, with zeros. Collective."""
-        for call in self.observers.shadowing:
-            call()
         if not self.parameters.names:
             return
         futures = [self.reducer.run_hook(bucket) for bucket in self.reducer._get_zeros_like_grad_buckets()]

@@ -101,6 +101,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
     """
 
     _minddp_has_joined = False
+    _minddp_cast: Callable[[Any, Any], tuple[Any, Any]] | None = None  # with mixed_precision, of forward's inputs
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
             if init_sync:
                 with self._minddp_observers.together():
                     token = self._minddp_synchronize_model()
-            self._minddp_average(token, copied=False)
+            self._minddp_average(token)
 
     def _minddp_observe(self, settings: dict[str, Any]) -> None:
         self._minddp_observers = events.Observers(self, settings)
@@ -202,7 +203,7 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         sync_module_states(self.module, group, self.broadcast_bucket_size, 0, wrapped.ignored, with_buffers)
         return token
 
-    def _minddp_average(self, token: str | None, copied: bool) -> None:
+    def _minddp_average(self, token: str | None) -> None:
         """The end of construction, and of unpickling: only now anything outside of this object knows of it."""
         wrapped, observers = self._minddp_wrapped, self._minddp_observers
         self._assign_modules_buffers()
@@ -213,8 +214,6 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
             if other is not self._minddp_averager:
                 other.yield_ownership(wrapped.reduced)
         lifetime.end_in_order(self)
-        for call in observers.constructed:
-            call(self, copied)
         if token is not None:
             for call in observers.named:
                 call(token)
@@ -258,8 +257,8 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         if self.device_ids:
             moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved[0], moved_kwargs[0]
-        for call in self._minddp_observers.inputs:
-            inputs, kwargs = call(inputs, kwargs)
+        if self._minddp_cast is not None:
+            inputs, kwargs = self._minddp_cast(inputs, kwargs)
         if grad:
             averager.reducer.begin_forward()
         return inputs, kwargs

@@ -104,9 +104,6 @@ class Observer:
     def reducer_made(self, reducer: _C.Reducer, before: _C.Reducer | None) -> None:
         """A reducer has taken the place of ``before``. Callbacks and cases are placed here."""
 
-    def constructed(self, ddp: Any, copied: bool) -> None:
-        """The wrapper is complete. ``copied``: after it was unpickled or copied, on this rank alone perhaps."""
-
     def named(self, token: str) -> None:
         """What all ranks call this wrapper from now on."""
 
@@ -122,10 +119,6 @@ class Observer:
         """The forward's backward will be synchronized. ``joining``: ranks may have run out of data, and take no part
         in other collectives than the forward's own; otherwise this may communicate. May raise."""
 
-    def inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The module is about to run, also without gradients; what is returned takes the place of its inputs."""
-        return inputs, kwargs
-
     def after_forward(self, outputs: list[torch.Tensor], synchronized: bool) -> None:
         """The module has run, also without gradients. ``outputs``: the tensors in its output."""
 
@@ -140,10 +133,7 @@ class Observer:
     # What happens now and then.
 
     def buckets_changed(self, reducer: _C.Reducer) -> None:
-        """Gradients travel in other buckets from now on."""
-
-    def rebuilt(self, reducer: _C.Reducer) -> None:
-        """Buckets follow the order of arrival from now on, once for each reducer."""
+        """Gradients travel in other buckets than the reducer's first from now on."""
 
     def hooking(self, steps: bool) -> None:
         """A communication hook is about to be registered. ``steps``: it runs the optimizer. May raise."""
@@ -155,10 +145,8 @@ class Observer:
         """No optimizer will use the last averages."""
 
     def joined(self, now: bool) -> None:
-        """In ``join()``: this rank has run out of data, or (``now=False``) all have and the context ends."""
-
-    def shadowing(self) -> None:
-        """A rank without data is about to take part in the others' backward, with zeros."""
+        """In ``join()``: this rank has run out of data, and is about to take part in an iteration of the others; or
+        (``now=False``) all have, and the context ends."""
 
     def shadowed(self, synchronized: bool, by_all: bool) -> None:
         """It has taken part in an iteration. ``by_all``: sums are divided by all ranks."""
@@ -166,9 +154,6 @@ class Observer:
     def refreshing(self, ddp: Any) -> None:
         """The module's parameters are about to be looked at anew, and buckets cut anew. May change the module; may
         raise."""
-
-    def group_changed(self, group: Any) -> None:
-        """The wrapper works with another process group from now on."""
 
     def saving(self) -> None:
         """``state_dict()`` is called. May raise."""

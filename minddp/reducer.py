@@ -38,6 +38,7 @@ class Plan:
         always_reduce: go through the process group if it has one rank, too.
         reduce_dtype: the dtype in which floating-point gradients travel; None: their own.
         dtypes: what travels, by parameter; None: as ``reduce_dtype`` says.
+        buckets: the first, and no others follow by themselves; None: the core chooses.
         cases: what companions attach to the C++ reducer (csrc/reducer/events.h); see :meth:`add`.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     always_reduce: bool = False
     reduce_dtype: torch.dtype | None = None
     dtypes: list[torch.dtype] | None = None
+    buckets: list[list[int]] | None = None
     cases: list[tuple[Stage, Any]] = field(default_factory=list)
 
     def add(self, case: Any, stage: Stage = Stage.REST) -> None:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import events
-from ..buckets import split_by_kind
 from ..functions import averager_of
 from ..reducer import Plan
 from .autotune import AutoTuner
@@ -40,7 +39,6 @@ class Planner(events.Observer):
         self.tuner: AutoTuner | None = None
         self._model = type(ddp.module).__name__
         self._pinned, self._auto = settings.bucket_plan, ddp._minddp_config.auto_tune
-        self._planned: tuple[list[list[int]], bool] | None = None  # pinned buckets, and whether they are to be split
         if self._pinned is not None and self._auto:
             raise ValueError('bucket_plan= pins the buckets, bucket_cap_mb="auto" searches them: pass one')
 
@@ -55,16 +53,11 @@ class Planner(events.Observer):
         return {"bucket_plan": _identity(self._pinned)}
 
     def planning(self, plan: Plan) -> None:
-        self._planned = None
         if self._pinned is not None:
-            splits = plan.dtypes is not None  # what was planned as one kind may travel as several
-            self._planned = self._pinned.parameter_buckets(*self.averager.parameters.facts()), splits
+            plan.buckets = self._pinned.parameter_buckets(*self.averager.parameters.facts())
 
     def reducer_made(self, reducer: Any, before: Any) -> None:
         averager = self.averager
-        if self._planned is not None:
-            buckets, splits = self._planned
-            averager.set_buckets(split_by_kind(buckets, averager.kinds) if splits else buckets)
         self.tuner = None
         if self._auto:
             names, shapes, dtypes = averager.parameters.facts()

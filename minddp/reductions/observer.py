@@ -45,6 +45,7 @@ class Reductions(events.Observer):
     def __init__(self, ddp: Any, settings: Settings):
         super().__init__(ddp, settings)
         self.weights: Weights | None = None
+        self._is_out_of_data = False
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Settings:
@@ -102,11 +103,12 @@ class Reductions(events.Observer):
 
     def after_last_launch(self) -> None:
         if self.weights is not None:
+            if self._is_out_of_data:
+                self.weights.add(0.0)
             self.weights.send()
 
-    def shadowing(self) -> None:
-        if self.weights is not None:
-            self.weights.add(0.0)
+    def joined(self, now: bool) -> None:
+        self._is_out_of_data = now
 
     def shadowed(self, synchronized: bool, by_all: bool) -> None:
         if self.weights is not None and synchronized:

@@ -13,7 +13,7 @@ from ..parameters import Parameters
 from ..torch_base import TorchBase, fill
 from .delayed_params import name_of
 
-_MADE_ANEW = ("process_group", "_minddp_averager", "_minddp_observers", "_minddp_wrapped")
+_MADE_ANEW = ("process_group", "_minddp_averager", "_minddp_observers", "_minddp_wrapped", "_minddp_cast")
 # The constructor's arguments that torch's class keeps under their names.
 _ARGUMENTS = (
     "device_ids", "output_device", "dim", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
@@ -50,8 +50,9 @@ class _Copies:
         self.process_group = choose_group(None, None)
         super(_TorchDDP, self).__setstate__(state)  # type: ignore[misc]
         self._minddp_observe(settings)
+        self._minddp_observers.get("torch_surface").is_copied = True
         self._minddp_wrapped = Parameters.like(self.module, left_alone, self._minddp_apart)
-        self._minddp_average(None, copied=True)
+        self._minddp_average(None)
         if hook is not None:
             self._minddp_averager.set_hook(*hook)
 

@@ -169,8 +169,8 @@ class TorchNames:
         """Goes on with another group, after ranks were lost or added; buckets are planned anew."""
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
-            for call in self._minddp_observers.group_changed:
-                call(new_process_group)
+            if (delayed := _surface(self).delayed) is not None:
+                delayed.set_group(new_process_group)
             self._minddp_averager.rebuild(group=new_process_group)
         else:
             self._minddp_averager.has_rebuilt_buckets = False

@@ -36,6 +36,7 @@ class TorchSurface(events.Observer):
         logger: what ``ddp.logger`` is.
         mixed: with ``mixed_precision``, what swaps parameters between their two precisions.
         delayed: with ``delay_all_reduce_named_params``, their one collective.
+        is_copied: the wrapper was unpickled or copied, on this rank alone perhaps.
     """
 
     name = "torch_surface"
@@ -48,10 +49,7 @@ class TorchSurface(events.Observer):
         self.logger: LoggingData | None = None
         self.mixed: MixedPrecision | None = None
         self.delayed: DelayedAllReduce | None = None
-        self._has_begun = False
-
-    def listens(self, event: str) -> bool:
-        return event != "inputs" or self.settings.mixed is not None
+        self.is_copied = self._has_begun = False
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Any:
@@ -144,6 +142,8 @@ class TorchSurface(events.Observer):
                 self.settings.mixed, averager.module, parameters.module_parameters, buffers, moved
             )
         reducer.manual_finalization = ddp is not None and ddp.require_manual_backward_finalization
+        if before is None:
+            self._begin(ddp)
 
     def _note_sharers(self, reducer: Any) -> None:
         """Other wrappers of some of these parameters: a backward through theirs is not this one's."""
@@ -158,15 +158,18 @@ class TorchSurface(events.Observer):
     def _renew_hooks(self) -> None:
         self.averager.reducer.renew_hooks()
 
-    def constructed(self, ddp: Any, copied: bool) -> None:
+    def _begin(self, ddp: Any) -> None:
+        """The wrapper's first reducer is there."""
         config = ddp._minddp_config
         if config.gradient_as_bucket_view and not config.lazy_bucket_allocation:
             self._views.adopt_gradients()
+        if self.mixed is not None:
+            ddp._minddp_cast = self._cast
         _, delayed, trigger = self.settings
         if delayed:
             assert trigger is not None
             starts = (delayed_params.name_of(ddp.module, trigger) or "param_to_hook_all_reduce", trigger)
-            broadcast = None if copied else ddp.broadcast_bucket_size
+            broadcast = None if self.is_copied else ddp.broadcast_bucket_size
             self.delayed = DelayedAllReduce(ddp.process_group, delayed, starts, broadcast)
 
     def refreshing(self, ddp: Any) -> None:
@@ -187,10 +190,10 @@ class TorchSurface(events.Observer):
         if self.logger is not None and self.logger.rebuilds:
             self.logger.note_steps(self.averager)
 
-    def inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.mixed is not None:
-            inputs, kwargs = _cast_forward_inputs(self.mixed.param_dtype, *inputs, **kwargs)
-            self.mixed.lower()
+    def _cast(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self.mixed is not None
+        inputs, kwargs = _cast_forward_inputs(self.mixed.param_dtype, *inputs, **kwargs)
+        self.mixed.lower()
         return inputs, kwargs
 
     def after_forward(self, outputs: list[torch.Tensor], synchronized: bool) -> None:
@@ -209,8 +212,8 @@ class TorchSurface(events.Observer):
 
     # --- now and then ---
 
-    def rebuilt(self, reducer: Any) -> None:
-        if self.logger is not None:
+    def buckets_changed(self, reducer: Any) -> None:
+        if self.logger is not None and self.logger.rebuilds and self.averager.has_rebuilt_buckets:
             self.logger.note_rebuilt(self.averager)
 
     def hook_changed(self, name: str) -> None:
@@ -224,10 +227,6 @@ class TorchSurface(events.Observer):
     def shadowed(self, synchronized: bool, by_all: bool) -> None:
         if self.delayed is not None:  # whose collective does not mind no_sync
             self.delayed.shadow(synchronized, by_all)
-
-    def group_changed(self, group: Any) -> None:
-        if self.delayed is not None:
-            self.delayed.set_group(group)
 
     def failed(self, error: BaseException | str, where: str) -> None:
         if self.logger is not None and where != "forward":
