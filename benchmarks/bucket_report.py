@@ -94,7 +94,8 @@ def sentence(summary: Summary) -> str:
     link = f", a link of {s['link'].replace('gbit', ' Gbit/s').replace('mbit', ' Mbit/s')}" if s["link"] else ""
     named = ",".join(MODELS[s["model"]][0].split(",")[:2]) if s["model"] in MODELS else s["model"]
     text = f"{named}; {s['ranks']} ranks{link}: buckets of {best[0]:g} MiB make minddp's shortest step"
-    return text if default is None else f"{text},\n{best[1].median * 1e3:.0f} ms; the default {default.median * 1e3:.0f} ms"
+    steps = [f"{1e3 * time.median:.0f} ms" for time in (best[1], default) if time is not None]
+    return f"{text},\n{'; the default '.join(steps)}"
 
 
 def findings(summary: Summary) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from . import drawings, errors, how, source, tutorials
-from .layout import HOME, ROOT, Layout, core_in_reading_order, make_layout, sections
+from .layout import HOME, ROOT, Layout, core_in_reading_order, is_core_python, make_layout, sections
 from .markdown import Writer
 
 BUILD = ROOT / "build" / "docs"
@@ -138,7 +138,7 @@ def order_page(title: str, text: str, paths: list[str], layout: Layout) -> str:
         for place, (path, name) in enumerate(zip(paths, names), 1)
     ]
     core = set(core_in_reading_order())
-    listed = [name for path, name in zip(paths, names) if path in core or not path.startswith("csrc/")]
+    listed = [name for path, name in zip(paths, names) if path in core or is_core_python(path)]
     toctree = "```{toctree}\n:hidden:\n\n" + "\n".join(listed) + "\n```\n"
     return f"# {title}\n\n{text}\n\n" + "\n".join(rows) + "\n\n" + toctree
 

@@ -133,6 +133,11 @@ def python_in_reading_order() -> list[str]:
     return PYTHON_FIRST + [path for path in every if path not in PYTHON_FIRST]
 
 
+def is_core_python(path: str) -> bool:
+    """Companions are folders of minddp/; what lies beside them is the core."""
+    return path.startswith("minddp/") and path.count("/") == 1
+
+
 def make_layout() -> Layout:
     layout = Layout()
     for section in [*sections().values(), OFF_MENU]:
@@ -143,7 +148,9 @@ def make_layout() -> Layout:
     layout.cpp, layout.python = cpp_in_reading_order(), python_in_reading_order()
     layout.pages |= {path: f"source/{path}" for path in layout.cpp + layout.python}
     core = core_in_reading_order()
-    layout.orphans = {*OFF_MENU, *(layout.pages[path] for path in layout.cpp if path not in core)}
+    beside = [path for path in layout.cpp if path not in core]
+    beside += [path for path in layout.python if not is_core_python(path)]
+    layout.orphans = {*OFF_MENU, *(layout.pages[path] for path in beside)}
     layout.tutorials = [relative(path) for path in sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.py"))]
     layout.pages |= {path: "tutorials/" + Path(path).stem for path in layout.tutorials}
     return layout

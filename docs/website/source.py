@@ -223,4 +223,14 @@ def _neighbours(order: list[str], path: str, page: str, layout: Layout) -> str:
     core = core_in_reading_order()
     here = f"File {core.index(path) + 1} of {len(core)} of the core" if path in core else "Beside the core"
     here = here if path.startswith("csrc/") else f"File {place + 1} of {len(order)}"
-    return f"{here}, in reading order. " + ". ".join(parts) + ".\n"
+    return f"{here}, in reading order. " + ". ".join(parts) + f".\n{_where_to_begin(path, page)}"
+
+
+def _where_to_begin(path: str, page: str) -> str:
+    """What csrc/README.md says of a file that is not read from its head; "" for the others."""
+    text = (ROOT / "csrc" / "README.md").read_text()
+    row = re.search(rf"\| `{path.rpartition('/')[2]}` \|.* (Read from .*?) \|\n", text)
+    if row is None or path not in core_in_reading_order():
+        return ""
+    reading = os.path.relpath("reading", Path(page).parent)
+    return f"\n**Where to begin.** {row[1]}: [one gradient's way]({reading}.md) has the steps.\n"

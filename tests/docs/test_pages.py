@@ -89,6 +89,20 @@ def test_the_annotated_source_shows_every_line_of_code(path):
         assert words in ("", '"""') or words in notes, f"{path}:{number}: {line}"
 
 
+def test_the_menu_holds_the_core_and_says_where_to_begin():
+    found = layout.make_layout()
+    listed = [path for path in found.python if found.pages[path] not in found.orphans]
+    assert listed and all(path.count("/") == 1 for path in listed)
+    path = "csrc/reducer/reducer.cpp"
+    page = source.render(path, found.pages[path], found, Path("source"))
+    assert "Read from `on_ready` to `unpack`" in page.partition("## `")[0]
+
+
+def test_contributing_shows_a_test_that_is_there():
+    shown = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert shown and (ROOT / "tests/module/test_example.py").read_text().endswith(f"\n\n{shown[1]}")
+
+
 def test_a_link_to_nothing_is_an_error(tmp_path):
     writer = Writer(layout.make_layout(), tmp_path, {})
     assert writer.translate("[x](CHANGELOG.md)", "index", "README.md") == "[x](changelog.md)\n"
