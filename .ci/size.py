@@ -12,7 +12,9 @@ SUFFIXES = (".py", ".pyi", ".h", ".cpp", ".cu", ".cuh")
 # A sum and what belongs to it: a pattern of the paths.
 SUMS = {
     "product": "(minddp|csrc)/",
-    "core": r"minddp/(\w+\.pyi?$|module/|reduction/|ranks/)|csrc/(\w+\.\w+$|reducer/|support/)",
+    "core, Python and its stub": r"minddp/(\w+\.py$|_C/__init__\.pyi$)",
+    "core, C++": r"csrc/(\w+\.\w+$|reducer/|copy/)",
+    "benchmarks": "benchmarks/",
     "tests outside of tests/lab": "tests/(?!lab/)",
     "tests/lab": "tests/lab/",
 }
@@ -21,7 +23,8 @@ SUMS = {
 def lines(commit: str | None) -> Counter[str]:
     """By path: the files of a commit, or the files as they are now, those that git does not know yet included."""
     command = ["git", "grep", "-I", "-c", "-e", "", *([commit] if commit else ["--untracked"])]
-    done = subprocess.run([*command, "--", "minddp", "csrc", "tests"], capture_output=True, text=True, check=True)
+    command += ["--", "minddp", "csrc", "tests", "benchmarks"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = Counter[str]()
     for line in done.stdout.splitlines():
         path, _, number = line.removeprefix(f"{commit}:").rpartition(":")

@@ -1,4 +1,4 @@
-"""What PyTorch's tests and libraries reach in torch's class. Uses guards, timeline.
+"""What PyTorch's tests and libraries reach in torch's class.
 
 Here: its private names (``names``, ``shown``), its log (``logging_data``), delayed parameters (``delayed_params``),
 mixed precision (``mixed_precision``), DTensors (``tensor_parallel``), and when each of them has its turn

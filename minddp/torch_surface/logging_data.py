@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from .. import environment
 from ..averager import Averager
-from ..timeline.step_times import on_device
 
 _ALWAYS_LOGGED = 10
 _TIMES = (
@@ -80,7 +79,8 @@ def times_of(step: dict[str, Any]) -> dict[str, int]:
         "backward_compute_time_end": end,
         "backward_comm_time_end": comm_end,
     }
-    return {key: times[key] for key in times if "comm_" not in key or not on_device(step)}
+    on_device = any("on_device" in bucket for bucket in step["buckets"])
+    return {key: times[key] for key in times if "comm_" not in key or not on_device}
 
 
 def _backend_name(group: dist.ProcessGroup) -> str:

@@ -10,15 +10,16 @@ Torch's class leaves the DTensors in the module after its first forward, where n
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ..guards import step
 from ..messages import global_ranks, ranks_text
 
 
@@ -48,6 +49,18 @@ _MADE_BEFORE = (
     "optimizer.step(): the optimizer was made before DistributedDataParallel, whose gradients go to this rank's "
     "shards of tensor-parallel parameters: make it after wrapping, from ddp.parameters()."
 )
+_replaced = WeakIdKeyDictionary()  # the DTensors, which no optimizer may step any more
+
+
+@cache
+def _look_at_steps() -> None:
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: Any, *_: Any) -> None:
+    groups = () if torch.compiler.is_compiling() else optimizer.param_groups
+    if any(p in _replaced for group in groups if isinstance(group, dict) for p in group.get("params", ())):
+        raise RuntimeError(_MADE_BEFORE)
 
 
 def localize(module: nn.Module, group: dist.ProcessGroup, reduced: set[int]) -> None:
@@ -74,6 +87,7 @@ def localize(module: nn.Module, group: dist.ProcessGroup, reduced: set[int]) -> 
                 "which it would be averaged: pass as device_mesh= (or process_group=) the dimension over which it is "
                 "not."
             )
+    _look_at_steps()
     LocalShards(module, reduced)
 
 
@@ -93,7 +107,7 @@ class LocalShards:
                     local = locals_by_id.get(id(parameter))
                     if local is None:
                         local = locals_by_id[id(parameter)] = _localized(parameter)
-                        step.refuse(parameter, _MADE_BEFORE)
+                        _replaced[parameter] = True
                     spec = (parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
                     self._shards.append(_Shard(holder, name, local, *spec))
                     holder._parameters[name] = local

@@ -1,7 +1,8 @@
 """The law: the core is what lies directly in ``minddp/``, ``csrc/reducer`` and ``csrc/copy``, and knows no companion.
 
 Everything else is a companion, in a folder of one name. It imports core files, the extension, and at most the
-companions that the first line of its docstring names. ``python -m tests.project.test_law`` prints what imports what.
+companions that the first line of its docstring names. ``python -m tests.project.test_law`` prints what imports
+what, and the picture of the house.
 """
 
 from __future__ import annotations
@@ -114,6 +115,34 @@ def test_no_circles() -> None:
         pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
 
 
+def floors(imported: dict[str, set[str]]) -> list[list[str]]:
+    """Each name above all that it imports, the highest floor first."""
+
+    @functools.cache
+    def floor(name: str) -> int:
+        return max((1 + floor(below) for below in imported[name]), default=0)
+
+    return [sorted(n for n in imported if floor(n) == level) for level in range(max(map(floor, imported)), -1, -1)]
+
+
+def picture() -> str:
+    """The house, one floor a line: the companions, and below them the core's files. Who imports stands above."""
+    core = {name for name in FILES if companion(name) is None and name not in DOORS}
+    above: dict[str, set[str]] = {name: set() for name in COMPANIONS}
+    for name, targets in graph().items():
+        if (mine := companion(name)) is not None:
+            above[mine] |= {other for other in map(companion, targets) if other not in (None, mine)}
+    below = {name: graph()[name] & core for name in core}
+    rows = [*floors(above), ["-" * 72], *floors(below), ["_C: csrc/reducer, csrc/copy"]]
+    return "\n".join("   ".join(row) for row in rows)
+
+
+def test_the_picture_of_the_house_is_drawn_from_the_imports() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    drawn = picture()
+    assert drawn in text, f"CONTRIBUTING.md shows another house than this:\n{drawn}"
+
+
 def test_the_environment_is_read_in_one_place() -> None:
     """But for the commands, which set it for the ranks that they start, and a rank's own number."""
     readers = {name.split(".")[0] for name, path in FILES.items() if "os.environ" in path.read_text()}
@@ -124,4 +153,5 @@ if __name__ == "__main__":
     for name in TopologicalSorter(graph()).static_order():
         if name in graph():
             print(f"{name or '(package)':32} {', '.join(sorted(graph()[name] - NATIVE))}")
+    print(picture())
     print("from the core to companions:", sorted(core_to_companion()) or "none")
