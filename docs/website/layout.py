@@ -23,6 +23,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "uneven": "docs/uneven.md",
         "owned": "docs/owned.md",
         "launching": "docs/launching.md",
+        "torchft": "docs/torchft.md",
         "gpus": "docs/gpus.md",
         "configuration": "",
         "troubleshooting": "docs/troubleshooting.md",

@@ -23,7 +23,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", "csrc/README.md", "benchmarks/README.md
 FIRST = ("make", "python", "torchrun", "minddp", "pip", "pytest", ".ci/run")
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:" + "|".join(map(re.escape, FIRST)) + r")(?: |$)")
 # The reader's own.
-THEIRS = {"train.py", "script.py", "trace.json", "mine:make"}
+THEIRS = {"train.py", "replica.py", "script.py", "trace.json", "mine:make"}
 # Cheap enough to be run as they stand.
 RUN = [
     "python tutorials/00_autograd_for_ddp.py",

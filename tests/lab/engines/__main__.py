@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.lab.engines import replicas
 from tests.lab.engines.engines import ENGINES, Engine, reference
 from tests.lab.engines.judging import verdict
 from tests.lab.engines.processes import EngineError
@@ -30,6 +31,10 @@ def main() -> int:
             began = time.monotonic()
             line = _one(engine, folder / str(index), wholes[engine.ranks], failures)
             print(f"{engine.name:40} {engine.ranks:5} {time.monotonic() - began:8.1f}  {line}", flush=True)
+        if only in "torchft":
+            began = time.monotonic()
+            line = _replicas(folder / "replicas", failures)
+            print(f"{'torchft, a replica group lost':40} {2:5} {time.monotonic() - began:8.1f}  {line}", flush=True)
     print(*failures, sep="\n\n", file=sys.stderr)
     return 1 if failures else 0
 
@@ -42,6 +47,16 @@ def _one(engine: Engine, folder: Path, whole: dict, failures: list[str]) -> str:
         return verdict(engine, engine.run(folder), whole)
     except (EngineError, AssertionError) as error:
         failures.append(f"{engine.name}: {error}")
+        return "FAILED"
+
+
+def _replicas(folder: Path, failures: list[str]) -> str:
+    if why := replicas.missing():
+        return f"not run: {why}"
+    try:
+        return replicas.run(folder)
+    except AssertionError as error:
+        failures.append(f"torchft: {error}")
         return "FAILED"
 
 
