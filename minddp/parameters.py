@@ -8,7 +8,7 @@ without a word. Torch asks each of ``named_modules()`` for what is its own; here
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,21 +23,19 @@ Named = tuple[str, torch.nn.Parameter]
 plainly = torch._C.DisableTorchFunction
 
 
-def all_parameters(module: torch.nn.Module) -> list[Named]:
-    """Each parameter once, with its first name: what the module's ``named_parameters()`` yields, and then what each
-    of its ``named_modules()`` says to have itself."""
+def all_parameters(module: torch.nn.Module, ignored: Container[str] = ()) -> list[Named]:
+    """Each parameter once, with its first name that is not ignored: what the module's ``named_parameters()`` yields,
+    and then what each of its ``named_modules()`` says to have itself, as with torch's class."""
     named: dict[int, Named] = {}
-    for name, parameter in itertools.chain(module.named_parameters(), of_each_module(module, itself=False)):
-        named.setdefault(id(parameter), (name, parameter))
+    for name, parameter in itertools.chain(module.named_parameters(), _of_each_module(module)):
+        if name not in ignored:
+            named.setdefault(id(parameter), (name, parameter))
     return list(named.values())
 
 
-def of_each_module(module: torch.nn.Module, itself: bool = True) -> Iterator[Named]:
-    """What each of the ``named_modules()`` says to have itself: a parameter of several modules several times.
-    ``itself=False``: not ``module``, if its ``named_parameters()`` is torch's own: it has been asked already."""
+def _of_each_module(module: torch.nn.Module) -> Iterator[Named]:
+    """A parameter of several modules comes several times."""
     for prefix, child in module.named_modules():
-        if child is module and not itself and type(child).named_parameters is torch.nn.Module.named_parameters:
-            continue
         try:
             own = list(child.named_parameters(recurse=False))
         except TypeError:  # a method of its own, which cannot be asked for that
@@ -63,16 +61,6 @@ def _prefixed(prefix: str, named: Iterable[Named]) -> Iterator[Named]:
 def every_name(module: torch.nn.Module) -> Iterator[Named]:
     """Every parameter under every name; a tied one has several."""
     return itertools.chain(module.named_parameters(), registered(module), all_parameters(module))
-
-
-def but_for(module: torch.nn.Module, ignored: set[str]) -> list[tuple[str, torch.nn.Parameter]]:
-    """The module's parameters of now that are not ignored: in each module that has them, as with torch's."""
-    found = all_parameters(module)
-    if not ignored:
-        return found
-    elsewhere = {id(p): name for name, p in of_each_module(module) if name not in ignored}
-    names = ((elsewhere.get(id(p)) if name in ignored else name, p) for name, p in found)
-    return [(name, p) for name, p in names if name is not None]
 
 
 class Parameters:
@@ -117,14 +105,13 @@ class Parameters:
         self.ignored = self.left_alone | self._apart
         self._left: dict[int, torch.nn.Parameter] = {}  # alive, so that no other object gets one's id
         if self.ignored:
-            named = {id(p) for _, p in but_for(self._module, self.ignored)}
+            named = {id(p) for _, p in all_parameters(self._module, self.ignored)}
             self._left = {id(p): p for _, p in all_parameters(self._module) if id(p) not in named}
         self.collect()
 
     def named(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The module's of now, but for those that are left alone, whatever their names are now."""
-        named = but_for(self._module, self.ignored)
-        return [(name, p) for name, p in named if id(p) not in self._left] if self._left else named
+        return [(name, p) for name, p in all_parameters(self._module, self.ignored) if id(p) not in self._left]
 
     def collect(self) -> None:
         """Looks at the module anew."""

@@ -8,7 +8,6 @@ anything is sent, and all of them raise the same error when it does not match.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -68,25 +67,28 @@ def verify_same_start(
         RuntimeError: names the first tensor that differs, with each rank's shape, dtype and strides.
     """
     given = {name: repr(value) for name, value in arguments.items()}
-    models = {"parameter": signature(parameters), "buffer": signature(buffers)}
-    known = {"parameter": sorted(parameter_names), "buffer": sorted(name for name, _ in buffers)}
-    digests = {kind: _digests(models[kind], known[kind]) for kind in models}
-    answers = gather_objects((_digest(given), digests, secrets.token_hex(8), list(sent)), group)
+    mine = [given, signature(parameters), sorted(parameter_names), signature(buffers)]
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=12).hexdigest()
+    answers = gather_objects((digest, secrets.token_hex(8), list(sent)), group)
     if len({theirs for theirs, *_ in answers}) > 1:
-        raise ValueError(_differing_arguments(gather_objects(given, group)))
-    for kind, mine in models.items():
-        shapes, order, names = (len(set(theirs)) == 1 for theirs in zip(*(answer[1][kind] for answer in answers)))
-        if not shapes or (names and not order):
-            raise RuntimeError(_difference(kind, gather_objects(mine, group), by_name=shapes))
-    return str(answers[0][2]), [[theirs[3][i] for theirs in answers] for i in range(len(sent))]
+        _compare(*zip(*gather_objects(mine, group)))
+    return str(answers[0][1]), [[theirs[2][i] for theirs in answers] for i in range(len(sent))]
 
 
-def _digests(mine: Signature, known: Sequence[str]) -> tuple[str, str, str]:
-    return _digest([entry[1:] for entry in mine]), _digest([entry[0] for entry in mine]), _digest(known)
+def _compare(given: Sequence[Any], parameters: Sequence[Any], names: Sequence[Any], buffers: Sequence[Any]) -> None:
+    """Of each rank: raises what :func:`verify_same_start` does."""
+    if _differ(given):
+        raise ValueError(_differing_arguments(given))
+    known = {"parameter": names, "buffer": [sorted(name for name, *_ in theirs) for theirs in buffers]}
+    for kind, signatures in (("parameter", parameters), ("buffer", buffers)):
+        shapes = _differ([[entry[1:] for entry in theirs] for theirs in signatures])
+        order = _differ([[entry[0] for entry in theirs] for theirs in signatures])
+        if shapes or (order and not _differ(known[kind])):
+            raise RuntimeError(_difference(kind, signatures, by_name=not shapes))
 
 
-def _digest(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=12).hexdigest()
+def _differ(everyone: Sequence[Any]) -> bool:
+    return any(theirs != everyone[0] for theirs in everyone)
 
 
 def _differing_arguments(everyone: Sequence[dict[str, str]]) -> str:
@@ -101,7 +103,7 @@ def _differing_arguments(everyone: Sequence[dict[str, str]]) -> str:
     )
 
 
-def _difference(kind: str, signatures: list[list[Any]], by_name: bool) -> str:
+def _difference(kind: str, signatures: Sequence[list[Any]], by_name: bool) -> str:
     counts = [len(entries) for entries in signatures]
     for position in range(min(counts)):
         entries = [signature[position] for signature in signatures]
@@ -128,8 +130,8 @@ def _difference(kind: str, signatures: list[list[Any]], by_name: bool) -> str:
 
 def module_states(module: torch.nn.Module, ignored: set[str], buffers: bool) -> list[tuple[str, torch.Tensor]]:
     """Parameters, then buffers, with their names, detached, without the ignored names and without repeats."""
-    named = itertools.chain(all_parameters(module), module.named_buffers() if buffers else ())
-    return [(name, tensor.detach()) for name, tensor in named if name not in ignored]
+    named = [(name, buffer) for name, buffer in module.named_buffers() if name not in ignored] if buffers else []
+    return [(name, tensor.detach()) for name, tensor in (*all_parameters(module, ignored), *named)]
 
 
 def sync_module_states(

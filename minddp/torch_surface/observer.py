@@ -13,7 +13,7 @@ from torch.distributed.utils import _cast_forward_inputs
 from .. import events
 from .._C import torch_surface as cases
 from ..averager import averagers
-from ..parameters import but_for
+from ..parameters import all_parameters
 from ..reducer import Plan, Stage, weakly
 from . import copies, delayed_params, finalization, names  # noqa: F401  give the wrapper torch's names
 from .delayed_params import DelayedAllReduce, Named
@@ -89,7 +89,7 @@ class TorchSurface(events.Observer):
             from .tensor_parallel import localize
 
             ignored = set(getattr(ddp.module, "_ddp_params_and_buffers_to_ignore", None) or ())
-            localize(ddp.module, ddp.process_group, {id(p) for _, p in but_for(ddp.module, ignored)})
+            localize(ddp.module, ddp.process_group, {id(p) for _, p in all_parameters(ddp.module, ignored)})
 
     def compared(self, parameters: Any) -> Mapping[str, Any]:
         return {"mixed_precision": self.settings.mixed}
