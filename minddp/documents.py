@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import stat
 from contextlib import suppress
 from math import isfinite
 from typing import Any
 
 from .logs import log
 
-__all__ = ["misfit", "parse", "write_or_log", "write_whole"]
+__all__ = ["misfit", "parse", "refuse_device", "write_or_log", "write_whole"]
 
 _MOST = 2**63 - 1  # what the numbers are computed with has 64 bits
 
@@ -51,8 +53,24 @@ def misfit(value: Any, shape: Any, place: str = "it") -> str:
     return next(filter(None, (misfit(*part) for part in inside)), "")
 
 
+def refuse_device(path: str | os.PathLike[str], where: str = "") -> None:
+    """Raises OSError if there is a device, a pipe or a socket at ``path``, or behind a link: a new file in its place
+    would take it from the whole machine, as ``/dev/null``."""
+    with suppress(FileNotFoundError):
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise OSError(
+                errno.EINVAL, f"{where}is a device, a pipe or a socket: no file takes its place", os.fspath(path)
+            )
+
+
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """A reader sees the old file or the new one, never half of it. Nobody's link at ``path`` is followed."""
+    """A reader sees the old file or the new one, never half of it. Nobody's link at ``path`` is followed.
+
+    Raises:
+        OSError: it could not be written, or it is no file (:func:`refuse_device`).
+    """
+    refuse_device(path)
     partial = f"{os.fspath(path)}.{secrets.token_hex(4)}.part"
     try:
         with open(partial, "x", encoding="utf-8") as file:  # "x" follows no link that somebody else has put there

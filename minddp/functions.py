@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .documents import refuse_device
+
 __all__ = [
     "FUNCTIONS", "abort_iteration", "averager_of", "group_of", "module_of", "path_of", "refresh", "refuse_left",
     "release_buckets", "wrapper_of",
@@ -130,19 +132,27 @@ def path_of(path: Any, function: str, argument: str = "path") -> str:
 
     Raises:
         TypeError: it is no path.
-        ValueError: it is empty, or holds a NUL.
-        OSError: its folder does not exist, or it is a folder.
+        ValueError: it is empty, or holds what no path does.
+        OSError: its folder does not exist, or it is a folder, a device or a pipe.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(text := os.fspath(path), str):
         raise TypeError(f"{function}: {argument} must be a path, as text or os.PathLike, got {path!r}")
-    if not text or "\0" in text:
+    if not text or "\0" in text or not _encodes(text):
         raise ValueError(f"{function}: {argument} must name a file, got {text!r}")
     folder = os.path.dirname(text) or "."
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"{function}: the folder {folder!r} of {argument} {text!r} does not exist")
     if os.path.isdir(text):
         raise IsADirectoryError(f"{function}: {argument} {text!r} is a folder; name a file in it")
+    refuse_device(text, f"{function}: {argument} ")
     return text
+
+
+def _encodes(text: str) -> bool:
+    try:
+        return bool(os.fsencode(text))
+    except UnicodeEncodeError:
+        return False
 
 
 def refuse_left(function: str, given: Iterable[str], left: Mapping[str, str]) -> None:

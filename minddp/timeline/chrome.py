@@ -50,7 +50,7 @@ def _events(parts: Sequence[Stamps]) -> Iterator[dict[str, Any]]:
 
 def _row_names(part: Stamps) -> Iterator[dict[str, Any]]:
     rank = part["rank"]
-    yield _label("process_name", rank, 0, name=f"rank {rank} ({part['host']}, pid {part['pid']})")
+    yield _label("process_name", rank, 0, name=f"rank {rank} ({part.get('host')}, pid {part.get('pid')})")
     yield _label("process_sort_index", rank, 0, sort_index=rank)
     for number, module in enumerate(part["modules"]):
         for row, label in enumerate(("step", "gradients", "pack, unpack", "collectives")):

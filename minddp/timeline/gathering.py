@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..logs import log
 from ..messages import ranks_text
+from .step_times import wrong_part
 from .store import NoAnswer, ask, comes, forget
 
 _AT_ONCE = 1.0  # seconds that a trace's begin may take
@@ -88,7 +89,10 @@ class Ranks:
             if not comes(store, [str(rank)], deadline - time.monotonic(), 1):
                 continue
             try:
-                parts.append(json.loads(zlib.decompress(store.get(str(rank)))))
+                theirs = json.loads(zlib.decompress(store.get(str(rank))))
+                if why := wrong_part(theirs, older="?"):
+                    raise ValueError(why)
+                parts.append(theirs)
             except (ValueError, zlib.error) as error:
                 log.warning("trace: rank %d's part cannot be read: %s", rank, error)
             forget(store, [str(rank)])

@@ -18,7 +18,7 @@ from typing import Any
 from ..documents import misfit, parse
 from .gathering import named
 from .picture import draw
-from .step_times import BucketTimes, StepTimes, ended, step_begin, step_times
+from .step_times import BucketTimes, StepTimes, step_begin, step_times, wrong_part
 
 __all__ = ["RankStep", "TraceFileError", "load", "main", "modules_of", "rank_steps", "table"]
 
@@ -75,41 +75,15 @@ def load(path: str | Path, of_report: bool = False) -> dict[str, Any]:
         document = parse(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise TraceFileError(f"{refusal}: {error}") from None
-    shape = _shape("" if of_report else "?")
+    shape = {"world_size": int, "missing_ranks": [int], "ranks": [dict]}
     why = misfit(document, {"minddp": shape})
     if not why:
-        modules = (module for part in document["minddp"]["ranks"] for module in part["modules"])
-        why = next(filter(None, map(_wrong_numbers, modules)), "")
+        parts = enumerate(document["minddp"]["ranks"])
+        older = "" if of_report else "?"
+        why = next(filter(None, (wrong_part(part, f"it['minddp']['ranks'][{i}]", older) for i, part in parts)), "")
     if why:
         raise TraceFileError(f"{refusal}, or of an older minddp, or damaged: {why}")
     return {key: document["minddp"][key] for key in shape}
-
-
-def _shape(older: str) -> dict[str, Any]:
-    """Of minddp's part of a trace. ``older``: "?" if steps need not have what older traces lack."""
-    moments = ["ready_ns", "pack_begin_ns", "launch_ns", "done_ns", "unpack_begin_ns", "unpack_end_ns"]
-    bucket = {
-        "index": int, "nbytes": int, "parameters": [int], "on_device?": bool, f"launch_end_ns{older}": int,
-        **dict.fromkeys(moments, int),
-    }  # fmt: skip
-    newer = [f"{name}{older}" for name in ("previous_end_ns", "first_arrival_ns", "optimizer_ns", "arrival_ns")]
-    moments = ["forward_begin_ns", "backward_begin_ns", "backward_end_ns", "finalize_end_ns", *newer]
-    step = {"iteration": int, "ready_ns": [int], "buckets": [bucket], **dict.fromkeys(moments, int)}
-    module = {"name": str, "parameter_names": [str], "steps": [step]}
-    part = {"rank": int, "clock": str, "modules": [module]}
-    return {"world_size": int, "missing_ranks": [int], "ranks": [part]}
-
-
-def _wrong_numbers(module: dict[str, Any]) -> str:
-    """Why steps do not belong to the module's parameters; empty if they do."""
-    count = len(module["parameter_names"])
-    for step in module["steps"]:
-        used = {index for bucket in step["buckets"] for index in bucket["parameters"]}
-        if len(step["ready_ns"]) != count or not used <= set(range(count)):
-            return f"iteration {step['iteration']} of {module['name']} is of other parameters than its {count}"
-        if not ended(step):
-            return f"iteration {step['iteration']} of {module['name']} has not ended"
-    return ""
 
 
 def rank_steps(trace: dict[str, Any], iteration: int | None = None, module: int = 0) -> list[RankStep]:

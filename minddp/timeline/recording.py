@@ -121,9 +121,11 @@ class Trace:
         self._meet()
         part = {**this_process(), "modules": [record.to_json() for record in self._records]}
         ranks = self._ranks or Ranks(self._path, alone=True)
-        parts = ranks.gather(part, self._patience)
-        if parts:
-            write(self._path, parts, ranks.world_size)
+        try:
+            if parts := ranks.gather(part, self._patience):
+                write(self._path, parts, ranks.world_size)
+        except Exception as error:  # what observes goes on
+            log.warning("the trace %s could not be written: %s", self._path, error)
 
     def close_if_used(self) -> None:
         """Closes, but writes only if a module took a step: a helper process (a data loader's) writes none."""

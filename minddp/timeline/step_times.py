@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..documents import misfit
 from ..functions import averager_of
 
 __all__ = [
@@ -195,3 +196,35 @@ def waits(step: Stamps) -> Iterator[_Wait]:
 def step_begin(step: Stamps) -> int:
     """The earliest stamp of ``step``."""
     return min(step["forward_begin_ns"], step["backward_begin_ns"])
+
+
+def wrong_part(part: Any, place: str = "it", older: str = "") -> str:
+    """Why ``part`` is no rank's part of a trace; empty if it is one.
+
+    Args:
+        place: where it lies, for the text.
+        older: "?" if steps need not have what older traces lack.
+    """
+    moments = ["ready_ns", "pack_begin_ns", "launch_ns", "done_ns", "unpack_begin_ns", "unpack_end_ns"]
+    bucket = {
+        "index": int, "nbytes": int, "parameters": [int], "on_device?": bool, f"launch_end_ns{older}": int,
+        **dict.fromkeys(moments, int),
+    }  # fmt: skip
+    newer = [f"{name}{older}" for name in ("previous_end_ns", "first_arrival_ns", "optimizer_ns", "arrival_ns")]
+    moments = ["forward_begin_ns", "backward_begin_ns", "backward_end_ns", "finalize_end_ns", *newer]
+    step = {"iteration": int, "ready_ns": [int], "buckets": [bucket], **dict.fromkeys(moments, int)}
+    module = {"name": str, "parameter_names": [str], "steps": [step]}
+    why = misfit(part, {"rank": int, "clock": str, "modules": [module]}, place)
+    return why or next(filter(None, map(_wrong_numbers, part["modules"])), "")
+
+
+def _wrong_numbers(module: dict[str, Any]) -> str:
+    """Why steps do not belong to the module's parameters; empty if they do."""
+    count = len(module["parameter_names"])
+    for step in module["steps"]:
+        used = {index for bucket in step["buckets"] for index in bucket["parameters"]}
+        if len(step["ready_ns"]) != count or not used <= set(range(count)):
+            return f"iteration {step['iteration']} of {module['name']} is of other parameters than its {count}"
+        if not ended(step):
+            return f"iteration {step['iteration']} of {module['name']} has not ended"
+    return ""

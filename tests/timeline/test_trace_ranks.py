@@ -232,11 +232,11 @@ def test_another_machines_clock_is_noted_and_its_steps_begin_at_0(tmp_path: Path
 
 
 def _unwritable(rank: int, world_size: int, folder: str) -> list[str]:
-    """Traces whose folder goes, whose part is torn, or whose store fails, and a step after each of them."""
+    """Traces whose folder goes, whose part is torn or is none, or whose store fails, and a step after each."""
     ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4))
     base = dist.distributed_c10d._get_default_store()
     with logged() as lines:
-        for fault in ("gone", "torn", "no store"):
+        for fault in ("gone", "torn", "no part", "no store"):
             path = Path(folder, fault, "t.json")
             if rank == 0:
                 path.parent.mkdir()
@@ -252,6 +252,8 @@ def _unwritable(rank: int, world_size: int, folder: str) -> list[str]:
                         path.parent.rmdir()
                     if fault == "torn" and rank == 1:
                         patch.setattr(gathering.zlib, "compress", lambda data: data[:9])
+                    if fault == "no part" and rank == 1:
+                        patch.setattr(gathering.json, "dumps", lambda part: '{"rank": 1, "modules": [{}]}')
             ddp(torch.ones(2, 4)).sum().backward()
     assert base is dist.distributed_c10d._get_default_store()
     return lines
@@ -259,12 +261,16 @@ def _unwritable(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_a_trace_that_cannot_be_written_or_read_ends_nothing(tmp_path: Path):
     lines, others = run_ranks(_unwritable, 2, str(tmp_path))
-    gone, torn, missing, *no_store = lines
+    gone, torn, missing, no_part, missing_too, *no_store = lines
     assert f"the trace {tmp_path / 'gone' / 't.json'} could not be written: No such file or directory" in gone
     assert "trace: rank 1's part cannot be read" in torn and "rank 1 did not hand in a part" in missing
+    assert (
+        "trace: rank 1's part cannot be read: it has no 'clock'" in no_part
+        and "rank 1 did not hand in a part" in missing_too
+    )
     assert "trace: rank 0 does not reach the other ranks" in no_store[0] and "rank 1 did not hand in" in no_store[1]
     assert [line for line in others if "does not reach the other ranks" not in line] == []
-    for fault in ("torn", "no store"):
+    for fault in ("torn", "no part", "no store"):
         assert [p["rank"] for p in json.loads((tmp_path / fault / "t.json").read_text())["minddp"]["ranks"]] == [0]
 
 
