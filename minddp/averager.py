@@ -400,7 +400,11 @@ class Averager:
         """Raises if the last synchronized backward left something undone, or cannot have ended."""
         for call in self.observers.checking:
             call()
-        self.report_failure(self.reducer.check_finished)
+        try:
+            self.reducer.check_finished()
+        except RuntimeError as error:
+            self.failed(error, "backward")
+            raise
 
     def report_failure(self, check: Callable[[], Result]) -> Result:
         """``check()``; what it raises is reported to the ranks that will wait for this one."""

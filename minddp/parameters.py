@@ -84,7 +84,7 @@ class Parameters:
 
     def __init__(self, module: torch.nn.Module, apart: Iterable[str] = ()):
         left_alone = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
-        known = all_names(module)
+        known = all_names(module) if left_alone else set()
         if unknown := sorted(name if isinstance(name, str) else type(name).__name__ for name in left_alone - known):
             # Libraries prefix names they cannot know to be there. Torch takes them all.
             told = "_ddp_params_and_buffers_to_ignore names %s, but the module has no such parameter or buffer."

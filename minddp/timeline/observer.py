@@ -10,7 +10,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import events
-from ..reducer import Plan
 from . import recording
 
 
@@ -72,13 +71,14 @@ class Timeline(events.Observer):
         self._token = token
         self.key = f"{token}.{self._reducers}"
 
-    def planning(self, plan: Plan) -> None:
+    def reducer_made(self, reducer: Any, before: Any) -> None:
+        self._stamps = self.averager.stamps
         self._reducers += 1  # each of them numbers its iterations anew
         if self._token:
             self.named(self._token)
 
     def entering(self) -> None:
-        self.averager.stamps.arrive(self._optimizers.at_forward())
+        self._stamps.arrive(self._optimizers.at_forward())
 
     def before_forward(self, joining: bool) -> None:
         if recording.active:
