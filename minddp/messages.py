@@ -94,6 +94,11 @@ def global_ranks(group: Any) -> list[int] | None:
     return dist.get_process_group_ranks(group) if is_registered(group) else None
 
 
+def backend_of(group: Any) -> str:
+    """The backend's name: torch's table's, or what a group says itself that it does not hold."""
+    return dist.get_backend(group) if is_registered(group) else str(group.name())
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """ "rank 1", "ranks 0, 2": for messages."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -85,9 +85,14 @@ void Bucket::check(const Slot& slot, const at::Tensor& grad, at::Layout layout) 
 bool Bucket::is_ready_to_copy(const Slot& slot, const at::Tensor& grad) const {
   check(slot, grad, at::kStrided);
   if (is_one_piece(slot, grad)) return true;
-  TORCH_CHECK(is_readable(grad),
-      errors::no_memory(options_.rank, slot.name, bytes_there(grad), size_t(grad.numel() * grad.element_size())));
+  check_memory(slot, grad);
   return false;
+}
+
+void Bucket::check_memory(const Slot& slot, const at::Tensor& numbers) const {
+  if (is_readable(numbers)) return;
+  const size_t expected = size_t(numbers.numel() * numbers.element_size());
+  TORCH_CHECK(false, errors::no_memory(options_.rank, slot.name, bytes_there(numbers), expected));
 }
 
 // A zero tensor cannot be written to, nor an expanded one: several of its elements are one.

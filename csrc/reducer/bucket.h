@@ -121,6 +121,8 @@ class Bucket {
   }
   // Raises where a gradient is of another kind than the bucket's.
   void check(const Slot& slot, const at::Tensor& grad, at::Layout layout) const;
+  // Raises where numbers of a gradient are nowhere.
+  void check_memory(const Slot& slot, const at::Tensor& numbers) const;
   // Whether a gradient is one piece, or torch's operators must copy it. Raises where it is of another kind than the
   // bucket's, or has no memory.
   bool is_ready_to_copy(const Slot& slot, const at::Tensor& grad) const;

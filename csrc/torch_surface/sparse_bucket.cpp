@@ -13,6 +13,7 @@ void SparseBucket::fill(size_t, size_t, const Packing& how) {
   Slot& slot = slots_->front();
   const at::Tensor& grad = slot.grad();
   if (grad.defined()) check(slot, grad, at::kSparse);
+  if (grad.defined()) check_memory(slot, grad._values());
   buffer_ = grad.defined() ? grad.clone() : zeros();
   scale_in_place(buffer_, how.scale);
   slot.packed = true;

@@ -13,7 +13,7 @@ What always holds
     Every rank leaves a trial after the same synchronized backward: iterations are counted, clocks never
     decide. Rank 0 alone chooses; the others take its buckets. A trial's time is that of the slowest
     rank. The default buckets stay unless all of another choice's middle half of steps, from quartile to
-    quartile, was faster than the default's.
+    quartile, was faster than the default's, and nine were measured of each.
 
 Gradients do not depend on the choice but for rounding: sums of three or more ranks may be taken in
 another order. Save the plan and pin it (``bucket_plan=``) where a restart must give the same bits. Nothing
@@ -35,11 +35,14 @@ import torch.distributed as dist
 
 from ..buckets import assign_buckets, ready_order
 from ..logs import log
+from ..messages import backend_of, broadcast_from, wait_for
 from .plan import BucketPlan
 
 __all__ = ["AutoTuner", "PlanSearch", "Trial", "TunerSettings"]
 
 MIB = 1 << 20
+_WHAT = 'bucket_cap_mb="auto"'
+_ENOUGH = 9  # steps of the default, if another choice is to beat it
 Buckets = list[list[int]]
 
 
@@ -143,13 +146,20 @@ class PlanSearch:
         yield from self._lap([self.default, *self._capped_trials()])
         finalists = self._finalists(self.trials)
         for _ in range(1, self.settings.laps):
-            if len(finalists) == 1 or all(self._uncertainty(t) < self.settings.noise for t in finalists):
+            if self._tells_enough(finalists):
                 break
             # The default comes along even when it is behind: it is what must be beaten, and a machine
             # that slows down or speeds up meanwhile must do so for both.
             yield from self._lap(finalists if self.default in finalists else [self.default, *finalists])
             finalists = self._finalists(finalists)
         return next((trial for trial in finalists if _beats(trial, self.default)), self.default)
+
+    def _tells_enough(self, finalists: list[Trial]) -> bool:
+        """Whether no further lap is needed. The quartiles of few steps lie apart by chance, so who would beat the
+        default is measured on."""
+        quiet = len(finalists) == 1 or all(self._uncertainty(t) < self.settings.noise for t in finalists)
+        beats = any(_beats(trial, self.default) for trial in finalists)
+        return quiet and not (beats and len(self.default.step_seconds) < _ENOUGH)
 
     def _lap(self, trials: Sequence[Trial]) -> Generator[Trial, list[float], None]:
         for trial in trials:
@@ -266,7 +276,7 @@ class AutoTuner:
         self._device = torch.device(device)
         self.settings = settings if settings is not None else TunerSettings()
         self.plan: BucketPlan | None = None
-        self.settled = dist.get_world_size(group) == 1  # nothing to communicate, nothing to tune
+        self.settled = group.size() == 1  # nothing to communicate, nothing to tune
         self._averager, self._reducer = weakref.proxy(averager), averager.reducer
         self._group = group
         self._names, self._shapes, self._dtypes = list(parameter_names), list(shapes), list(dtypes)
@@ -307,7 +317,9 @@ class AutoTuner:
 
     def _end_trial(self, ready_ns: Sequence[int]) -> None:
         seconds = torch.tensor(self._seconds, dtype=torch.float64, device=self._device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self._group)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        wait_for(self._group.allreduce([seconds], options), self._group, f"{_WHAT}: a trial's times")
         self._seconds = []
         self._skip = self.settings.settle_iterations
         move = self._broadcast(self._next_move(seconds.tolist(), ready_ns) if self._decides() else None)
@@ -321,15 +333,15 @@ class AutoTuner:
             log.info('bucket_cap_mb="auto": %s', move.plan.summary())
 
     def _decides(self) -> bool:
-        return dist.get_rank(self._group) == 0
+        return bool(self._group.rank() == 0)
 
     def _broadcast(self, move: _Move | None) -> _Move:
         """Rank 0's, as JSON: nothing that a rank is told is executed."""
         text = b"" if move is None else move.to_json().encode()
         size = torch.tensor([len(text)], device=self._device)
-        dist.broadcast(size, group=self._group, group_src=0)
+        broadcast_from(self._group, size, 0, f"{_WHAT}: the next buckets")
         data = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8).to(self._device)
-        dist.broadcast(data, group=self._group, group_src=0)
+        broadcast_from(self._group, data, 0, f"{_WHAT}: the next buckets")
         return _Move.from_json(data.cpu().numpy().tobytes().decode())
 
     def _next_move(self, seconds: list[float], ready_ns: Sequence[int]) -> _Move:
@@ -353,12 +365,12 @@ class AutoTuner:
     def _plan_of(self, winner: Trial) -> BucketPlan:
         """The winner as a plan that can be saved and pinned."""
         assert self._search is not None
-        ranks = dist.get_world_size(self._group)
+        ranks = self._group.size()
         notes = {
             "found_by": f'bucket_cap_mb="auto" on {ranks} ranks',
             "model": self._model,
             "ranks": ranks,
-            "backend": dist.get_backend(self._group),
+            "backend": backend_of(self._group),
             "choice": winner.name,
             "measured_step_seconds": winner.median,
             "default_step_seconds": self._search.default.median,

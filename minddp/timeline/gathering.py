@@ -90,9 +90,11 @@ class Ranks:
                 continue
             try:
                 theirs = json.loads(zlib.decompress(store.get(str(rank))))
-                if why := wrong_part(theirs, older="?"):
-                    raise ValueError(why)
-                parts.append(theirs)
+                why = wrong_part(theirs, older="?")
             except (ValueError, zlib.error) as error:
-                log.warning("trace: rank %d's part cannot be read: %s", rank, error)
+                why = str(error)
+            if why:
+                log.warning("trace: rank %d's part cannot be read: %s", rank, why)
+            else:
+                parts.append(theirs)
             forget(store, [str(rank)])

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .. import environment
 from ..averager import Averager
+from ..messages import backend_of
 
 _ALWAYS_LOGGED = 10
 _TIMES = (
@@ -83,13 +83,6 @@ def times_of(step: dict[str, Any]) -> dict[str, int]:
     return {key: times[key] for key in times if "comm_" not in key or not on_device}
 
 
-def _backend_name(group: dist.ProcessGroup) -> str:
-    try:
-        return dist.get_backend(group)
-    except (RuntimeError, ValueError):  # a group that torch.distributed did not make
-        return str(group.name())
-
-
 class LoggingData:
     """Finds the facts; kept by the module as ``ddp.logger``.
 
@@ -156,7 +149,7 @@ class LoggingData:
 
     def _facts(self, averager: Averager) -> dict[str, Any]:
         config, parameters, group = averager.config, averager.parameters, averager.group
-        backend = _backend_name(group)
+        backend = backend_of(group)
         facts: dict[str, Any] = {
             "world_size": group.size(),
             "rank": group.rank(),

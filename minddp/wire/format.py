@@ -241,8 +241,10 @@ def _blocks(state: WireState, name: str, mine: Residual) -> torch.Tensor:
         are_numbers = bool((scales.isfinite() & ~scales.signbit()).all())
     except (TypeError, ValueError, AttributeError, RuntimeError):
         raise ValueError(f"wire state: what it has for parameter {name!r} is not from minddp.wire_state") from None
-    if layout != mine.layout or (blocks.dtype, blocks.shape) != (torch.uint8, mine.blocks.shape):
+    if layout != mine.layout:
         raise ValueError(f"wire state: parameter {name!r} has {layout} there and {mine.layout} here")
+    if (blocks.dtype, blocks.shape) != (torch.uint8, mine.blocks.shape):
+        raise ValueError(f"wire state: what it has for parameter {name!r} is not from minddp.wire_state")
     if not are_numbers:
         raise ValueError(f"wire state: what it has for parameter {name!r} holds scales that are not finite numbers")
     return blocks

@@ -10,6 +10,7 @@ from minddp.planner import BucketPlan, LinearCost, autotune, bucket_spans
 from minddp.planner.autotune import AutoTuner, TunerSettings
 from tests.faults.logged import logged
 from tests.on_ranks import on_ranks
+from tests.ranks.own_group import OwnGroup
 from tests.ranks_pool import run_ranks
 
 N = 12
@@ -68,10 +69,10 @@ class FakeReducer:
         return 10**7 + round(seconds * 1e9)
 
 
-def make(rank, cost=None):
-    reducer = FakeReducer(rank, cost)
+def make(rank, group=None):
+    reducer = FakeReducer(rank)
     return reducer, AutoTuner(
-        reducer, dist.group.WORLD, NAMES, NBYTES, shapes=SHAPES, dtypes=DTYPES, settings=SETTINGS
+        reducer, group or dist.group.WORLD, NAMES, NBYTES, shapes=SHAPES, dtypes=DTYPES, settings=SETTINGS
     )
 
 
@@ -143,9 +144,10 @@ def test_a_failure_of_rank_0s_search_ends_the_tuning_on_every_rank():
     assert results[1][3] == []
 
 
-def tune_without_completion_times(rank, world_size):
-    """As on CUDA: nobody sees when the reducer's collectives end."""
-    reducer, tuner = make(rank)
+def tune_on_its_own_group(rank, world_size):
+    """On a class of its own in Python, which torch's tables do not hold. As on CUDA, nobody sees collectives end."""
+    group = OwnGroup("auto")
+    reducer, tuner = make(rank, group)
     shown = reducer.last_step
 
     def without_done():
@@ -156,11 +158,12 @@ def tune_without_completion_times(rank, world_size):
 
     reducer.last_step = without_done
     train(reducer, tuner)
+    assert tuner.plan.notes["backend"] == group.name()
     return tuner.settled, reducer.buckets(), tuner.plan.notes["choice"]
 
 
-def test_a_plan_is_made_where_collectives_cannot_be_timed():
-    results = run_ranks(tune_without_completion_times, 2)
+def test_a_plan_is_made_on_a_group_that_torchs_tables_do_not_hold():
+    results = run_ranks(tune_on_its_own_group, 2)
     assert results[0] == results[1]
     assert results[0][0]
     assert results[0][2].startswith("uniform")

@@ -104,12 +104,15 @@ def test_a_cap_is_cut_as_bucket_cap_mb_cuts_it_and_what_never_came_stays_apart()
     ]
 
 
-def test_the_default_stays_where_nothing_is_faster_than_it_beyond_noise():
-    hidden = Profile([0.001 * k for k in range(20)], [1000] * 20, 1.0)
-    for seed in range(5):
-        for noise in (0.004, 0.3):
-            found, winner = search(World(hidden, LinearCost(1e-4, 1e-10), noise=noise, seed=seed))
-            assert winner is found.default
+@pytest.mark.parametrize("noise", [0.004, 0.01, 0.3])
+def test_the_default_stays_where_nothing_is_faster_than_it_beyond_noise(noise):
+    """Also of quiet steps, so few of which are measured that their quartiles lie apart by chance."""
+    hidden = Profile([0.001 * k for k in range(40)], [MIB] * 40, 1.0)
+    kept = 0
+    for seed in range(40):
+        found, winner = search(World(hidden, LinearCost(1e-4, 1e-10), noise=noise, seed=seed))
+        kept += winner is found.default
+    assert kept >= 32
 
 
 @pytest.mark.parametrize("gap, kept", [(0.12, "default"), (0.30, "uniform 1 MiB")])

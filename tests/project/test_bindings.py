@@ -132,15 +132,18 @@ def call_all(module: Any) -> None:
     for name, kind, function in functions(module, module.__name__):
         for kinds in signatures(function):
             is_method = kind is not None and bool(kinds) and kinds[0].endswith(kind.__name__)
-            for place in range(is_method, len(kinds)):
-                for wrong in WRONG:
-                    print(f"{name}({place}: {type(wrong).__name__} for {kinds[place]})", file=sys.stderr, flush=True)
+            none_is_taken = len(kinds) == is_method
+            for place in range(is_method, len(kinds) + none_is_taken):
+                for wrong in [None] if none_is_taken else WRONG:
+                    what = "" if none_is_taken else f"{place}: {type(wrong).__name__} for {kinds[place]}"
+                    print(f"{name}({what})", file=sys.stderr, flush=True)
                     calls += 1
                     try:
                         arguments = [fitting.of(each) for each in kinds]
                         if is_method:
                             arguments[0] = kind if name.endswith("__init__") else instance(kind, fitting)
-                        arguments[place] = wrong
+                        if not none_is_taken:
+                            arguments[place] = wrong
                         if name.endswith("__init__"):
                             made = kind(*arguments[1:])
                             _ = fitting.attached(made) if isinstance(made, _C.Case) else made

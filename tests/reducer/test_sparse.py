@@ -39,6 +39,31 @@ def loss_of(model: nn.Module, rows: list[int]) -> torch.Tensor:
     return model(torch.tensor(rows, dtype=torch.long)).abs().pow(2).sum()
 
 
+@on_ranks(2)
+def test_a_sparse_gradient_whose_numbers_are_nowhere(rank: int, world_size: int) -> None:
+    """One of torch's zero tensors counts as zeros; memory that the program has given up is named."""
+    net = Tables()
+    ddp = DistributedDataParallel(net)
+
+    def without_values(grad: torch.Tensor) -> torch.Tensor:
+        zeros = torch._efficientzerotensor(grad._values().shape)
+        return torch.sparse_coo_tensor(grad._indices(), zeros, grad.shape, check_invariants=False)
+
+    hook = net.first.weight.register_hook(without_values)
+    loss_of(ddp, [1, 2]).backward()
+    assert net.first.weight.grad is not None and not net.first.weight.grad.to_dense().any()
+    hook.remove()
+
+    def gives_up(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad._values().untyped_storage().resize_(0)
+
+    net.zero_grad()
+    net.second.weight.register_post_accumulate_grad_hook(gives_up)
+    with pytest.raises(RuntimeError, match=f"'second.weight' has 0 bytes of memory, expected 24.*rank {rank}"):
+        loss_of(ddp, [1, 2]).backward()
+
+
 @pytest.mark.parametrize(
     "dtype, backend, reduction",
     [
