@@ -371,8 +371,7 @@ PYBIND11_MODULE(_C, module) {
   bind_cases(module);
   bind_stamps(module);
   bind_reducer(module);
-  module.def("backward_looks_ahead",
-      [] { return current_graph_task() != -1 && GraphTaskNodes().looks_ahead(); });
+  module.def("backward_looks_ahead", [] { return current_graph_task() != -1 && GraphTaskNodes().looks_ahead(); });
   module.def("cpu_timeout", &cpu_timeout, given("group"));
   module.def("set_look_seconds", [](double seconds) { look_seconds = seconds; }, py::arg("seconds"));
   module.def("wait_for", &wait_for, Release(), given("work"), py::arg("on_stall") = nullptr);
