@@ -39,7 +39,7 @@ _ddp.complete_signature()
 # Public name -> the companion's module that defines it, imported when the name is asked for.
 _LAZY = {
     "BucketPlan": "planner",
-    "LostPeer": "guards.stall_inspector",
+    "LostPeer": "guards.lost",
     "Owned": "owned",
     "SyncBatchNorm": "functional.sync_batchnorm",
     "Wire": "wire",
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .functions import abort_iteration, refresh, release_buckets
     from .guards.check import check_replicas, repair_replicas
     from .guards.finite_check import skipped_steps
-    from .guards.stall_inspector import LostPeer
+    from .guards.lost import LostPeer
     from .owned import Owned
     from .planner import BucketPlan
     from .planner.observer import bucket_plan

@@ -6,7 +6,6 @@ variable                       meaning
 ``MINDDP_PLAIN``               ``1``: of the companions only ``torch_surface`` is attached to wrappers
 ``MINDDP_WITHOUT``             names of companions, with commas between them, that are attached to no wrapper
 ``MINDDP_TRACE``               a path: the whole process is traced, as by :func:`minddp.trace`
-``MINDDP_DESYNC_TIMEOUT``      seconds: ``desync_timeout`` of every wrapper that is given none (no such limit)
 ``MINDDP_CHECK_COLLECTIVES``   ``0``: ``minddp.functional`` compares no calls before its collectives
 ``MINDDP_ALWAYS_REDUCE``       ``1``: one rank alone goes through its process group too (tests, benchmarks)
 ``MINDDP_SHM_HOST_ID``         distinct from other machines' (read by ``minddp/shm``; tests)
@@ -25,7 +24,7 @@ import os
 import sys
 
 __all__ = [
-    "always_reduce", "check_collectives", "desync_timeout", "leaves_out", "prompts",
+    "always_reduce", "check_collectives", "leaves_out", "prompts",
     "shm_host_id", "torch_ddp_variables", "trace_path", "use_side_stream",
 ]  # fmt: skip
 
@@ -40,24 +39,6 @@ def leaves_out(companion: str) -> bool:
 def trace_path() -> str | None:
     """Where ``MINDDP_TRACE`` wants the trace of this process."""
     return os.environ.get("MINDDP_TRACE") or None
-
-
-def desync_timeout() -> float | None:
-    """Seconds after which a rank that is only suspected is waited for no more; ``None``: it is.
-
-    Raises:
-        ValueError: it is no positive number.
-    """
-    text = os.environ.get("MINDDP_DESYNC_TIMEOUT")
-    if not text:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise ValueError(f"MINDDP_DESYNC_TIMEOUT is {text!r}: set it to a positive number of seconds, or unset it")
-    return seconds
 
 
 def check_collectives() -> bool:

@@ -114,8 +114,10 @@ def indented(lines: Sequence[str], at_most: int = 20) -> str:
 
 # What a rank waits for that has run out of data: whatever the others send next.
 SHADOWED = "what the ranks that still have data send next"
-# (group, what is waited for, seconds so far, the collective's error or ""): may raise, must not block for long.
-Watcher = Callable[[dist.ProcessGroup, str, float, str], None]
+# (group, what is waited for, for which time in this group, seconds so far, the collective's error or ""): may raise,
+# must not block for long.
+Watcher = Callable[[dist.ProcessGroup, str, int, float, str], None]
+_waits: dict[tuple[str, str], int] = {}  # in each group, of each kind: ranks wait for the same if both are alike
 _watcher: Watcher | None = None
 
 
@@ -133,7 +135,9 @@ def _on_stall(group: Any, what: str) -> Callable[[float, str], None] | None:
     watcher = _watcher
     if watcher is None or type(group) is not dist.ProcessGroup:
         return None
-    return lambda seconds, error: watcher(group, what, seconds, error)
+    kind = group.group_name, what
+    number = _waits[kind] = _waits.get(kind, 0) + 1
+    return lambda seconds, error: watcher(group, what, number, seconds, error)
 
 
 def wait_for(work: Any, group: Any, what: str) -> None:

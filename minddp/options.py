@@ -27,5 +27,4 @@ class Options(TypedDict, total=False):
     ordered: bool
     check_finite: bool | Literal["raise", "warn", "skip"]
     check_replicas_every: int | None
-    desync_timeout: float | None
     bucket_plan: BucketPlan | str | os.PathLike[str] | None

@@ -7,13 +7,6 @@
 
 namespace minddp::errors {
 
-// With reduction="sum" or "weighted": a gradient is the result of the reduction before.
-inline std::string summed_again(int rank, const std::string& name) {
-  return c10::str("The gradient of '", name, "' holds the result of an earlier synchronized backward, which ",
-      "reduction=\"sum\" or \"weighted\" would sum over the ranks again. Call zero_grad() before each synchronized ",
-      "backward; to accumulate, run all but the last backward, and their forwards, in no_sync(). [rank ", rank, "]");
-}
-
 // An iteration of several backwards: what an earlier one brought was removed or zeroed before the average.
 inline std::string taken_between(int rank, const std::string& name) {
   return c10::str("Expected to mark a variable ready only once. The gradient of '", name, "' came in an earlier ",

@@ -9,7 +9,7 @@
 #include "errors.h"
 #include "reducer/graph_task.h"
 #include "reducer/reducer.h"
-#include "seen_gradient.h"
+#include "reducer/seen_gradient.h"
 
 #include <functional>
 #include <utility>

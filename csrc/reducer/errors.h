@@ -80,7 +80,8 @@ inline std::string wrong_gradient(
     int rank, const std::string& name, const std::string& found, const std::string& expected) {
   return c10::str("The gradient of parameter '", name, "' is ", found, ", expected ", expected,
       ". Sparse gradients may come only from nn.Embedding and nn.EmbeddingBag with sparse=True, then in every "
-      "iteration; parameters must be moved to their device before the module is wrapped. [rank ",
+      "iteration; parameters are cast and moved before the module is wrapped, or minddp.refresh(ddp) is called on ",
+      "every rank after it. [rank ",
       rank, "]");
 }
 

@@ -1,17 +1,10 @@
 """The guards' cases; csrc/guards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import torch
+import torch.distributed as dist
 
 from . import Case
-
-class ChangedModule(Case):
-    def __init__(self) -> None: ...
-    def note(self, parameters: Sequence[torch.Tensor], why: str) -> None: ...
-
-class EarlierSums(Case):
-    def __init__(self) -> None: ...
 
 class GradStates(Case):
     def __init__(self, on_graph: Callable[[], None]) -> None: ...
@@ -24,3 +17,5 @@ class GradStates(Case):
 class Moments(Case):
     def __init__(self) -> None: ...
     def last(self) -> list[int]: ...
+
+def abort(group: dist.ProcessGroup) -> None: ...

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
-from numbers import Integral, Real
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from .. import environment, events
+from .. import events
 from .._C import guards as cases
 from ..logs import log
 from ..reducer import Plan, weakly
 from . import step, watchdog
 from .check import compare
 from .finite_check import FiniteCheck
-from .local_gradients import LocalGradients
+from .lost import Watch
 from .module_changes import ModuleChanges, refusal
 from .processes import Process, here
-from .stall_inspector import Moments, StallInspector, waits_of
 from .step import StepCheck
+from .words import Words
 
 FINITE_MODES = ("raise", "warn", "skip")
 
@@ -29,48 +28,40 @@ FINITE_MODES = ("raise", "warn", "skip")
 class Settings(NamedTuple):
     check_finite: str | None
     check_replicas_every: int | None
-    desync_timeout: float | None
 
 
 class Guards(events.Observer):
     """What watches over one wrapper. All but ``steps`` is made anew with each reducer.
 
     Attributes:
-        inspector: watches its waits. None before there is a reducer, and if all parameters are reduced apart.
+        watch: watches its waits. None before there is a reducer, and if all parameters are reduced apart.
         words: what ranks compare before a step. None likewise.
         finite: with ``check_finite``.
-        hooks: compares whether ranks have a communication hook. None where all ranks know no name of the wrapper.
         changes: notices that the module is not as it was wrapped.
         steps: asked before optimizers' steps.
     """
 
     changes: ModuleChanges
     name = "guards"
-    options = {"check_finite": False, "check_replicas_every": None, "desync_timeout": None}
+    options = {"check_finite": False, "check_replicas_every": None}
     arguments = """
         check_finite: ``"raise"`` (or ``True``): before ``optimizer.step()`` (and at the next forward), raise on every
             rank when a rank's own gradient, before the average, held NaN or infinity; names parameters and ranks.
             ``"warn"``: the same as a warning. ``"skip"``: that step changes nothing, on all ranks alike, and clears
             the gradients; goes with a ``GradScaler``. Reads each bucket once more, and the host waits for the answer.
         check_replicas_every: compare the ranks' parameters (:func:`minddp.check_replicas`) before each n-th forward.
-        desync_timeout: seconds after which a wait for another rank ends with an error, whatever that rank does: it
-            may be stopped or cut off, wait in another collective, compute, evaluate or write a checkpoint. ``None``:
-            such a rank is waited for as long as the group's timeout says, and the log tells where it is. A rank that
-            has reported an exception, or is gone, is not waited for, whatever this is. A wait that belongs to no
-            wrapper takes the largest value of its group's wrappers, or of all wrappers if the group has none.
-            ``MINDDP_DESYNC_TIMEOUT`` sets it where it is not given.
     """
     settings: Settings
 
     def __init__(self, ddp: Any, settings: Settings):
         super().__init__(ddp, settings)
         self._group = ddp.process_group
-        self.inspector: Any = None
+        self.watch: Any = None
         self.words: Any = None
         self.finite: FiniteCheck | None = None
         self.steps = StepCheck(self)
         self._token: str | None = None
-        self._has_warned_of_graph = False
+        self._has_warned_of_graph = self._has_warned_of_change = False
         self._unchecked = 0  # iterations since replicas were compared
 
     def listens(self, event: str) -> bool:
@@ -81,24 +72,15 @@ class Guards(events.Observer):
         return Settings(
             _finite_mode(values["check_finite"]),
             _every("check_replicas_every", values["check_replicas_every"]),
-            _seconds("desync_timeout", values["desync_timeout"]) or environment.desync_timeout(),
         )
 
     # --- construction ---
 
     def constructing(self, ddp: Any) -> None:
-        dog = watchdog.current(self._group)  # from now on this rank can be asked where it is
-        if dog is not None:
-            dog.constructor_begins(self._group.group_name)
-
-    @classmethod
-    def construction_failed(cls, group: Any, error: BaseException) -> None:
-        with suppress(Exception):  # the process group may be gone
-            if (dog := watchdog.current(group)) is not None:
-                dog.constructor_failed(group.group_name, error)
+        watchdog.current(self._group)  # from now on this rank can be asked where it is
 
     def compared(self, parameters: Any) -> Mapping[str, Any]:
-        finite, every, _ = self.settings
+        finite, every = self.settings
         return {"check_finite": finite, "check_replicas_every": every}
 
     def exchange(self) -> Any:
@@ -109,9 +91,9 @@ class Guards(events.Observer):
 
     def planning(self, plan: Plan) -> None:
         self._group = plan.group
-        self._changed, self._grads = cases.ChangedModule(), cases.GradStates(weakly(self._on_graph))
-        for case in (self._changed, self._grads, Moments()):
-            plan.add(case)
+        self._grads = cases.GradStates(weakly(self._on_graph))
+        plan.add(self._grads)
+        plan.add(_Moments())
 
     def reducer_made(self, reducer: Any, before: Any) -> None:
         averager, parameters = self.averager, self.averager.parameters
@@ -121,13 +103,11 @@ class Guards(events.Observer):
         casts = torchs is not None and torchs.mixed is not None
         self._may_change = not casts and (self._group.size() > 1 or averager.has_foreign_group)
         streams = parameters.device.type != "cpu"
-        self.inspector = StallInspector(self._group, reducer, parameters.names, self.settings.desync_timeout, streams)
-        has_store = dist.is_initialized() and not averager.has_foreign_group
-        store = dist.distributed_c10d._get_default_store() if has_store else None
-        inspector = self.inspector
-        self.words = LocalGradients(self._group, store, inspector.key, inspector.word_of, inspector.client)
-        if has_store:
-            averager.watch_waits(self.inspector.on_stall)
+        before_it = self.watch if before is not None and self.watch.group is self._group else None
+        self.watch = Watch(self._group, reducer, streams, before_it)
+        self.words = Words(self.watch)
+        if self.watch.dog is not None and not averager.has_foreign_group:
+            averager.watch_waits(self.watch.on_stall)
         reducer.set_callbacks(on_interrupted=weakly(self._on_interrupted))
         self.finite = self._finite(reducer)
         if before is None:
@@ -152,23 +132,25 @@ class Guards(events.Observer):
 
     def named(self, token: str) -> None:
         self._token = token
-        if self.inspector is not None:
-            self.words.name(self.inspector.rename(token))
+        if self.watch is not None:
+            self.watch.key = token
 
     # --- a forward ---
 
     def checking(self) -> None:
-        if self.inspector.lost is not None:  # what follows may wait for the device
-            self.inspector.check_lost()
+        if self.watch.lost is not None:  # what follows may wait for the device
+            self.watch.check_lost()
+        if self.changes.found and self.averager.is_under_way():  # a layer that was replaced has left its bucket open
+            self.averager.report_failure(self.refuse_change)
         if self.finite is not None:
             self.finite.check()
 
     def saving(self) -> None:
-        if self.inspector is not None:
-            self.inspector.check_lost()
+        if self.watch is not None:
+            self.watch.check_lost()
 
     def before_forward(self, joining: bool) -> None:
-        self.inspector.note_forward()
+        self.watch.note_forward()
         if self.settings.check_replicas_every is not None and not joining:
             self._unchecked += 1
             if self._unchecked >= self.settings.check_replicas_every:
@@ -177,14 +159,23 @@ class Guards(events.Observer):
                 compare(averager.module, averager.parameters, averager.group)
 
     def after_forward(self, outputs: list[torch.Tensor], synchronized: bool) -> None:
-        """What is not in the reducer must not get a gradient in the backward that follows."""
+        """What is not in the reducer gets local gradients in the backward that follows."""
+        self.changes.synchronized = synchronized
         found = self.changes.look() if synchronized and self._may_change else None
         if found is None:
             return
         # A parameter has a new autograd node, without our hook, if it was cast and cast back, or if something was
         # registered: a parametrization's original.
         self.averager.reducer.renew_hooks()
-        self._changed.note([change.parameter for change in found], refusal(found))
+        if found and not self._has_warned_of_change:
+            self._has_warned_of_change = True
+            log.warning("%s This is logged once. [rank %d]", refusal(found), self._group.rank())
+
+    def change_text(self) -> str:
+        return refusal(self.changes.found)
+
+    def refuse_change(self) -> None:
+        raise RuntimeError(self.change_text())
 
     # --- backward ---
 
@@ -204,7 +195,7 @@ class Guards(events.Observer):
 
     def _on_interrupted(self, why: str) -> None:
         """An exception has ended a backward whose averages the others expect. ``why``: its text, if the reducer's."""
-        self.inspector.report_interrupted(why)
+        self.watch.report_interrupted(why)
 
     # --- now and then ---
 
@@ -214,32 +205,31 @@ class Guards(events.Observer):
 
     def hook_changed(self, name: str) -> None:
         if not self.averager.has_builtin_hook:
-            self.inspector.hook = name
-
-    def joined(self, now: bool) -> None:
-        if self.words is not None:
-            self.words.note_joined(now)
+            self.watch.hook = name
 
     def failed(self, error: BaseException | str, where: str) -> None:
-        if self.inspector is None:
+        if self.watch is None:
             return
         if where == "backward":
-            self.inspector.report_failure(error)
+            self.watch.report_failure(error)
         elif where == "forward" and isinstance(error, BaseException):
-            self.inspector.note_words(error)
+            self.watch.note_words(error)
 
     def unfinished(self) -> bool:
         return bool(self._grads.is_interrupted())
 
     def aborting(self) -> None:
-        if self.averager.is_under_way():
-            self.inspector.note_given_up()
-        self.inspector.take_back()
         if self.finite is not None:
             self.finite.forget()
 
     def collective(self) -> AbstractContextManager[None]:
-        return waits_of(None, self.settings.desync_timeout) if self.inspector is None else self.inspector.collective()
+        return nullcontext() if self.watch is None else self.watch.collective()
+
+
+class _Moments(cases.Moments):
+    """When the last moments of the wrapper's steps were, for whoever asks while they run on other threads."""
+
+    moments = cases.Moments.last
 
 
 _GRAPH = (
@@ -266,16 +256,6 @@ def _every(name: str, value: Any) -> int | None:
     if value < 1:
         raise ValueError(f"{name} must be at least 1, or None, got {value!r}")
     return int(value)
-
-
-def _seconds(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number of seconds, or None, got {value!r}")
-    if not 0 < float(value) < float("inf"):
-        raise ValueError(f"{name} must be a positive, finite number of seconds, or None, got {value!r}")
-    return float(value)
 
 
 OBSERVER = Guards

@@ -110,5 +110,6 @@ def look(process: Process) -> Sight:
 def _how(status: int) -> str:
     """A wait status in words; 0 is also what a reader without the right to know sees."""
     if os.WIFSIGNALED(status):
-        return signal.Signals(os.WTERMSIG(status)).name
+        number = os.WTERMSIG(status)
+        return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return f"exit code {os.WEXITSTATUS(status)}" if status else ""

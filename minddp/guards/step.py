@@ -1,7 +1,7 @@
 """May ``optimizer.step()`` use the gradients that there are? Asked before each step of any optimizer.
 
 Refused are gradients that would let the replicas drift apart without a word: of a backward that is not over, that an
-exception has ended, or that bypassed the wrapper and differs between ranks (``local_gradients.py``). What a program
+exception has ended, or that bypassed the wrapper and differs between ranks (``words.py``). What a program
 may have left local by mistake is logged, once (:data:`_LOCAL`). Until a step uses them nothing is wrong: the next
 synchronized backward averages what is in ``.grad``.
 
@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _C
 from ..logs import log
-from .local_gradients import has_values
+from .words import has_values
 
 # In the order in which they were made, which is the same on all ranks: checks exchange words.
 _watched: weakref.WeakValueDictionary[int, StepCheck] = weakref.WeakValueDictionary()
@@ -84,13 +84,19 @@ class StepCheck:
         averager = self.averager
         return set() if averager is None else averager.parameter_ids()
 
+    def asked_of(self) -> set[int]:
+        """``id`` of each parameter whose step this one is asked about."""
+        guards = self.guards
+        strangers = () if guards is None or guards.averager is None else guards.changes.strangers()
+        return self.parameter_ids() | {id(parameter) for _, parameter in strangers}
+
     def may_refuse_step(self) -> bool:
         """Whether :meth:`check_step` is worth its time; costs a microsecond."""
         guards, averager = self.guards, self.averager
         if averager is None:
             return False
-        unsure = guards.finite is not None or guards.inspector.lost is not None or averager.is_unfinished()
-        return bool(unsure or averager.reducer.bypassed() or self._suspects())
+        unsure = guards.finite is not None or guards.watch.lost is not None or averager.is_unfinished()
+        return bool(unsure or guards.changes.found or averager.reducer.bypassed() or self._suspects())
 
     def check_step(self, stepped: set[int], others: Sequence[StepCheck], is_over: bool) -> bool:
         """Raises if an optimizer must not use the gradients; returns whether its step is to change nothing.
@@ -103,7 +109,7 @@ class StepCheck:
         guards, averager = self.guards, self.averager  # held: garbage collection may run at any moment
         if averager is None:
             return False
-        guards.inspector.check_lost()
+        guards.watch.check_lost()
         finite = guards.finite
         if not self._has_others():
             return averager.group.size() == 1 and finite is not None and finite.check(is_over)
@@ -132,6 +138,8 @@ class StepCheck:
         is_partial = reducer.phase() in (_C.Phase.BACKWARD, _C.Phase.INCOMPLETE) or reducer.is_interrupted()
         if is_partial and all(self._is_averaged(i, p, others) for i, p in self._with_gradients(stepped)):
             return
+        if self.guards.changes.found and self.averager.is_under_way():
+            self.guards.refuse_change()
         reducer.check_finished()
         used = self._with_gradients(stepped) if reducer.is_interrupted() else []
         found = [reducer.names[i] for i, _ in used if not reducer.averaged_since(i, 0)]
@@ -169,11 +177,15 @@ class StepCheck:
         for i, backward in list(bypassed.items()):
             if parameters[i].grad is None or any(other.has_brought(parameters[i], backward) for other in others):
                 del bypassed[i]
-        if bypassed:  # all of them: ranks need not step the same ones (ZeroRedundancyOptimizer)
-            named = [(reducer.names[i], parameters[i].grad) for i in bypassed]
-            uses = any(id(parameters[i]) in stepped for i in bypassed)
-            moment = max(bypassed.values()), reducer.iteration()
-            self.guards.words.check(named, moment, reducer.iteration(), uses)
+        changes, words = self.guards.changes, self.guards.words
+        strangers = [(name, p.grad) for name, p in changes.strangers() if id(p) in stepped and p.grad is not None]
+        if bypassed or strangers:
+            # All that bypassed: ranks need not step the same ones (ZeroRedundancyOptimizer).
+            named = [*((reducer.names[i], parameters[i].grad) for i in bypassed), *strangers]
+            uses = bool(strangers) or any(id(parameters[i]) in stepped for i in bypassed)
+            moment = max(bypassed.values(), default=-1), reducer.iteration()
+            why = self.guards.change_text() if strangers else ""
+            words.check(named, moment, self.guards.watch.earlier + reducer.iteration(), uses, why)
 
     def has_averaged(self, parameter: torch.nn.Parameter, backward: int) -> bool:
         """Whether its gradient of that backward, or of a later one, was averaged here."""
@@ -236,7 +248,7 @@ def _check(optimizer: torch.optim.Optimizer, is_over: bool = False) -> None:
     for key in stepped & _refused.keys():
         raise RuntimeError(_refused[key][1])
     for check in asked:
-        if not stepped.isdisjoint(check.parameter_ids()):
+        if not stepped.isdisjoint(check.asked_of()):
             if check.check_step(stepped, [other for other in everyone if other is not check], is_over):
                 for parameter in _listed(optimizer):  # without gradients a step changes nothing
                     parameter.grad = None

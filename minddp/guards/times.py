@@ -4,10 +4,9 @@
 what                            in looks
 ==============================  ============================================================
 a waiting rank looks            1
-it logs whom it waits for       after 10, 60, 120, 240, ...: each time that the wait has doubled
-a rank looks for questions      1, more where there are more than 33 ranks (``reports.py``)
-gone                            5, until what it had sent must have arrived, and three turns of the watchdog, until
-                                where the others are was asked anew
+one rank calls the others       after 10, 60, 120, 240, ...: each time that the wait has doubled
+a rank is gone, or has left     5, until what it had sent must have arrived; then one calls
+a call has a result             after 2 and a half, more where there are more than 2,000 ranks (``roll.py``)
 a failed collective is named    within 5
 a rank counts as waiting        for 10 after its last look
 ==============================  ============================================================
@@ -21,7 +20,7 @@ from contextlib import contextmanager
 from .. import _C
 
 look = 1.0  # seconds
-SETTLED, ANEW, NAMING, FRESH = 5, 3, 5, 10
+SETTLED, NAMING, FRESH = 5, 5, 10
 
 
 def set_look(seconds: float) -> None:
@@ -42,8 +41,7 @@ def faster(seconds: float) -> Iterator[None]:
         set_look(before)
 
 
-def warning_is_due(seconds: float) -> bool:
-    """Of a wait that has lasted so long. Asked once a look."""
+def warnings_due(seconds: float) -> int:
+    """How many, of a wait that has lasted so long."""
     looks = round(seconds / look)
-    minutes, rest = divmod(looks, 60)
-    return looks == 10 or (rest == 0 and minutes > 0 and minutes & (minutes - 1) == 0)
+    return 0 if looks < 10 else 1 + (looks // 60).bit_length()

@@ -1,13 +1,13 @@
-"""Reports and reads for this process, on a thread of its own: nothing else here waits for the store.
+"""Takes part in the roll call for this process, on a thread of its own: nothing else here waits for the store.
 
-Each process with a wrapper has one watchdog for its default group. A rank that waits for others says so each second
-(:meth:`Watchdog.waits`), and reads what the thread has found until then (:meth:`Watchdog.facts`). Both return at
+Each process with a wrapper has one watchdog for its default group. A rank that waits for others says so each look
+(:meth:`Watchdog.waits`), and reads what the thread has found until then (:meth:`Watchdog.verdict`). Both return at
 once, since the store may be gone, or its host stopped. The thread has a connection of its own, keeps no process group
 alive, and ends with the group, the store or the interpreter.
 
-A process that ends reports so (``atexit``), with the exception that ended it if one did. If an exception has ended
-the main thread, which trained, and other threads hold the process, the watchdog's thread sees that. A process that is
-killed cannot report.
+A process that ends says so (``atexit``), with the exception that ended it if one did. If an exception has ended the
+main thread, which trained, and other threads hold the process, the watchdog's thread sees that. A process that is
+killed cannot say anything: the next one of its host sees it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,21 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from .. import environment
 from ..logs import log
-from . import location, times
-from .evidence import Fact, Place, Wait
+from . import location, texts, times
 from .processes import Process, here, look
-from .reports import Report, Reports
+from .roll import Entry, Place, Roll, Wait, bare, carries, has_done, is_there, listens
 
 _EXIT_SECONDS = 1.0
-_TEXT_SECONDS = 0.25  # in which an exception that nobody catches ends the program, and is reported with its text
-
-
-_GARBAGE = (
-    "Rank %d hears nothing of the other ranks from now on, and tells them nothing: something else than a rank of "
-    "minddp's has written to its keys in the process group's store (%s)."
-)
+_TEXT_SECONDS = 0.25  # in which an exception that nobody catches ends the program, and is told with its text
+Answer = TypeVar("Answer")
 
 
 class _Thread(threading.Thread):
@@ -51,38 +45,63 @@ class _Thread(threading.Thread):
             super().join(timeout)
 
 
+class Verdict(NamedTuple):
+    """Why a wait is over. ``ranks``: those that do not come. ``lost``: those that they come down to. ``words``: of
+    whom, and why. ``follows``: another rank has told of it, so this one tells nobody."""
+
+    ranks: list[int]
+    lost: list[int]
+    words: str
+    follows: bool = True
+    left: bool = False
+
+
+class _Call(NamedTuple):
+    """A call of this rank's that has no result yet."""
+
+    number: int
+    wait: Wait
+    seconds: float
+    due: float
+    warns: bool
+
+
 class Watchdog:
     """This process's, for one default group. What several threads change is changed with :attr:`_lock` held.
 
     Attributes:
-        reports: how it reports and reads.
         processes: by rank of the default group, as far as known.
-        failures: what ranks have reported and not taken back, by rank and wrapper; ``""``: the program's end.
-        client: of the group's store, once it is there.
-        heard: when the last turn began that has read what ranks have reported.
+        heard: when the last turn began that has read what ranks have told.
+        interval: seconds from turn to turn.
         lost: the thread has ended.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int):
+        self.rank, self._size = rank, size
         self.processes: dict[int, Process] = {rank: here()}
-        self.failures: dict[int, dict[str, Report]] = {}
-        self._ended: dict[int, float] = {}  # when this has first seen that a rank has failed or is gone
-        self.client: dist.Store | None = None
-        self.lost = self._stopping = self._heeds = False
+        self.lost = self._stopping = False
         self._store = weakref.ref(store, lambda _: self._end_with_the_store())
-        self.reports = Reports(store, rank, size, self.processes)
-        self._lock = threading.RLock()
-        self._wake = threading.Event()
-        self._sent = threading.Condition()
-        self._outbox: list[Report] = []
-        self._told: dict[str, str] = {}  # what this rank has reported and not taken back: words, by wrapper
-        self._later: dict[str, tuple[float, str]] = {}  # when what is to be reported, by wrapper
-        self._constructors: dict[str, int] = {}  # how many have failed here since all ranks were in one, by group
-        self._inspectors: dict[int, weakref.ref[Any]] = {}  # StallInspectors, one a wrapper
-        self._wait: tuple[float, Wait] | None = None  # when this rank was last known to wait, and for what
+        self._port: int | None = getattr(bare(store), "port", None) if carries(store) else None
+        self._lock, self._wake, self._done = threading.RLock(), threading.Event(), threading.Condition()
+        self._outbox: list[Entry] = []
+        self._told: dict[str, str] = {}  # what this rank has told of each wait, and under "" of its program
+        self._later: dict[str, tuple[float, Entry]] = {}  # when what is to be told, by wait
+        self._errands: list[Callable[[Roll], None]] = []
+        self._watches: dict[int, weakref.ref[Any]] = {}  # one a wrapper
+        self._notices: dict[Any, list[Entry]] = {}  # by wait; by rank, of its program's end
+        self._gone: dict[int, tuple[float, str]] = {}  # ranks whose processes are, since when as far as seen, and how
+        self._ends: dict[int, Entry] = {}  # what ranks have said that have left, as far as read
+        self._left_at = math.inf  # when somebody has left for the last time, as this rank has seen
+        self._left = 0
+        self._on_this_host: list[int] = []
+        self._wait: tuple[float, Wait, float] | None = None  # when this rank was last known to wait; since when
+        self._call: _Call | None = None
+        self._may_call_at = 0.0
+        self._calls_now = False  # the present wait's collective has failed
+        self._warned = 0  # how often the present wait was logged, or might have been
         self.words = ""  # of the last exception that the program may have handled, for those who ask
         self._trains = threading.main_thread()  # who has run the last forward
-        self._turn_began = time.monotonic()
+        self._turn_began, self.interval = time.monotonic(), times.look
         self.heard = float("-inf")
         self._thread = _Thread(target=self._run, args=([store],), name="minddp: watchdog", daemon=True)
         try:
@@ -98,156 +117,187 @@ class Watchdog:
         with self._lock:
             self.processes.update(processes)
 
-    def add(self, inspector: Any) -> None:
-        """Until it is gone, it is asked for its ``place()`` when somebody wants to know. If its wrapper's backward
-        waits for nobody (``has_streams``), its ``heed_loss()`` is called in each turn in which a rank has ended."""
-        key = id(inspector)
-        self._inspectors[key] = weakref.ref(inspector, lambda _: self._inspectors.pop(key, None))
+    def add(self, watch: Any) -> None:
+        """Until it is gone, it is asked for its ``place()`` when somebody calls, and its ``heed()`` is called in each
+        turn that has brought a notice, if its wrapper's backward waits for nobody (``has_streams``)."""
+        key = id(watch)
+        self._watches[key] = weakref.ref(watch, lambda _: self._watches.pop(key, None))
 
-    def inspectors(self) -> list[Any]:
-        found = [inspector() for inspector in list(self._inspectors.values())]
-        return [inspector for inspector in found if inspector is not None]
+    def watches(self) -> list[Any]:
+        found = [watch() for watch in list(self._watches.values())]
+        return [watch for watch in found if watch is not None]
 
     def note_forward(self) -> None:
         """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
         self._trains, self._wait = threading.current_thread(), None
 
-    def tell(self, words: str, *wrappers: str, because: Sequence[int] = (), wait: float = 0.0) -> None:
-        """Reports to all ranks that this one will not come. The first words stand.
+    def tell(
+        self,
+        words: str,
+        wait: Wait | None = None,
+        because: Sequence[int] = (),
+        group: str = "",
+        seconds: float = 0.0,
+    ) -> None:
+        """Tells all ranks that this one does not finish ``wait``, or that its program ends. The first words stand.
 
         Args:
             words: why.
-            wrappers: whose iterations have failed: nobody else's, since the program may go on; none: it ends.
+            wait: None: no wait any more.
             because: the ranks whose failure this one follows from.
-            wait: at most so many seconds until it has been reported: the process may be about to end.
+            group: that this rank has given up: it takes part in nothing there any more.
+            seconds: at most so many until it has been told: the process may be about to end.
         """
+        name = "" if wait is None else f"{wait.name} {wait.number}"
         with self._lock:
-            for wrapper in wrappers or list(self._later):
-                self._later.pop(wrapper, None)
-            for wrapper in sorted(set(wrappers)) or [""]:
-                if wrapper not in self._told and "" not in self._told:
-                    words = words if wrapper else next(iter(self._told.values()), words)
-                    self._told[wrapper] = words
-                    self._outbox.append(self._message(words, wrapper, because, ends=not wrapper))
+            self._later.pop(name, None) if wait is not None else self._later.clear()
+            if name not in self._told and "" not in self._told:
+                self._told[name] = words
+                self._outbox.append(self._notice(words, wait, because, group))
         self._wake.set()
-        if wait and threading.current_thread() is not self._thread:
-            with self._sent:
-                self._sent.wait_for(lambda: self.lost or not self._outbox, wait)
+        self._wait_until(lambda: not self._outbox, seconds)
 
-    def tell_later(self, words: str, wrapper: str, seconds: float = _TEXT_SECONDS) -> None:
+    def tell_later(self, words: str, wait: Wait) -> None:
         """:meth:`tell`, unless more is known in a moment: the exception may end the program, and has a text then."""
         with self._lock:
-            self._later[wrapper] = time.monotonic() + seconds, words
+            self._later[f"{wait.name} {wait.number}"] = time.monotonic() + _TEXT_SECONDS, self._notice(words, wait)
         self._wake.set()
 
-    def take_back(self, wrapper: str) -> None:
-        """What was told of ``wrapper`` has passed."""
-        with self._lock:
-            self._later.pop(wrapper, None)
-            if self._told.pop(wrapper, None) is not None:
-                self._outbox.append(self._message("", wrapper, over=True))
+    def _notice(self, words: str, wait: Wait | None, because: Sequence[int] = (), group: str = "") -> Entry:
+        key = None if wait is None else wait.key
+        return {"words": words, "wait": key, "because": list(because), "group": group, "places": self.places()}
+
+    def run(self, errand: Callable[[Roll], Answer], seconds: float) -> Answer | None:
+        """``errand``'s answer, from the watchdog's thread; None: the store has not answered in time, or is gone."""
+        answers: list[Answer] = []
+
+        def note(roll: Roll) -> None:
+            answers.append(errand(roll))
+
+        self._errands.append(note)
         self._wake.set()
+        self._wait_until(lambda: bool(answers), seconds)
+        return answers[0] if answers else None
 
-    # Ranks may fail in a constructor alike, and try again: what one of them reports must not end the next attempt of
-    # another. So failures are numbered, and a rank that has failed n times heeds another rank's failure n + 1 alone.
+    def _wait_until(self, is_over: Callable[[], bool], seconds: float) -> None:
+        if seconds and threading.current_thread() is not self._thread:
+            with self._done:
+                self._done.wait_for(lambda: self.lost or is_over(), seconds)
 
-    def constructor_of(self, group: str, number: int = 0) -> str:
-        """The name under which ranks report that a constructor in ``group`` has failed, for the ``number``-th time
-        since all ranks were in one together; 0: once more than on this rank."""
-        return f"{group}/constructor {number or self._constructors.get(group, 0) + 1}"
-
-    def constructor_begins(self, group: str) -> None:
-        """Others may wait for this one: what earlier ones have reported has passed."""
-        for number in range(self._constructors.get(group, 0)):
-            self.take_back(self.constructor_of(group, number + 1))
-
-    def constructor_is_met(self, group: str) -> None:
-        """All ranks are in one."""
-        self._constructors.pop(group, None)
-
-    def constructor_failed(self, group: str, error: BaseException) -> None:
-        """Reported unless the program tries again soon."""
-        words = f"its constructor of DistributedDataParallel ended with {location.exception_text(error)}"
-        self._constructors[group] = self._constructors.get(group, 0) + 1
-        for number in range(self._constructors[group]):
-            self.tell_later(words, self.constructor_of(group, number + 1), times.SETTLED * times.look)
-
-    def waits(self, wait: Wait) -> None:
-        """This rank waits, as of now."""
-        if self._waited() is None:
+    def waits(self, wait: Wait, seconds: float) -> None:
+        """This rank has waited so long, and goes on."""
+        now = time.monotonic()
+        if self._wait is None or self._wait[1].key != wait.key:
+            self._warned, self._calls_now, self._may_call_at = 0, False, 0.0
             self._wake.set()
-        self._wait = time.monotonic(), wait
-
-    def read_now(self) -> None:
-        """What the other ranks have reported is read at once, and not at the next turn."""
-        self._wake.set()
+        self._wait = now, wait, now - seconds
 
     def waits_no_more(self) -> None:
         self._wait = None
 
-    def facts(self, wait: Wait) -> list[Fact]:
-        """What is known about the ranks that are waited for, without asking anybody but this machine's kernel."""
+    def call_now(self) -> None:
+        """The collective that this rank has waited for has failed: where are the others?"""
+        self._calls_now = True
+        self._wake.set()
+
+    def read_now(self) -> None:
+        """What the other ranks have told is read at once, and not at the next turn."""
+        self._wake.set()
+
+    def verdict(self, wait: Wait) -> Verdict | None:
+        """Whether ``wait`` is over, as the others' notices say. Asks nobody."""
         with self._lock:
-            return [self._fact(rank, wait.fails_as or wait.awaited.wrapper) for rank in wait.others]
+            of_wait = self._notices.get(wait.key, [])
+            told = [each for each in of_wait if "found" not in each] + self._notices.get(wait.group, [])
+            for rank in wait.others:
+                ends = [each for each in self._notices.get(rank, []) if not has_done(each["places"], wait)]
+                for notice in [*(each for each in told if each["by"] == rank), *ends]:
+                    lost = sorted({*notice["because"]} - {self.rank} or {rank})
+                    return Verdict([rank], lost, texts.says(rank, self.processes.get(rank), notice["words"]))
+            for notice in of_wait:
+                if notice.get("found") == "gone":
+                    return Verdict(notice["lost"], notice["lost"], notice["words"], left=notice["left"])
+        return None
 
-    def _fact(self, rank: int, wrapper: str) -> Fact:
-        process, failure = self.processes.get(rank), self._failure(rank, wrapper)
-        sight = None if process is None else look(process)
-        if failure is not None or (sight is not None and sight.state == "gone"):
-            ended_at = self._ended.setdefault(rank, time.monotonic())
-        else:
-            ended_at = math.inf
-        return Fact(rank, process, sight, *self.reports.of(rank), failure, ended_at)
+    def suspects(self, wait: Wait) -> Verdict | None:
+        """Who may be lost to ``wait``, whose collective has failed: gone, stopped, or late in the last call."""
+        self._see([*wait.others])
+        with self._lock:
+            found = {}
+            for rank in wait.others:
+                process = self.processes.get(rank)
+                if rank in self._gone:
+                    found[rank] = self._describe_end(rank)
+                elif process is not None and look(process).state == "stopped":
+                    found[rank] = texts.stopped(rank, process)
+            late = [n for n in self._notices.get(wait.key, []) if n.get("found") == "late"]
+        if found:
+            left = any(not self._ends.get(rank, {"failed": True})["failed"] for rank in found)
+            return Verdict([*found], [*found], texts.joined([*found.values()]), follows=False, left=left)
+        if late:
+            return Verdict(late[-1]["lost"], late[-1]["lost"], late[-1]["words"], False, late[-1]["left"])
+        return None
 
-    def _failure(self, rank: int, wrapper: str) -> Report | None:
-        found = self.failures.get(rank, {})
-        program = found.get("")
-        return program if program and not program["left"] else found.get(wrapper, program)
+    def has_read_since(self, ranks: Sequence[int]) -> bool:
+        """Whether all has been read that these, which are gone, may have told."""
+        return self.lost or all(self.heard > self._gone.get(rank, (-math.inf, ""))[0] for rank in ranks)
 
-    def has_settled(self, facts: Sequence[Fact]) -> bool:
-        """One of these has ended so long ago that what it had sent has arrived, and where the others are was asked
-        anew."""
-        seconds = times.SETTLED * times.look + times.ANEW * self.reports.interval
-        return any(time.monotonic() - fact.ended_at >= seconds for fact in facts)
+    def silent_ones(self, wait: Wait) -> Verdict:
+        """All others: a collective has failed, and nobody has told more."""
+        words = [texts.late(rank, self.processes.get(rank), None, False, wait) for rank in wait.others]
+        return Verdict([*wait.others], [*wait.others], texts.joined(words), follows=False)
+
+    def warns_alone(self, wait: Wait, seconds: float) -> bool:
+        """Whether the log's next line about ``wait`` is due and the store does not answer: nobody can be called."""
+        if not self.store_is_silent() or times.warnings_due(seconds) <= self._warned:
+            return False
+        self._warned = times.warnings_due(seconds)
+        return True
 
     def store_is_silent(self) -> bool:
-        longest = self.reports.patience + self.reports.interval
-        return self.lost or time.monotonic() - self._turn_began > max(longest, 1.0)
+        return self.lost or time.monotonic() - self._turn_began > max(3 * self.interval + 2 * times.look, 1.0)
+
+    def places(self) -> dict[str, Place]:
+        """Where this process's wrappers are, by their names."""
+        found = [(watch.key, watch.place()) for watch in self.watches()]
+        return {key: place for key, place in found if place is not None}
 
     # --- the thread ---
 
     def _run(self, stores: list[dist.Store]) -> None:
         """Empties ``stores``: a store that somebody holds keeps its port, or its file, from the next group."""
-        reports = self.reports
         try:
-            if not reports.has_store():
+            if not is_there(stores[0]):
                 return  # a clone would make it anew
-            self.client = stores.pop().clone()  # type: ignore[attr-defined]  # torch's stub forgets it
-            reports.open(self.client)
-            reports.publish(self._report())
-            while not self._stopping and self._group_is_there() and reports.has_store():
-                self._turn()
+            client: Any = stores.pop().clone()  # type: ignore[attr-defined]  # torch's stub forgets it
+            roll = Roll(client, self.rank, self._size, self.processes)
+            self.interval = roll.interval
+            self._turn(roll)
+            self._wake.wait(roll.interval * os.urandom(1)[0] / 256)  # so that ranks do not ask all at once
+            while not self._stopping and self._group_is_there() and is_there(client):
+                self._turn(roll)
                 due = min((at for at, _ in list(self._later.values())), default=math.inf) - time.monotonic()
-                self._wake.wait(0.1 * times.look if self._outbox else min(max(due, 0.0), reports.interval))
+                pause = 0.1 * times.look if self._outbox or self._errands else min(max(due, 0.0), roll.interval)
+                self._wake.wait(pause)
                 self._wake.clear()
             if not self._stopping and "" not in self._told:
                 self._leave("it has destroyed its process group")
-            if self._outbox and reports.takes_a_last_word():
-                self._send()
+            if self._outbox and listens(client):
+                self._send(roll)
         except (dist.DistError, RuntimeError, OSError):
             pass  # the store is gone, and with it all that could be said here
-        except (ValueError, LookupError, TypeError) as error:
-            log.warning(_GARBAGE, reports.rank, error)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            log.warning(_GARBAGE, self.rank, error)
         finally:
-            self.lost, self.client = True, None
-            reports.close()
-            with self._sent:
-                self._sent.notify_all()
+            self.lost = True
+            del stores[:]
+            with self._done:
+                self._done.notify_all()
 
     def _end_with_the_store(self) -> None:
         """The program has let go of it: the thread's own goes as well. A store's host is asked for nothing that soon:
         it may be ending."""
-        if not self.lost and self.reports.port is None and threading.current_thread() is not self._thread:
+        if not self.lost and self._port is None and threading.current_thread() is not self._thread:
             self._wake.set()
             self._thread.join(_EXIT_SECONDS)
 
@@ -255,81 +305,220 @@ class Watchdog:
         store = self._store()
         return store is not None and dist.is_initialized() and dist.distributed_c10d._get_default_store() is store
 
-    def _turn(self) -> None:
-        self._turn_began = time.monotonic()
+    def _turn(self, roll: Roll) -> None:
+        now = self._turn_began = time.monotonic()
         if self._trains is threading.main_thread() and not (self._trains.is_alive() or "" in self._told):
             self._tell_of_exception()
-        self._tell_what_is_due(self._turn_began)
-        self._send()
-        self.reports.turn(self._report, self._waited() is not None or self._heeds, self._hear)
-        self.heard = self._turn_began
-        on_devices = [inspector for inspector in self.inspectors() if inspector.has_streams]
-        with self._lock:
-            has_ended = [rank for rank in self.processes if on_devices and self._fact(rank, "").has_ended]
-        self._heeds = bool(on_devices and (has_ended or self.failures))
-        for inspector in on_devices if self._heeds else ():
-            inspector.heed_loss()
+        self._tell_what_is_due(now)
+        self._send(roll)
+        while self._errands:
+            self._errands.pop(0)(roll)
+        roll.look()
+        self._hear(roll.notices())
+        self.heard = now
+        if roll.ends() > self._left:
+            self._left, self._left_at = roll.ends(), now
+        for call in roll.calls():
+            roll.answer(call["number"], self._where())
+        self._on_this_host += [rank for rank in roll.meet() if rank not in self._on_this_host]
+        self._look_at_neighbours(roll)
+        wait = self._waited()
+        if wait is not None and (ended := [r for r in wait[1].others if r in self._gone and r not in self._ends]):
+            self._ends.update(roll.left(ended))
+        if wait is not None:
+            self._call_for(roll, wait[1], now - wait[2])
+        else:
+            roll.forget_claims()
+        with self._done:
+            self._done.notify_all()
 
-    def _hear(self, entries: list[Report]) -> None:
+    def _hear(self, notices: list[Entry]) -> None:
         with self._lock:
-            for entry in entries:
-                of_rank = self.failures.setdefault(entry["rank"], {})
-                of_rank[entry["wrapper"]] = entry
-                if entry["over"]:
-                    del of_rank[entry["wrapper"]]
-                if not of_rank:
-                    del self.failures[entry["rank"]]
-                    self._ended.pop(entry["rank"], None)
+            for notice in notices:
+                if "gone" in notice:
+                    self._gone.setdefault(notice["gone"], (time.monotonic(), notice["how"]))
+                elif notice["by"] != self.rank or "found" in notice:
+                    key = notice["by"] if notice["wait"] is None else tuple(notice["wait"])
+                    self._notices.setdefault(key, []).append(notice)
+                    if notice.get("group"):
+                        self._notices.setdefault(notice["group"], []).append(notice)
+        for watch in self.watches() if self._notices else ():
+            if watch.has_streams:
+                watch.heed()
+
+    def told_of(self, name: str) -> list[int]:
+        """The numbers of waits of this name that others have said they do not finish."""
+        with self._lock:
+            return [key[1] for key in self._notices if isinstance(key, tuple) and key[0] == name]
 
     def _tell_what_is_due(self, now: float) -> None:
         with self._lock:
-            for wrapper, (due, words) in list(self._later.items()):
+            for name, (due, notice) in list(self._later.items()):
                 if due <= now:
-                    self.tell(words, wrapper)
+                    del self._later[name]
+                    if name not in self._told and "" not in self._told:
+                        self._told[name] = notice["words"]
+                        self._outbox.append(notice)
 
     def _leave(self, words: str) -> None:
         """Without an exception; after one that the program has caught, that has a part in it."""
         self._tell_what_is_due(math.inf)
-        self._outbox.append(self._message("; before, ".join([words, *set(self._told.values())]), left=True))
+        with self._lock:
+            self._told.setdefault("", "")
+            before = list(dict.fromkeys(self._told[name] for name in self._told if name))
+            self._outbox.append(
+                {"end": "; before, ".join([words, *before]), "failed": False, "places": self.places()}
+            )
 
-    def _send(self) -> None:
+    def _send(self, roll: Roll) -> None:
         while self._outbox:
-            self.reports.tell(self._outbox[0])
+            entry = self._outbox[0]
+            because, wait = entry.get("because"), entry.get("wait")
+            if "end" in entry:
+                roll.leave(entry)
+            elif wait is None:
+                if not because:  # what follows from another rank's failure is no news: who calls reads it
+                    roll.tell(entry)
+                roll.leave({"end": entry["words"], "failed": True, "places": entry["places"]})
+            elif not because or roll.claims(
+                f"told/{because}/{wait}"
+            ):  # one of those tells that it ends for all of them
+                roll.tell(entry)
             del self._outbox[0]
-        with self._sent:
-            self._sent.notify_all()
+        with self._done:
+            self._done.notify_all()
 
-    def _waited(self) -> Wait | None:
-        """What this rank waits for."""
-        wait = self._wait
-        return wait[1] if wait is not None and time.monotonic() - wait[0] < times.FRESH * times.look else None
-
-    def places(self) -> dict[str, Place]:
-        """Where this process's wrappers are, by their names."""
-        found = [(inspector.key, inspector.place()) for inspector in self.inspectors()]
-        return {key: place for key, place in found if place is not None}
-
-    def _report(self) -> Report:
+    def _where(self) -> Entry:
         wait = self._waited()
         line, is_in_collective = location.of_thread(self._trains)
         return {
-            "wait": None if wait is None else wait.awaited,
+            "waits": None if wait is None else (*wait[1].key, wait[1].what, wait[1].joins),
             "places": self.places(),
             "line": line,
             "collective": is_in_collective,
             "words": self.words,
         }
 
-    def _message(self, words: str, wrapper: str = "", because: Sequence[int] = (), **flags: bool) -> Report:
-        """``ends``: the program ends with an exception. ``over``: the wrapper's failure has passed. ``left``: without
-        one."""
-        message = {"words": words, "wrapper": wrapper, "because": list(because), "places": self.places()}
-        return {**message, "ends": False, "over": False, "left": False, **flags}
+    def _waited(self) -> tuple[float, Wait, float] | None:
+        """What this rank waits for, and since when."""
+        wait = self._wait
+        return wait if wait is not None and time.monotonic() - wait[0] < times.FRESH * times.look else None
+
+    # --- processes ---
+
+    def _look_at_neighbours(self, roll: Roll) -> None:
+        """At the next one of this host that runs; at all of them once this rank has waited for two looks. Who sees
+        first that one is gone, and has not left, tells all ranks."""
+        ranks, wait = self._on_this_host, self._waited()
+        if self.rank not in ranks:
+            return
+        mine = ranks.index(self.rank)
+        everyone = wait is not None and time.monotonic() - wait[2] > 2 * times.look
+        for rank in ranks[mine + 1 :] + ranks[:mine]:
+            process = self.processes[rank]
+            sight = None if rank in self._gone else look(process)
+            if sight is not None and sight.state == "gone":
+                with self._lock:
+                    self._gone.setdefault(rank, (time.monotonic(), sight.how))
+                self._ends.update(roll.left([rank]))
+                if rank not in self._ends and roll.claims(f"gone/{process.pid}/{process.started}"):
+                    roll.tell({"gone": rank, "how": sight.how, "wait": None})
+            elif sight is not None and sight.state == "running" and not everyone:
+                return
+
+    def _see(self, ranks: Sequence[int]) -> None:
+        """Which of these this host's kernel does not know any more."""
+        for rank in ranks:
+            process = self.processes.get(rank)
+            if process is not None and rank not in self._gone:
+                sight = look(process)
+                if sight.state == "gone":
+                    with self._lock:
+                        self._gone.setdefault(rank, (time.monotonic(), sight.how))
+
+    # --- calls ---
+
+    def _call_for(self, roll: Roll, wait: Wait, seconds: float) -> None:
+        """A rank that waits calls the others: now and then, to log who is late; and when a rank is gone or has left,
+        once what that had sent must have arrived."""
+        now = time.monotonic()
+        if self._call is not None:
+            if self._call.wait.key != wait.key:
+                roll.end_call(self._call.number)
+                self._call = None
+            elif now >= self._call.due:
+                call, self._call = self._call, None
+                self._conclude(roll, call)
+            return
+        warns = times.warnings_due(seconds) > self._warned
+        ended = [at for rank, (at, _) in self._gone.items() if rank in wait.others]
+        if roll.ends():
+            ended.append(self._left_at)
+        settled = bool(ended) and now - max(min(ended), now - seconds) >= times.SETTLED * times.look
+        if not (warns or ((settled or self._calls_now) and now >= self._may_call_at)):
+            return
+        self._warned = times.warnings_due(seconds)
+        self._may_call_at = now + roll.patience
+        number = roll.call(wait)
+        if number:
+            self._call = _Call(number, wait, seconds, now + 2 * roll.interval + 0.5 * times.look, warns)
+
+    def _conclude(self, roll: Roll, call: _Call) -> None:
+        """Reads where the others are. Tells all that wait if some are gone and all others are there; or logs."""
+        wait = call.wait
+        answers = roll.answers(wait.others)
+        roll.end_call(call.number)
+        late = [rank for rank in wait.others if not self._is_there(answers.get(rank), call)]
+        self._ends.update(roll.left(late))
+        late = [rank for rank in late if rank not in self._ends or not has_done(self._ends[rank]["places"], wait)]
+        self._see(late)
+        gone = [rank for rank in late if rank in self._ends or rank in self._gone]
+        words = {rank: self._describe(rank, answers.get(rank), call) for rank in late}
+        if gone and gone == late:
+            left = any(not self._ends.get(rank, {"failed": True})["failed"] for rank in gone)
+            self._find("gone", roll, wait, words, left)
+        elif late and self._calls_now:
+            self._find("late", roll, wait, words, False)
+        if call.warns:
+            log.warning(texts.slow(wait, call.seconds, words, False))
+
+    def _find(self, what: str, roll: Roll, wait: Wait, words: dict[int, str], left: bool) -> None:
+        text = texts.joined([*words.values()])
+        roll.tell({"found": what, "wait": wait.key, "lost": [*words], "words": text, "left": left})
+
+    def _is_there(self, answer: Entry | None, call: _Call) -> bool:
+        if answer is None:
+            return False
+        if has_done(answer["places"], call.wait):
+            return True
+        waits = answer["waits"]
+        if answer["call"] < call.number or waits is None:
+            return False
+        name, number, _, joins = waits
+        return bool((name, number) == call.wait.key or joins or call.wait.joins)
+
+    def _describe_end(self, rank: int) -> str:
+        process, how = self.processes.get(rank), self._gone.get(rank, (0.0, ""))[1]
+        if rank in self._ends:
+            return texts.left(rank, process, self._ends[rank]["end"] + (f" ({how})" if how else ""))
+        return texts.gone(rank, process, how)
+
+    def _describe(self, rank: int, answer: Entry | None, call: _Call) -> str:
+        process = self.processes.get(rank)
+        if rank in self._ends or rank in self._gone:
+            return self._describe_end(rank)
+        if process is not None and look(process).state == "stopped":
+            return texts.stopped(rank, process)
+        is_fresh = answer is not None and answer["call"] >= call.number
+        return texts.late(rank, process, answer, is_fresh, call.wait)
+
+    # --- the end ---
 
     def end(self) -> None:
         """The interpreter ends: says so, and lets the thread end before it does.
 
-        A thread that comes back from a request to a stopped host while Python shuts down would abort the process.
+        A thread that comes back from a request to a stopped host while Python shuts down would abort the process. So
+        its connection is cut, and then it is waited for, however slow the machine is.
         """
         if not self.lost and not self.store_is_silent() and "" not in self._told and not self._tell_of_exception():
             first = "" if self._group_is_there() else "it has destroyed its process group, and "
@@ -337,8 +526,9 @@ class Watchdog:
         self._stopping = True
         self._wake.set()
         self._thread.join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
-        if self._thread.is_alive() and self.reports.port is not None:
-            _cut_connections(self.reports.port)
+        while self._thread.is_alive():
+            if self._port is not None:
+                _cut_connections(self._port)
             self._thread.join(_EXIT_SECONDS)
 
     def _tell_of_exception(self) -> bool:
@@ -346,8 +536,15 @@ class Watchdog:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is None or environment.prompts():
             return False
-        self.tell(f"its program ended with {location.exception_text(error)}")
+        words = f"its program ended with {location.exception_text(error)}"
+        self.tell(words, because=getattr(error, "lost_ranks", ()))
         return True
+
+
+_GARBAGE = (
+    "Rank %d hears nothing of the other ranks from now on, and tells them nothing: something else than a rank of "
+    "minddp's has written to its keys in the process group's store (%s)."
+)
 
 
 def _cut_connections(port: int) -> None:
@@ -364,19 +561,29 @@ def _cut_connections(port: int) -> None:
 
 _current: Watchdog | None = None
 _living: weakref.WeakSet[Watchdog] = weakref.WeakSet()  # that of a group before may not have seen yet that it is gone
+_has_warned = False
 
 
 def current(group: Any) -> Watchdog | None:
     """The watchdog of the default group that there is now, made at the first call; ``None``: nobody can be asked."""
-    global _current
-    if type(group) is not dist.ProcessGroup or not dist.is_initialized():
+    global _current, _has_warned
+    if type(group) is not dist.ProcessGroup or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     store = dist.distributed_c10d._get_default_store()
-    if dist.get_world_size() == 1:
-        return None
     if _current is None or _current._store() is not store:
+        if not carries(store):
+            if not _has_warned:
+                _has_warned = True
+                log.info(_NO_STORE, dist.get_rank(), type(store).__name__)
+            return None
         _current = Watchdog(store, dist.get_rank(), dist.get_world_size())
     return _current
+
+
+_NO_STORE = (
+    "Rank %d hears nothing of the other ranks' failures, and tells them nothing: a %s carries no roll call, but a "
+    "TCPStore, FileStore or HashStore."
+)
 
 
 def introduce(group: Any, processes: Sequence[Process]) -> None:
@@ -384,7 +591,6 @@ def introduce(group: Any, processes: Sequence[Process]) -> None:
     may not answer."""
     dog = current(group)
     if dog is not None:
-        dog.constructor_is_met(group.group_name)
         dog.know(dict(zip(dist.get_process_group_ranks(group), processes)))
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import events
-from .._C.guards import EarlierSums
+from .._C.reductions import EarlierSums
 from ..reducer import Plan, Stage, weakly
 from .weights import Weights
 

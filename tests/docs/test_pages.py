@@ -24,9 +24,9 @@ def reading_path() -> str:
 WORDED_ELSEWHERE = [
     "minddp/ddp.py: err_type(err_msg)",
     "minddp/functional/calls.py: CollectiveError(call.error)",
-    "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), '')",
-    "minddp/guards/stall_inspector.py: _given_up(dog, group, wait, seconds, culprits(causes, judged), error)",
-    "minddp/guards/stall_inspector.py: self.lost.with_traceback(None)",
+    "minddp/guards/lost.py: _given_up(dog, group, wait, seconds, verdict, '')",
+    "minddp/guards/lost.py: _given_up(dog, group, wait, seconds, verdict, error)",
+    "minddp/guards/lost.py: self.lost.with_traceback(None)",
     "minddp/guards/step.py: RuntimeError(_refused[key][1])",
     "minddp/owned/optimizer.py: binding.report(lambda: self._step_and_send(binding, exchange))",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",

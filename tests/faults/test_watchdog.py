@@ -1,4 +1,4 @@
-"""Ranks that do not come: named with their place and line; given up when gone, or when `desync_timeout` says so."""
+"""Ranks that do not come: named with their place and line; given up when gone, or at the group's timeout."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from tests.on_ranks import on_own_ranks
 from tests.ranks_pool import free_port
 
 LOOK = 0.05  # of the guards, in seconds
-DESYNC_TIMEOUT = 100 * LOOK  # longer than a healthy rank's step takes on a machine with much else to do
+TIMEOUT = 100 * LOOK  # longer than a healthy rank's step takes on a machine with much else to do
 
 
 class Slow(nn.Module):
@@ -58,6 +58,11 @@ def _group(rank, world_size, port, name, backend="gloo", timeout=300):
     dist.destroy_process_group()
 
 
+def _short():
+    """A group of all ranks with a timeout that a test waits for."""
+    return dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+
+
 def _train(ddp, steps):
     for _ in range(steps):
         ddp(torch.ones(1, 4)).sum().backward()
@@ -65,10 +70,10 @@ def _train(ddp, steps):
 
 def _stands_still_in_forward(rank, world_size, port):
     with _group(rank, world_size, port, "forward"):
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
+        ddp = minddp.DistributedDataParallel(_net(), process_group=_short())
         _train(ddp, 2)
         if rank == 1:
-            ddp.module[1].seconds = 1.5 * DESYNC_TIMEOUT
+            ddp.module[1].seconds = 1.5 * TIMEOUT
             with pytest.raises(RuntimeError, match="rank 0 will not take part.*Rank 0 .* says: rank 1 will not"):
                 _train(ddp, 3)  # what rank 0 had begun before it gave up still ends
             return
@@ -82,8 +87,8 @@ def _stands_still_in_forward(rank, world_size, port):
 
 def _runs_another_collective(rank, world_size, port):
     with _group(rank, world_size, port, "elsewhere"):
-        other = dist.new_group(timeout=timedelta(seconds=3 * DESYNC_TIMEOUT))
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
+        other = dist.new_group(timeout=timedelta(seconds=3 * TIMEOUT))
+        ddp = minddp.DistributedDataParallel(_net(), process_group=_short())
         _train(ddp, 2)
         if rank == 1:
             with pytest.raises(RuntimeError):
@@ -105,7 +110,7 @@ def _leaves(rank, world_size, port):
 def _all_wait(rank, world_size, port):
     """Everybody is there, and the network is slow: nobody gives up."""
     with _group(rank, world_size, port, "slow") as told, times.faster(5 * LOOK):
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
+        ddp = minddp.DistributedDataParallel(_net(), process_group=_short())
         _train(ddp, 1)
 
         def hook(state, bucket):
@@ -115,7 +120,10 @@ def _all_wait(rank, world_size, port):
 
         ddp.register_comm_hook(None, hook)
         _train(ddp, 1)
-    assert told and all("all ranks are there" in text for text in told), told
+        everyone = [None] * world_size
+        dist.all_gather_object(everyone, told)
+    texts = [text for told in everyone for text in told]  # one rank has called, for all
+    assert texts and all("all ranks are there" in text for text in texts), texts
 
 
 def _scenarios(rank, world_size, port, names):

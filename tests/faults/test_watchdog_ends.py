@@ -147,7 +147,7 @@ def test_garbage_in_the_store_ends_a_watchdog_with_a_word_and_nothing_else(rank,
     with times.faster(0.05), logged() as texts:
         ddp = DDP(nn.Linear(4, 4))
         dog, store = watchdog.current(dist.group.WORLD), dist.distributed_c10d._get_default_store()
-        store.set("minddp/watch/1/asked", "garbage")
+        store.set("minddp/roll/1/calls", "garbage")
         while not dog.lost:
             time.sleep(0.05)
         for _ in range(3):

@@ -19,21 +19,21 @@ from torch import nn
 
 import minddp
 import minddp.shm
-from tests.faults.test_watchdog import DESYNC_TIMEOUT, LOOK, _group, _net, _run, _store_host, _train
+from tests.faults.test_watchdog import LOOK, TIMEOUT, _group, _net, _run, _short, _store_host, _train
 from tests.forked import Program
 from tests.on_ranks import on_ranks
 
 
 def _in_a_thread(rank, world_size, port):
     with _group(rank, world_size, port, "thread"):
-        ddp = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
+        ddp = minddp.DistributedDataParallel(_net(), process_group=_short())
         errors = []
 
         def train():
             try:
                 _train(ddp, 2)
                 if rank == 1:
-                    ddp.module[1].forward = lambda x: (time.sleep(1.5 * DESYNC_TIMEOUT), x * 1.0)[1]
+                    ddp.module[1].forward = lambda x: (time.sleep(1.5 * TIMEOUT), x * 1.0)[1]
                 _train(ddp, 1)
             except RuntimeError as error:
                 errors.append(str(error))
@@ -51,24 +51,22 @@ def test_the_thread_that_trains_is_looked_at():
         _run(_in_a_thread, port)
 
 
-def _one_warns_only(rank, world_size, port):
-    with _group(rank, world_size, port, "patient"):
-        patient = minddp.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(4), _net()), desync_timeout=None)
-        other = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT / 2)
+def _one_is_stopped_for_a_while(rank, world_size, port):
+    with _group(rank, world_size, port, "patient") as told:
+        ddp = minddp.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(4), _net()))
         for step in range(4):
             if step == 2 and rank == 0:
-                subprocess.Popen(["sh", "-c", f"sleep {2 * DESYNC_TIMEOUT}; kill -CONT {os.getpid()}"])
+                subprocess.Popen(["sh", "-c", f"sleep {TIMEOUT}; kill -CONT {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
-            patient(torch.randn(2, 4)).sum().backward()
-        _train(other, 1)
-        del patient
-        time.sleep(DESYNC_TIMEOUT * (rank == 1))
-        minddp.DistributedDataParallel(_net(), desync_timeout=None)
+            ddp(torch.randn(2, 4)).sum().backward()
+        time.sleep(TIMEOUT * (rank == 1))
+        minddp.DistributedDataParallel(_net())
+    assert rank == 0 or any("rank 0 (" in text and "is stopped" in text for text in told), told
 
 
-def test_a_wrapper_that_only_warns_goes_on_waiting_beside_one_that_does_not():
+def test_a_rank_that_is_only_late_is_waited_for_and_logged():
     with _store_host() as (_, port):
-        _run(_one_warns_only, port)
+        _run(_one_is_stopped_for_a_while, port)
 
 
 _ENDS_EARLY = """

@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 import minddp
 import minddp.functional
 from minddp.guards import times
-from tests.faults.test_watchdog import DESYNC_TIMEOUT, LOOK, _group, _net, _run, _store_host, _train
+from tests.faults.test_watchdog import LOOK, TIMEOUT, _group, _net, _run, _short, _store_host, _train
 from tests.faults.test_watchdog_patience import started
 from tests.on_ranks import on_own_ranks
 
@@ -40,15 +41,14 @@ def _in_another_group(ddp):  # which has no wrapper of its own
 def _wrapped(place):
     if place == "SyncBatchNorm":
         net = nn.Sequential(nn.Linear(4, 4), minddp.SyncBatchNorm(4))
-        return minddp.DistributedDataParallel(net, desync_timeout=DESYNC_TIMEOUT, broadcast_buffers=False)
+        return minddp.DistributedDataParallel(net, broadcast_buffers=False)
     if place == "delayed":
-        os.environ["MINDDP_DESYNC_TIMEOUT"] = str(DESYNC_TIMEOUT)  # nothing holds a timeout of such a wrapper's own
         net = nn.Linear(4, 4)
         return minddp.DistributedDataParallel(
-            net, desync_timeout=DESYNC_TIMEOUT, delay_all_reduce_named_params=list(net.named_parameters()),
+            net, delay_all_reduce_named_params=list(net.named_parameters()),
             param_to_hook_all_reduce=net.weight,
         )  # fmt: skip
-    return minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
+    return minddp.DistributedDataParallel(_net())
 
 
 PLACES = {
@@ -81,9 +81,9 @@ def _waits_for_a_stopped_rank(rank, world_size, wait, text):
 
 
 def _one_is_stopped(rank, world_size, port, place, backend):
-    with _group(rank, world_size, port, f"{place}{backend}", backend):
+    with _group(rank, world_size, port, f"{place}{backend}", backend, timeout=TIMEOUT):
         ddp = _wrapped(place)
-        ddp.another = dist.new_group()
+        ddp.another = _short()
         _train(ddp, 2)
         text = r"[Rr]ank 1 \(process \d+ on \S+\) is stopped"
         _waits_for_a_stopped_rank(rank, world_size, lambda: PLACES[place](ddp), text)
@@ -97,15 +97,14 @@ def test_a_stopped_rank_is_named(place, backend):
 
 def _stands_still_in_another_wrappers_forward(rank, world_size, port):
     with _group(rank, world_size, port, "two"):
-        first = minddp.DistributedDataParallel(_net(), desync_timeout=DESYNC_TIMEOUT)
-        second = minddp.DistributedDataParallel(
-            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), desync_timeout=DESYNC_TIMEOUT
-        )
+        group, net = _short(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        first = minddp.DistributedDataParallel(_net(), process_group=group)
+        second = minddp.DistributedDataParallel(net, process_group=group)
         for _ in range(2):
             _train(first, 1)
             second(torch.ones(2, 4)).sum().backward()
         if rank == 1:
-            first.module[1].seconds = 1.5 * DESYNC_TIMEOUT
+            first.module[1].seconds = 1.5 * TIMEOUT
             with pytest.raises(RuntimeError, match="says: rank 1 will not take part"):
                 _train(first, 3)
             return
@@ -117,14 +116,15 @@ def _stands_still_in_another_wrappers_forward(rank, world_size, port):
 
 def _is_named_by_its_number_among_all(rank, world_size, port):
     with _group(rank, world_size, port, "subgroup"):
-        group, store = dist.new_group([1, 2]), dist.distributed_c10d._get_default_store()
+        group = dist.new_group([1, 2], timeout=timedelta(seconds=TIMEOUT))
+        store = dist.distributed_c10d._get_default_store()
         if rank == 0:
             store.wait(["told"])
             return
-        ddp = minddp.DistributedDataParallel(_net(), process_group=group, desync_timeout=DESYNC_TIMEOUT)
+        ddp = minddp.DistributedDataParallel(_net(), process_group=group)
         _train(ddp, 2)
         if rank == 2:
-            ddp.module[1].seconds = 1.5 * DESYNC_TIMEOUT
+            ddp.module[1].seconds = 1.5 * TIMEOUT
             with pytest.raises(RuntimeError):
                 _train(ddp, 3)
             return
@@ -169,12 +169,13 @@ def test_a_rank_that_does_not_come(program, world_size):
 
 
 _RAISES = """
-import sys, threading, time, torch, torch.distributed as dist, minddp
+import datetime, sys, threading, time, torch, torch.distributed as dist, minddp
 rank, port, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 minddp.guards.times.set_look(float(sys.argv[4]))
 store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4), desync_timeout=200 * float(sys.argv[4]))
+patience = datetime.timedelta(seconds=200 * float(sys.argv[4]))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
+ddp = minddp.DistributedDataParallel(torch.nn.Linear(4, 4))
 
 def train():
     for step in range(6):

@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
 def sample(step: int) -> Sample:
     """Of this process, as the kernel counts."""
-    with open("/proc/self/status") as file:
+    with open("/proc/self/status", errors="replace") as file:  # a name may be any bytes
         status = dict(line.split(":", 1) for line in file)
     rss = int(status["VmRSS"].split()[0]) / 1024
     return Sample(step, rss, int(status["Threads"]), len(os.listdir("/proc/self/fd")))

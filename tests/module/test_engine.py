@@ -460,9 +460,9 @@ def test_refresh_repeats_what_construction_checks_and_agrees_on(rank, world_size
     with pytest.raises(ValueError, match="contradict"):
         minddp.refresh(ddp)
     ddp = DDP(mlp(), find_unused_parameters=True)
-    key = ddp._minddp_observers.get("guards").inspector.key
+    key = ddp._minddp_observers.get("guards").watch.key
     minddp.refresh(ddp)
-    assert ddp._minddp_observers.get("guards").inspector.key == key  # under which the others look for what one tells
+    assert ddp._minddp_observers.get("guards").watch.key == key  # under which the others look for what one tells
     assert all_alike(torch.tensor(list(key.encode())))
     _same(_step(ddp, rank), _truth(ddp.module, world_size))
 

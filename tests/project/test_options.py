@@ -45,7 +45,7 @@ def test_a_type_checker_refuses_what_the_constructor_refuses(tmp_path):
         import torch
         from minddp import DistributedDataParallel as DDP
         m = torch.nn.Linear(1, 1)
-        DDP(m, bucket_cap_mb="auto", wire="int8", reduction="weighted", check_finite=True, desync_timeout=3)
+        DDP(m, bucket_cap_mb="auto", wire="int8", reduction="weighted", check_finite=True, check_replicas_every=3)
         DDP(m, bucket_cap=3)
         DDP(m, wire=7)
         DDP(m, reduction="median")

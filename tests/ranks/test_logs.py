@@ -4,11 +4,9 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from minddp.guards.local_gradients import LocalGradients
+from minddp.guards.words import Words
 from minddp.logs import log
-from tests.guards.test_local_gradients import _Group
 
 
 @pytest.fixture
@@ -35,8 +33,23 @@ def test_a_filter_that_raises_ends_nothing(say, records):
     assert records[0].filename == "test_logs.py"
 
 
+class _Nobody:
+    """A group of two ranks, a wrapper's watch and its watchdog: nobody answers."""
+
+    interval, lost, rank, size = 0.01, False, lambda self: 0, lambda self: 2
+
+    @property
+    def group(self):
+        return self
+
+    dog = group
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
 def test_a_wait_ends_where_the_clock_stands_still(monkeypatch, records):
     monkeypatch.setattr("time.monotonic", lambda: 7.0)
     monkeypatch.setattr("minddp.guards.times.look", 0.01)
-    LocalGradients(_Group(), dist.HashStore(), "wrapper").check([("weight", torch.ones(2))], 3, iteration=1)
+    Words(_Nobody()).check([("weight", torch.ones(2))], 3, iteration=1)
     assert "has said nothing about its own" in records[0].getMessage()

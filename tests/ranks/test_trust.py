@@ -48,7 +48,7 @@ def _train(ddp):
 def _scanned(rank, world_size, port):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     before = _listening()
-    ddp = minddp.DistributedDataParallel(nn.Linear(4, 2), desync_timeout=250)
+    ddp = minddp.DistributedDataParallel(nn.Linear(4, 2))
     _train(ddp)
     assert before and _listening() == before
     for opened in before:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from minddp.guards.evidence import CERTAIN, Kind
-
 from .program import FAULTS, PLACES
 
 Results = Sequence[dict[str, Any]]
@@ -35,12 +33,17 @@ stopped process goes on after twelve seconds. Where there is an entry, torch's c
 
 ## Certain and suspected faults
 
-A certain fault ends a wait at once, and the error names the rank. A suspected fault is logged
-(`logging.getLogger("minddp")`) after 10 seconds, after one minute, and each time that the wait has doubled. The log
-gives the rank, its host, process and location, what it has not produced, or that it is stopped. A suspected fault
-ends nothing before the group's own timeout, unless `desync_timeout` says so.
+A wait of this rank for others ends before the group's own timeout in two cases, at once and with an error that names
+the rank:
 
-{evidence}
+- A rank has told that it does not finish this very iteration, or that its program has ended by an exception.
+- A rank has left, or its process is gone, and all other ranks wait for the same.
+
+Where the collective itself has failed with a lost connection, the error says who has told, else who is gone, else who
+has not answered. Everything else is suspected, and ends nothing before the group's own timeout: a rank that is
+stopped, that computes, that waits elsewhere, that does not answer. One rank asks all others where they are, after 10
+seconds, after one minute, and each time that the wait has doubled. It writes one line into its log
+(`logging.getLogger("minddp")`), with the rank, its host, process and location.
 
 ## Results
 
@@ -50,12 +53,6 @@ Seconds are the median over cells from the fault to the error in the other ranks
 
 {tables}
 """
-
-
-def _evidence() -> str:
-    certain = {kind: "certain" if kind in CERTAIN else "suspected" for kind in Kind} | {Kind.HERE: "-"}
-    rows = [f"| {kind.value[0]} | {certain[kind]} |" for kind in Kind]
-    return "\n".join(["| of a rank that is waited for | |", "|---|---|", *rows])
 
 
 def summary(results: Results) -> str:
@@ -73,9 +70,7 @@ def summary(results: Results) -> str:
 
 def page(results: Results, group_timeout: int, cut: float, stuck: int) -> str:
     tables = "\n\n".join(_table(results, backend) for backend in ("gloo", "shm"))
-    return _PAGE.format(
-        cut=cut, stuck=stuck, group=group_timeout, evidence=_evidence(), summary=summary(results), tables=tables
-    )
+    return _PAGE.format(cut=cut, stuck=stuck, group=group_timeout, summary=summary(results), tables=tables)
 
 
 def _table(results: Results, backend: str) -> str:

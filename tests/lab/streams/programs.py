@@ -335,8 +335,10 @@ def differences(found: list[Tensor | None], want: list[Tensor | None], rounding:
     for i, (a, b) in enumerate(zip(found, want, strict=True)):
         if (a is None) != (b is None):
             wrong.append(f"{i}: {a} instead of {b}")
-        elif a is not None and b is not None and not torch.allclose(
-            a, b, rtol=rounding, atol=rounding / 10, equal_nan=True
+        elif (
+            a is not None
+            and b is not None
+            and not torch.allclose(a, b, rtol=rounding, atol=rounding / 10, equal_nan=True)
         ):
             wrong.append(f"{i}: {float((a - b).abs().max())} apart")
     return wrong

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import minddp
 from minddp import _C
 from minddp.functional import sync_batchnorm
-from minddp.guards import stall_inspector, times, watchdog
+from minddp.guards import lost, times, watchdog
 from minddp.guards.processes import Process, here
 from minddp.planner.autotune import TunerSettings
 from tests.lab.streams import extension, programs
@@ -476,9 +476,7 @@ def _hears_of_a_failure(rank: int, world_size: int, path: str) -> str:
     error = ""
     deadline = time.monotonic() + 30
     while not error and time.monotonic() < deadline:
-        model._minddp_observers.get("guards").inspector.rename(
-            "the ranks' name for it"
-        )  # on which they could not agree
+        model._minddp_observers.get("guards").watch.key = "the ranks' name for it"  # on which they could not agree
         try:
             model(x, side_x).square().mean().backward()
         except (RuntimeError, ValueError) as raised:
@@ -506,15 +504,13 @@ def _waits_for_the_device(rank: int, world_size: int, path: str) -> tuple[list[i
     device, how often its group was given up; and what its next step, forward and checkpoint say."""
     given_up: list[Any] = []
     with pytest.MonkeyPatch.context() as patch, times.faster(0.05):
-        patch.setattr(stall_inspector, "_abort", given_up.append)
+        patch.setattr(lost.cases, "abort", given_up.append)
         model, store = _one_of_two(rank, path)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         x, side_x = programs.batches(extension.NAME)[0]
         for _ in range(2):  # the second cuts the buckets anew
             model(x, side_x).square().mean().backward()
-        model._minddp_observers.get("guards").inspector.rename(
-            "the ranks' name for it"
-        )  # on which they could not agree
+        model._minddp_observers.get("guards").watch.key = "the ranks' name for it"  # on which they could not agree
         looks: list[int] = []
         errors: list[str] = []
         if rank == 1:
@@ -534,7 +530,7 @@ def _waits_for_the_device(rank: int, world_size: int, path: str) -> tuple[list[i
             looks.append(len(given_up))
             before = [p.detach().cpu() for p in model.parameters()]
             for act in (optimizer.step, lambda: model(x, side_x), model.state_dict):
-                with pytest.raises(stall_inspector.LostPeer) as raised:
+                with pytest.raises(lost.LostPeer) as raised:
                     act()
                 errors.append(str(raised.value))
             assert all(torch.equal(p.detach().cpu(), q) for p, q in zip(model.parameters(), before, strict=True))

@@ -7,7 +7,7 @@
 #include "errors.h"
 #include "reducer/events.h"
 #include "reducer/graph_task.h"
-#include "seen_gradient.h"
+#include "reducer/seen_gradient.h"
 
 #include <algorithm>
 #include <vector>

@@ -1,0 +1,6 @@
+"""The reductions' case; csrc/reductions."""
+
+from . import Case
+
+class EarlierSums(Case):
+    def __init__(self) -> None: ...
