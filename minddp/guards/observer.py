@@ -44,6 +44,10 @@ class Guards(events.Observer):
     changes: ModuleChanges
     name = "guards"
     options = {"check_finite": False, "check_replicas_every": None}
+    left = {
+        "desync_timeout": "A rank that is only late is waited for until the group's timeout: "
+        "process_group=dist.new_group(timeout=timedelta(seconds=60)) is one for the wrapper alone."
+    }
     arguments = """
         check_finite: ``"raise"`` (or ``True``): before ``optimizer.step()`` (and at the next forward), raise on every
             rank when a rank's own gradient, before the average, held NaN or infinity; names parameters and ranks.
