@@ -2,7 +2,7 @@
 
     python benchmarks/watch.py --ranks 64,256,1024
 
-Each rank is a client of the real class (``minddp.guards.roll.Roll``) with a connection of its own to a real TCPStore,
+Each rank is a client of the real class (``minddp.guards.roll.Roll``), with its own connection to a real TCPStore
 whose host is a process of its own; many ranks share a process, as threads. All of them wait for the same. Printed, for
 each number of ranks:
 
@@ -75,7 +75,7 @@ class _Rank:
         for notice in roll.notices():
             if "gone" in notice:
                 self.gone_at = time.time()
-            elif notice.get("found"):
+            elif "found" in notice:
                 self.found = self.found or time.time()
             else:
                 self.heard = self.heard or time.time()
@@ -89,7 +89,9 @@ class _Rank:
             roll.end_call(self.call)
             self.call = 0
             if missing == [1]:
-                roll.tell({"found": "gone", "wait": self.wait.key, "lost": missing, "words": "is gone", "left": False})
+                roll.tell(
+                    {"found": "gone", "wait": self.wait.key, "lost": missing, "words": "is gone", "left": False}
+                )
         elif self.gone_at and not self.found and now - self.gone_at >= SETTLED and now >= self.may_call_at:
             self.may_call_at = now + roll.patience
             self.call, self.due = roll.call(self.wait), now + 2.5 * roll.interval

@@ -160,7 +160,8 @@ class Observer:
 
     def failed(self, error: BaseException | str, where: str) -> None:
         """This rank raises ``error``: in "forward", which the program may handle; in "backward": it will not finish
-        its part of an iteration; in a "call" that concerns no other rank. Must not raise."""
+        its part of an iteration; in a "collective": it takes no part in the wrapper's next one outside of backward;
+        in a "call" that concerns no other rank. Must not raise."""
 
     def unfinished(self) -> bool:
         """Whether there is something to give up, beside what the reducer knows of. Must not raise."""

@@ -132,9 +132,18 @@ class Watch:
         """This rank will not finish its backward: tells the others why, in the words of the first who knows."""
         number = self._given_up()
         if self.dog is not None and number:
-            text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-            because = getattr(error, "lost_ranks", ())
-            self.dog.tell(text, self.wait("backward", number, "its backward"), because, seconds=1.0)
+            self._tell(error, self.wait("backward", number, "its backward"))
+
+    def _tell(self, error: BaseException | str, wait: Wait) -> None:
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        if self.dog is not None:
+            self.dog.tell(text, wait, getattr(error, "lost_ranks", ()), seconds=1.0)
+
+    def report_collective(self, error: BaseException | str) -> None:
+        """This rank takes no part in the wrapper's next collective outside of backward."""
+        self._collectives += 1
+        if self.dog is not None:
+            self._tell(error, self.wait("collective", self._collectives, "a collective"))
 
     def report_interrupted(self, why: str) -> None:
         """An exception has ended this rank's backward, of which the reducer knows ``why`` or nothing."""

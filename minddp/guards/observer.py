@@ -216,6 +216,8 @@ class Guards(events.Observer):
             return
         if where == "backward":
             self.watch.report_failure(error)
+        elif where == "collective":
+            self.watch.report_collective(error)
         elif where == "forward" and isinstance(error, BaseException):
             self.watch.note_words(error)
 

@@ -32,7 +32,6 @@ from .words import has_values
 _watched: weakref.WeakValueDictionary[int, StepCheck] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _lock = threading.Lock()
-_refused: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
 
 def watch(check: StepCheck) -> None:
@@ -47,13 +46,6 @@ def watched() -> list[StepCheck]:
     with _lock:
         everyone = list(_watched.values())
     return [check for check in everyone if check.averager is not None]
-
-
-def refuse(parameter: torch.Tensor, why: str) -> None:
-    """No optimizer may step this one any more: another tensor has its place in the module, and its gradients."""
-    _look_at_steps()
-    key = id(parameter)
-    _refused[key] = weakref.ref(parameter, lambda _: _refused.pop(key, None)), why
 
 
 # --- one wrapper's answer ---
@@ -244,9 +236,7 @@ _CHANGED = "The step's closure made these gradients, and the step is over: this 
 def _check(optimizer: torch.optim.Optimizer, is_over: bool = False) -> None:
     everyone = watched()
     asked = [check for check in everyone if check.may_refuse_step()]
-    stepped = {id(p) for p in _listed(optimizer)} if asked or _refused else set()
-    for key in stepped & _refused.keys():
-        raise RuntimeError(_refused[key][1])
+    stepped = {id(p) for p in _listed(optimizer)} if asked else set()
     for check in asked:
         if not stepped.isdisjoint(check.asked_of()):
             if check.check_step(stepped, [other for other in everyone if other is not check], is_over):

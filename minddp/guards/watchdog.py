@@ -477,8 +477,9 @@ class Watchdog:
         if gone and gone == late:
             left = any(not self._ends.get(rank, {"failed": True})["failed"] for rank in gone)
             self._find("gone", roll, wait, words, left)
-        elif late and self._calls_now:
-            self._find("late", roll, wait, words, False)
+        elif late and self._calls_now:  # those that are on their way have answered
+            silent = [rank for rank in late if answers.get(rank, {}).get("call", 0) < call.number]
+            self._find("late", roll, wait, {rank: words[rank] for rank in silent or late}, False)
         if call.warns:
             log.warning(texts.slow(wait, call.seconds, words, False))
 

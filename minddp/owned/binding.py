@@ -61,7 +61,7 @@ class Binding:
             return act()
         except BaseException as error:
             if self._averager is not None:
-                self._averager.failed(error, "backward")
+                self._averager.failed(error, "collective")
             raise
 
     def everyone(self, value: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import sys
 RIGS = {
     "fuzz": ("-m tests.lab.fuzz", "trains programs drawn at random with torch's class and with minddp's"),
     "faults": ("-m tests.lab.faults", "gives one rank a fault at each place of training"),
+    "hosts": ("-m tests.lab.hosts", "two hosts of three ranks: what survivors say of a fault on one of them"),
     "kills": ("-m tests.lab.kills", "kills ranks at random under torchrun's restarts"),
     "soak": ("-m tests.lab.soak", "trains through many wrappers: memory, threads and files must not grow"),
     "engines": ("-m tests.lab.engines", "runs one script under torchrun, Ray, SLURM's variables, mpirun"),
