@@ -2,9 +2,9 @@
 
     python benchmarks/watch.py --ranks 64,256,1024
 
-Each rank is a client of the real class (``minddp.guards.roll.Roll``), with its own connection to a real TCPStore
-whose host is a process of its own; many ranks share a process, as threads. All of them wait for the same. Printed, for
-each number of ranks:
+Each rank is a client of the real class (``minddp.guards.roll.Roll``), with its own connection to a real TCPStore. The
+store's host is a process of its own; many ranks share a process, as threads. All of them wait for the same. Printed,
+for each number of ranks:
 
 notice   seconds until half of them, and the last one, know of a notice that one rank has written
 dies     one rank's process is gone: seconds until the last one knows that all others wait, so that each raises. Of

@@ -133,43 +133,42 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated and has no effect.", FutureWarning, stacklevel=2)
         self.process_group = choose_group(process_group, device_mesh)
-        with events.construction(self.process_group):
-            if device_mesh is not None:
-                self.device_mesh = device_mesh
-            self.dim = dim
-            self.module = module
-            self._minddp_config = make_config(
-                bucket_cap_mb=bucket_cap_mb,
-                bucket_cap_mb_list=bucket_cap_mb_list,
-                broadcast_buffers=broadcast_buffers,
-                forward_sync_buffers=forward_sync_buffers,
-                find_unused_parameters=find_unused_parameters,
-                static_graph=static_graph,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-                batched_grad_copy=batched_grad_copy,
-                lazy_bucket_allocation=lazy_bucket_allocation,
-            )
-            torchs = {
-                "delay_all_reduce_named_params": delay_all_reduce_named_params,
-                "mixed_precision": mixed_precision,
-            }
-            torchs |= {"param_to_hook_all_reduce": param_to_hook_all_reduce}
-            given = {name: value for name, value in torchs.items() if value is not None}
-            self._minddp_observe(events.parse({**given, **options}, _argument_names()))
-            self._minddp_wrapped = Parameters(module, self._minddp_apart)
-            work_on(self.process_group, self._minddp_wrapped.device)
-            self.device_ids, self.output_device = self._minddp_wrapped.check_devices(device_ids, output_device)
-            self.require_forward_param_sync = self.require_backward_grad_sync = True
-            self.forward_sync_buffers = self._minddp_config.forward_sync_buffers
-            self.broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
-            self.use_side_stream_for_tensor_copies = environment.use_side_stream()
-            self._divide_by_initial_world_size = self._ddp_sink_clone = True
-            token = None
-            if init_sync:
-                with self._minddp_observers.together():
-                    token = self._minddp_synchronize_model()
-            self._minddp_average(token)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.dim = dim
+        self.module = module
+        self._minddp_config = make_config(
+            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+            lazy_bucket_allocation=lazy_bucket_allocation,
+        )
+        torchs = {
+            "delay_all_reduce_named_params": delay_all_reduce_named_params,
+            "mixed_precision": mixed_precision,
+        }
+        torchs |= {"param_to_hook_all_reduce": param_to_hook_all_reduce}
+        given = {name: value for name, value in torchs.items() if value is not None}
+        self._minddp_observe(events.parse({**given, **options}, _argument_names()))
+        self._minddp_wrapped = Parameters(module, self._minddp_apart)
+        work_on(self.process_group, self._minddp_wrapped.device)
+        self.device_ids, self.output_device = self._minddp_wrapped.check_devices(device_ids, output_device)
+        self.require_forward_param_sync = self.require_backward_grad_sync = True
+        self.forward_sync_buffers = self._minddp_config.forward_sync_buffers
+        self.broadcast_bucket_size = _BROADCAST_BUCKET_BYTES
+        self.use_side_stream_for_tensor_copies = environment.use_side_stream()
+        self._divide_by_initial_world_size = self._ddp_sink_clone = True
+        token = None
+        if init_sync:
+            with self._minddp_observers.together():
+                token = self._minddp_synchronize_model()
+        self._minddp_average(token)
 
     def _minddp_observe(self, settings: dict[str, Any]) -> None:
         self._minddp_observers = events.Observers(self, settings)

@@ -79,10 +79,6 @@ class Observer:
         """
         return dict(values)
 
-    @classmethod
-    def construction_failed(cls, group: Any, error: BaseException) -> None:
-        """This rank's constructor raises ``error``; ``group`` is the wrapper's. Must not raise."""
-
     # Construction. All ranks construct together: these may raise on all ranks alike.
 
     def constructing(self, ddp: Any) -> None:
@@ -280,17 +276,6 @@ def parse(options: Mapping[str, Any], known: Sequence[str] = ()) -> dict[str, An
         way = f"Did you mean {meant[0]!r}?" if meant else listed
         raise TypeError(f"DistributedDataParallel has no argument {name!r}. {way}")
     return settings
-
-
-@contextmanager
-def construction(group: Any) -> Iterator[None]:
-    """Inside, a wrapper of ``group`` is made: companions hear of it if that fails."""
-    try:
-        yield
-    except BaseException as error:
-        for companion in registered():
-            companion.construction_failed(group, error)
-        raise
 
 
 def all_options() -> dict[str, Any]:

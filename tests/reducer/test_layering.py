@@ -14,6 +14,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 # The core's units, lowest first: a unit may include those before it.
 UNITS = [
+    "seen_gradient",
     "wait",
     "errors",
     "bucket",
@@ -36,6 +37,7 @@ FOLDERS = {
     "copy": set(),
     "reducer": {"copy"},
     "guards": CORE,
+    "reductions": CORE,
     "torch_surface": CORE,
     "wire": CORE,
     "shm": CORE,
