@@ -28,7 +28,8 @@ const Companion guards("guards", [](py::module_& module) {
       .def("suspects", &GradStates::suspects)
       .def("touched_in", &GradStates::touched_in, py::arg("index"))
       .def("averaged_since", &GradStates::averaged_since, py::arg("index"), py::arg("backward"));
-  module.def("abort", &abort, py::arg("group").none(false), "Gives up what is under way in a process group. Returns at once.");
+  module.def("abort", &abort, py::arg("group").none(false),
+      "Gives up what is under way in a process group. Returns at once.");
   bind_case<Moments>(module, "Moments").def(py::init()).def("last", &Moments::last);
 });
 

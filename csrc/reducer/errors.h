@@ -81,8 +81,7 @@ inline std::string wrong_gradient(
   return c10::str("The gradient of parameter '", name, "' is ", found, ", expected ", expected,
       ". Sparse gradients may come only from nn.Embedding and nn.EmbeddingBag with sparse=True, then in every "
       "iteration; parameters are cast and moved before the module is wrapped, or minddp.refresh(ddp) is called on ",
-      "every rank after it. [rank ",
-      rank, "]");
+      "every rank after it. [rank ", rank, "]");
 }
 
 // A gradient whose numbers are nowhere.

@@ -5,8 +5,8 @@
 namespace minddp {
 namespace {
 
-const Companion reductions("reductions",
-    [](py::module_& module) { bind_case<EarlierSums>(module, "EarlierSums").def(py::init()); });
+const Companion reductions(
+    "reductions", [](py::module_& module) { bind_case<EarlierSums>(module, "EarlierSums").def(py::init()); });
 
 }  // namespace
 }  // namespace minddp
