@@ -157,20 +157,27 @@ def test_what_is_not_finite_arrives_as_such_and_leaves_the_rest(rank: int, world
 
 
 @pytest.mark.parametrize(
-    "options, value", [({}, 3e5), ({"reduction": "sum", "check_finite": "raise"}, 4e4)], ids=["cast", "sum"]
+    "options, values",
+    [
+        ({}, (1e-3, 3e5)),
+        ({"reduction": "sum", "check_finite": "raise"}, (4e4, 4e4)),
+        ({"reduction": "sum"}, (3e5, -3e5)),  # infinities of both signs: NaN
+    ],
+    ids=["cast", "sum", "both signs"],
 )
 @on_ranks(2)
-def test_an_overflow_of_fp16_is_named(rank: int, world_size: int, options: dict[str, Any], value: float) -> None:
+def test_an_overflow_of_fp16_is_named(
+    rank: int, world_size: int, options: dict[str, Any], values: tuple[float, float]
+) -> None:
     """Once, on each rank: of what a rank sends, and of a sum of what each rank could send."""
     ddp = minddp.DistributedDataParallel(Given({"other": (2, 2), "weight": (4, 256)}), wire="fp16", **options)
-    mine = value if rank or options else 1e-3
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for large in (1.0, mine, mine):
+        for large in (1.0, values[rank], values[rank]):
             ddp.zero_grad()
             ddp({"other": torch.ones(2, 2), "weight": torch.full((4, 256), large)}).backward()
     said = [str(w.message) for w in caught if "float16" in str(w.message)]
-    assert len(said) == 1 and "'weight' is infinite" in said[0]
+    assert len(said) == 1 and "'weight' is not finite" in said[0]
 
 
 # --- error feedback ---
