@@ -216,7 +216,7 @@ class Watch:
         for number in [*told, launched] if launched else []:
             wait = self.wait("backward", number, f"the reduction of iteration {number}")
             verdict = dog.verdict(wait)
-            if verdict is not None and not verdict.left:
+            if verdict is not None:
                 error = _given_up(dog, self.group, wait, None, verdict, "")
                 log.error("%s The process group is given up; the next step and forward raise.", error)
                 return

@@ -152,7 +152,7 @@ class Roll:
 
     def calls(self) -> list[Entry]:
         """New ones, of waits in which this rank takes part."""
-        return [each for each in self._new("calls", "call") if self.rank in each["ranks"]]
+        return [each for each in self._new("calls", "call") if self.rank in listed(each["ranks"])]
 
     def meet(self) -> list[int]:
         """Ranks of this host that have come since, in their order. Their processes are known from now on."""
@@ -201,7 +201,7 @@ class Roll:
         if not self.claims(claim):
             return 0
         self._claims.append(f"claim/{claim}")
-        return self._append("calls", {"wait": wait.key, "ranks": wait.others}, "call")
+        return self._append("calls", {"wait": wait.key, "ranks": runs(wait.others)}, "call")
 
     def end_call(self, number: int) -> None:
         self.delete(self.store, f"call/{number}")
@@ -261,6 +261,23 @@ class Roll:
     def delete(store: dist.Store, key: str) -> None:
         with suppress(RuntimeError, NotImplementedError):  # a store that deletes nothing
             store.delete_key(key)
+
+
+def runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """``ranks``, which rise, as ranges: what all ranks read must not grow with their number."""
+    found: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        first, stop, step = found[-1] if found else (0, 0, 0)
+        if found and (step == 0 or rank == stop - 1 + step):
+            found[-1] = first, rank + 1, step or rank - first
+        else:
+            found.append((rank, rank + 1, 0))
+    return found
+
+
+def listed(ranges: Sequence[Sequence[int]]) -> list[int]:
+    """:func:`runs`, undone."""
+    return [rank for first, stop, step in ranges for rank in range(first, stop, step or 1)]
 
 
 def bare(store: Any) -> Any:

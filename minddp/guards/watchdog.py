@@ -30,7 +30,7 @@ from .. import environment
 from ..logs import log
 from . import location, texts, times
 from .processes import Process, here, look
-from .roll import Entry, Place, Roll, Wait, bare, carries, has_done, is_there, listens
+from .roll import Entry, Place, Roll, Wait, bare, carries, has_done, is_there, listed, listens, runs
 
 _EXIT_SECONDS = 1.0
 _TEXT_SECONDS = 0.25  # in which an exception that nobody catches ends the program, and is told with its text
@@ -94,6 +94,7 @@ class Watchdog:
         self._left_at = math.inf  # when somebody has left for the last time, as this rank has seen
         self._left = 0
         self._on_this_host: list[int] = []
+        self._announced: set[int] = set()  # of these, those whose end all ranks know
         self._wait: tuple[float, Wait, float] | None = None  # when this rank was last known to wait; since when
         self._call: _Call | None = None
         self._may_call_at = 0.0
@@ -216,7 +217,8 @@ class Watchdog:
                     return Verdict([rank], lost, texts.says(rank, self.processes.get(rank), notice["words"]))
             for notice in of_wait:
                 if notice.get("found") == "gone":
-                    return Verdict(notice["lost"], notice["lost"], notice["words"], left=notice["left"])
+                    lost = listed(notice["lost"])
+                    return Verdict(lost, lost, notice["words"], left=notice["left"])
         return None
 
     def suspects(self, wait: Wait) -> Verdict | None:
@@ -235,7 +237,8 @@ class Watchdog:
             left = any(not self._ends.get(rank, {"failed": True})["failed"] for rank in found)
             return Verdict([*found], [*found], texts.joined([*found.values()]), follows=False, left=left)
         if late:
-            return Verdict(late[-1]["lost"], late[-1]["lost"], late[-1]["words"], False, late[-1]["left"])
+            ranks = listed(late[-1]["lost"])
+            return Verdict(ranks, ranks, late[-1]["words"], False, late[-1]["left"])
         return None
 
     def has_read_since(self, ranks: Sequence[int]) -> bool:
@@ -336,6 +339,7 @@ class Watchdog:
         with self._lock:
             for notice in notices:
                 if "gone" in notice:
+                    self._announced.add(notice["gone"])
                     self._gone.setdefault(notice["gone"], (time.monotonic(), notice["how"]))
                 elif notice["by"] != self.rank or "found" in notice:
                     key = notice["by"] if notice["wait"] is None else tuple(notice["wait"])
@@ -416,8 +420,9 @@ class Watchdog:
         everyone = wait is not None and time.monotonic() - wait[2] > 2 * times.look
         for rank in ranks[mine + 1 :] + ranks[:mine]:
             process = self.processes[rank]
-            sight = None if rank in self._gone else look(process)
+            sight = None if rank in self._announced else look(process)
             if sight is not None and sight.state == "gone":
+                self._announced.add(rank)
                 with self._lock:
                     self._gone.setdefault(rank, (time.monotonic(), sight.how))
                 self._ends.update(roll.left([rank]))
@@ -485,7 +490,7 @@ class Watchdog:
 
     def _find(self, what: str, roll: Roll, wait: Wait, words: dict[int, str], left: bool) -> None:
         text = texts.joined([*words.values()])
-        roll.tell({"found": what, "wait": wait.key, "lost": [*words], "words": text, "left": left})
+        roll.tell({"found": what, "wait": wait.key, "lost": runs([*words]), "words": text, "left": left})
 
     def _is_there(self, answer: Entry | None, call: _Call) -> bool:
         if answer is None:

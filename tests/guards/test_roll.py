@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from minddp.guards import processes
 from minddp.guards.processes import Process, began, here
-from minddp.guards.roll import Place, Roll, Wait, carries, has_done
+from minddp.guards.roll import Place, Roll, Wait, carries, has_done, listed, runs
 
 ME = here()
 WAIT = Wait("ddp backward", 3, "the reduction of iteration 3", 0, (1, 2))
@@ -101,6 +101,16 @@ def test_those_that_have_left_are_found_in_few_requests():
     everyone[0].store = store = Counting(everyone[0].store)
     assert list(everyone[0].left(range(1, 200))) == [70]
     assert store.requests < 450  # halves; a caller alone asks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ranges"),
+    [((), 0), ((3,), 1), (range(10_000), 1), ([*range(7), *range(8, 10_000)], 2), (range(5, 9_999, 8), 1),
+     ((0, 1, 5, 6, 7, 20), 4)],
+)  # fmt: skip
+def test_ranks_travel_as_ranges(ranks, ranges):
+    assert listed(runs(ranks)) == [*ranks]
+    assert len(runs(ranks)) <= ranges
 
 
 @pytest.mark.parametrize(
