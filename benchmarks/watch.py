@@ -86,7 +86,6 @@ class _Rank:
             answers = roll.answers(self.wait.others)
             missing = [other for other in self.wait.others if other not in answers]
             roll.left(missing)
-            roll.end_call(self.call)
             self.call = 0
             if missing == [1]:
                 roll.tell(

@@ -97,7 +97,7 @@ def _others_run() -> bool:
 def cut_connections(port: int) -> None:
     """Ends this process's connections to a port, and with them the requests that wait there for a stopped host."""
     for fd in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError):  # closed meanwhile, or no socket, or not connected
+        with suppress(OSError, LookupError):  # closed meanwhile, no socket, not connected, or one without a port
             link = socket.socket(fileno=fd)
             try:
                 if link.getpeername()[1] == port:

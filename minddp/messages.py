@@ -100,8 +100,9 @@ def backend_of(group: Any) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 1", "ranks 0, 2": for messages."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    """ "rank 1", "ranks 0, 2": for messages. The first ones, and how many more there are."""
+    more = f" and {len(ranks) - 20} more" if len(ranks) > 20 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:20]))}{more}"
 
 
 def indented(lines: Sequence[str], at_most: int = 20) -> str:

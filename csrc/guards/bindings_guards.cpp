@@ -30,7 +30,7 @@ const Companion guards("guards", [](py::module_& module) {
       .def("averaged_since", &GradStates::averaged_since, py::arg("index"), py::arg("backward"));
   module.def("abort", &abort, py::arg("group").none(false),
       "Gives up what is under way in a process group. Returns at once.");
-  bind_case<Moments>(module, "Moments").def(py::init()).def("last", &Moments::last);
+  bind_case<Moments>(module, "Moments").def(py::init()).def("last", &Moments::last).def("counts", &Moments::counts);
 });
 
 }  // namespace

@@ -166,7 +166,8 @@ class GradStates : public Case {
       GradState& grad = states_[i];
       if (grad.what == GradState::kUntouched) grad.what = GradState::kAverage;
       const bool is_average = grad.what == GradState::kAverage && grad.seen.is_unchanged(now(i));
-      if (is_average || grad.is(GradState::kMixed, now(i))) found.push_back(i);
+      const bool is_local = grad.is(GradState::kMixed, now(i)) || grad.is(GradState::kBypassed, now(i));
+      if (is_average || is_local) found.push_back(i);
     }
     const std::vector<char> keeps = with_values(state().parameters, found);
     for (size_t i : found)

@@ -2,9 +2,9 @@
 
 A rank that raises, dies, is stopped or takes another branch leaves the others waiting for the group's timeout (30
 minutes by default), or with "Connection closed by peer". So a rank that waits is called each look, by the thread that
-waits, to see what the watchdog has heard (``watchdog.py``). Two lines end a wait that goes on, both in
-:func:`look_into`: a notice says that a rank does not finish it, or a call has found that a rank is gone while all
-others are there. Everything else is logged, and waited for until the group's own timeout.
+waits, to see what the watchdog has heard. One line ends a wait that goes on, in :func:`look_into`, and for two
+reasons, which :meth:`Watchdog.verdict` knows: a rank has told that it does not finish it, or a call has found that a
+rank is gone while all others are there. Everything else is logged, and waited for until the group's own timeout.
 
 On a device with streams (NCCL) nobody waits in backward: a collective is over for the host when it is enqueued. There
 the program waits for the device once it reads something (``loss.item()``). So where a rank has told that it does not
@@ -22,7 +22,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -68,7 +68,8 @@ class Watch:
     Args:
         group: the reducer's group.
         reducer: asked where it is; by other threads too.
-        has_streams: backward does not wait for its collectives: :meth:`heed` is called.
+        moments: the reducer's case that counts its backwards; outlives it.
+        has_streams: backward need not wait for its collectives: :meth:`heed` is called.
         before: that of the wrapper's reducer before; waits are counted on.
 
     Attributes:
@@ -78,16 +79,21 @@ class Watch:
         lost: why the group was given up, where the device may use what that has left.
     """
 
-    def __init__(self, group: dist.ProcessGroup, reducer: Any, has_streams: bool, before: Watch | None = None):
+    def __init__(
+        self, group: dist.ProcessGroup, reducer: Any, moments: Any, has_streams: bool, before: Watch | None = None
+    ):
         # One that is written in Python may have no name, or any.
         name = str(group.group_name if type(group) is dist.ProcessGroup else id(group))
         self.group, self.has_streams, self.hook = group, has_streams, ""
-        self.key: str
-        self.key = f"{name}/{next(_counters.setdefault(name, itertools.count()))}" if before is None else before.key
+        self._progress: dict[str, Any] = {"key": "", "collectives": 0}  # outside of backward, that are over
+        if before is None:
+            self.key = f"{name}/{next(_counters.setdefault(name, itertools.count()))}"
+        else:
+            self._progress.update(before._progress)
         self._reducer = weakref.ref(reducer)
+        self._moments = moments
         self.earlier = 0 if before is None else before.begun()
-        self._told = 0  # the last backward of which this rank has told that it does not finish it
-        self._collectives: int = 0 if before is None else before._collectives  # outside of backward, that are over
+        self._told = self.earlier  # the last backward that is no concern any more: this rank does not finish it
         self._forward_ended_ns = -1  # by an exception, which the reducer does not see
         self.lost: LostPeer | None = None
         self._dog = watchdog.current(group)
@@ -99,10 +105,36 @@ class Watch:
         """By which ranks talk of this wrapper; None: nobody can be asked, or the group is destroyed."""
         return self._dog if messages.is_registered(self.group) else None
 
+    @property
+    def key(self) -> str:
+        return str(self._progress["key"])
+
+    @key.setter
+    def key(self, name: str) -> None:
+        self._progress["key"] = name
+
+    @property
+    def _collectives(self) -> int:
+        return int(self._progress["collectives"])
+
+    @_collectives.setter
+    def _collectives(self, count: int) -> None:
+        self._progress["collectives"] = count
+
     def begun(self) -> int:
         """The number of the last synchronized backward that has begun, counted over the wrapper's reducers."""
         reducer = self._reducer()
         return self.earlier + (0 if reducer is None else int(reducer.iteration()))
+
+    def past(self) -> Callable[[], tuple[str, Place]]:
+        """The wrapper's key, and how far this rank came with it, for when the wrapper is gone."""
+        moments, earlier, progress = self._moments, self.earlier, self._progress
+
+        def found() -> tuple[str, Place]:
+            begun, done = (earlier + count for count in moments.counts())
+            return progress["key"], Place(begun, done, progress["collectives"], "past its last step of the wrapper")
+
+        return found
 
     def place(self) -> Place | None:
         """Where this wrapper's iteration is."""
@@ -133,6 +165,8 @@ class Watch:
         number = self._given_up()
         if self.dog is not None and number:
             self._tell(error, self.wait("backward", number, "its backward"))
+        elif self.dog is not None and isinstance(error, BaseException):  # the program may go on, or end
+            self.dog.words = exception_text(error)
 
     def _tell(self, error: BaseException | str, wait: Wait) -> None:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
@@ -212,10 +246,10 @@ class Watch:
         _, _, begin, end, _ = reducer.moments()
         is_launched = end >= begin and reducer.position()["phase"] != _C.Phase.INCOMPLETE
         launched = place.begun - (not is_launched)
-        told = [number for number in dog.told_of(f"{self.key} backward") if self._told < number <= launched]
-        for number in [*told, launched] if launched else []:
+        told = dog.told_of(f"{self.key} backward")
+        for number in [number for number in [*told, launched] if self._told < number <= launched]:
             wait = self.wait("backward", number, f"the reduction of iteration {number}")
-            verdict = dog.verdict(wait)
+            verdict = dog.verdict(wait, found=False)
             if verdict is not None:
                 error = _given_up(dog, self.group, wait, None, verdict, "")
                 log.error("%s The process group is given up; the next step and forward raise.", error)
@@ -237,7 +271,7 @@ _own = _Own()
 def _wait(group: dist.ProcessGroup, name: str, number: int, what: str, hook: str = "") -> Wait:
     ranks = dist.get_process_group_ranks(group)
     here = ranks[group.rank()]
-    others = tuple(rank for rank in ranks if rank != here)
+    others = tuple(sorted(rank for rank in ranks if rank != here))
     return Wait(name, number, what, here, others, what == messages.SHADOWED, hook, group.group_name)
 
 

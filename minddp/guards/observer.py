@@ -95,9 +95,9 @@ class Guards(events.Observer):
 
     def planning(self, plan: Plan) -> None:
         self._group = plan.group
-        self._grads = cases.GradStates(weakly(self._on_graph))
+        self._grads, self._moments = cases.GradStates(weakly(self._on_graph)), _Moments()
         plan.add(self._grads)
-        plan.add(_Moments())
+        plan.add(self._moments)
 
     def reducer_made(self, reducer: Any, before: Any) -> None:
         averager, parameters = self.averager, self.averager.parameters
@@ -108,7 +108,7 @@ class Guards(events.Observer):
         self._may_change = not casts and (self._group.size() > 1 or averager.has_foreign_group)
         streams = parameters.device.type != "cpu"
         before_it = self.watch if before is not None and self.watch.group is self._group else None
-        self.watch = Watch(self._group, reducer, streams, before_it)
+        self.watch = Watch(self._group, reducer, self._moments, streams, before_it)
         self.words = Words(self.watch)
         if self.watch.dog is not None and not averager.has_foreign_group:
             averager.watch_waits(self.watch.on_stall)

@@ -7,7 +7,7 @@ key             holds                                                 is read by
                 program has ended by an exception, it is gone; or
                 what a call has found
 ``end/<rank>``  how far a rank has come that has left, and why        who calls, or sees that its process is gone
-``call/<n>``    for which wait; deleted when it is answered           all, when the counter has moved
+``call/<n>``    for which wait; deleted when that is over             all, when the counter has moved
 ``at/<rank>``   where a rank is that a call concerns; overwritten     who has called
 ``host/<id>/n`` the processes of one host, in the order in which      that host's
                 they came
@@ -43,6 +43,7 @@ from .processes import Process
 
 RANKS_A_SECOND = 2000  # that may look at the store
 _AT_ONCE = 64  # keys in a request
+_FIRST = 16  # ranks that tell of one wait, or of an end
 _FILE_TIMEOUT = timedelta(seconds=5)  # a request to a file that was removed looks for it so long
 _COUNTERS = ("notices", "ends", "calls")
 
@@ -111,7 +112,7 @@ class Roll:
     Attributes:
         store: below the era's prefix; for the questions before a step (``words.py``), too.
         interval: seconds between two looks.
-        patience: seconds in which a call has a result.
+        patience: seconds between two calls of a wait.
     """
 
     def __init__(self, client: Any, rank: int, size: int, known: dict[int, Process]):
@@ -128,7 +129,7 @@ class Roll:
         self._host = f"host/{me.machine or f'of {rank} alone'}"
         self._counts: dict[str, int] = {}
         self._read: dict[str, int] = {}  # of each list
-        self._absent: tuple[str, int] = "", 0  # an entry that was announced and not there, and how often
+        self._absent: dict[str, tuple[str, int]] = {}  # of each list, what was announced and not there, how often
         self.called: dict[tuple[str, int], int] = {}  # how many claims of a wait this rank has tried
         self._claims: list[str] = []
         for counter in (*_COUNTERS, self._host):
@@ -169,8 +170,9 @@ class Roll:
             there = keys if self.store.check(keys) else [key for key in keys if self.store.check([key])]
             missing = next((i for i, key in enumerate(keys) if key not in there), None)
             if missing is not None and name != "call":  # announced, not there yet: its writer may be gone
-                times_absent = self._absent[1] + 1 if self._absent[0] == keys[missing] else 1
-                self._absent = keys[missing], times_absent
+                before, count_before = self._absent.get(counter, ("", 0))
+                times_absent = count_before + 1 if before == keys[missing] else 1
+                self._absent[counter] = keys[missing], times_absent
                 if times_absent < 5:
                     self._read[counter] = read + missing
                     return found + self._entries(keys[:missing])
@@ -194,20 +196,22 @@ class Roll:
         """Whether this rank is the first that claims it."""
         return bool(self.store.add(f"claim/{what}", 1) == 1)
 
+    def is_among_first(self, what: str) -> bool:
+        """Whether this rank is one of the first that tell of it: each rank reads each notice, and one is enough."""
+        return bool(self.store.add(f"first/{what}", 1) <= _FIRST)
+
     def call(self, wait: Wait) -> int:
         """Asks all ranks of ``wait`` where they are; the call's number, or 0 if another rank has asked meanwhile."""
         number = self.called[wait.key] = self.called.get(wait.key, 0) + 1
         claim = f"{wait.name}/{wait.number}/{number}"
         if not self.claims(claim):
             return 0
-        self._claims.append(f"claim/{claim}")
-        return self._append("calls", {"wait": wait.key, "ranks": runs(wait.others)}, "call")
-
-    def end_call(self, number: int) -> None:
-        self.delete(self.store, f"call/{number}")
+        call = self._append("calls", {"wait": wait.key, "ranks": runs(wait.others)}, "call")
+        self._claims += [f"claim/{claim}", f"call/{call}"]
+        return call
 
     def forget_claims(self) -> None:
-        """The wait is over in which this rank has called."""
+        """The wait is over in which this rank has called. All have read its calls, or will pass over them."""
         while self._claims:
             self.delete(self.store, self._claims.pop())
         self.called.clear()

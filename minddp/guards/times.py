@@ -4,11 +4,11 @@
 what                            in looks
 ==============================  ============================================================
 a waiting rank looks            1
-one rank calls the others       after 10, 60, 120, 240, ...: each time that the wait has doubled
+one rank calls the others       after 10, 60, 120, 240, ...
 a rank is gone, or has left     5, until what it had sent must have arrived; then one calls
 a call has a result             after 2 and a half, more where there are more than 2,000 ranks (``roll.py``)
 a failed collective is named    within 5
-a rank counts as waiting        for 10 after its last look
+a rank counts as waiting        for 10 after its last look; it calls no more after 3
 ==============================  ============================================================
 """
 
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from .. import _C
 
 look = 1.0  # seconds
-SETTLED, NAMING, FRESH = 5, 5, 10
+SETTLED, NAMING, FRESH, RECENT = 5, 5, 10, 3
 
 
 def set_look(seconds: float) -> None:

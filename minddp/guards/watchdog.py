@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import socket
 import sys
 import threading
 import time
@@ -27,12 +26,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from .. import environment
+from ..lifetime import cut_connections
 from ..logs import log
 from . import location, texts, times
 from .processes import Process, here, look
 from .roll import Entry, Place, Roll, Wait, bare, carries, has_done, is_there, listed, listens, runs
 
 _EXIT_SECONDS = 1.0
+_PAST = 32  # wrappers that are gone, whose places are known
 _TEXT_SECONDS = 0.25  # in which an exception that nobody catches ends the program, and is told with its text
 Answer = TypeVar("Answer")
 
@@ -47,7 +48,8 @@ class _Thread(threading.Thread):
 
 class Verdict(NamedTuple):
     """Why a wait is over. ``ranks``: those that do not come. ``lost``: those that they come down to. ``words``: of
-    whom, and why. ``follows``: another rank has told of it, so this one tells nobody."""
+    whom, and why. ``follows``: this rank tells nobody, since another one has, or nobody knows more. ``left``: a rank
+    has ended without an exception."""
 
     ranks: list[int]
     lost: list[int]
@@ -67,7 +69,7 @@ class _Call(NamedTuple):
 
 
 class Watchdog:
-    """This process's, for one default group. What several threads change is changed with :attr:`_lock` held.
+    """This process's, for one default group. What others have told is read and changed with :attr:`_lock` held.
 
     Attributes:
         processes: by rank of the default group, as far as known.
@@ -88,6 +90,7 @@ class Watchdog:
         self._later: dict[str, tuple[float, Entry]] = {}  # when what is to be told, by wait
         self._errands: list[Callable[[Roll], None]] = []
         self._watches: dict[int, weakref.ref[Any]] = {}  # one a wrapper
+        self._past: dict[str, Place] = {}  # how far this rank came with wrappers that are gone, the last ones
         self._notices: dict[Any, list[Entry]] = {}  # by wait; by rank, of its program's end
         self._gone: dict[int, tuple[float, str]] = {}  # ranks whose processes are, since when as far as seen, and how
         self._ends: dict[int, Entry] = {}  # what ranks have said that have left, as far as read
@@ -120,9 +123,17 @@ class Watchdog:
 
     def add(self, watch: Any) -> None:
         """Until it is gone, it is asked for its ``place()`` when somebody calls, and its ``heed()`` is called in each
-        turn that has brought a notice, if its wrapper's backward waits for nobody (``has_streams``)."""
-        key = id(watch)
-        self._watches[key] = weakref.ref(watch, lambda _: self._watches.pop(key, None))
+        turn once a notice has come, if its wrapper's backward need not wait (``has_streams``)."""
+        key, past = id(watch), watch.past()
+
+        def goes(_: Any) -> None:
+            self._watches.pop(key, None)
+            name, place = past()
+            self._past[name] = place
+            for old in list(self._past)[:-_PAST]:
+                self._past.pop(old, None)
+
+        self._watches[key] = weakref.ref(watch, goes)
 
     def watches(self) -> list[Any]:
         found = [watch() for watch in list(self._watches.values())]
@@ -205,8 +216,8 @@ class Watchdog:
         """What the other ranks have told is read at once, and not at the next turn."""
         self._wake.set()
 
-    def verdict(self, wait: Wait) -> Verdict | None:
-        """Whether ``wait`` is over, as the others' notices say. Asks nobody."""
+    def verdict(self, wait: Wait, found: bool = True) -> Verdict | None:
+        """Whether ``wait`` is over, as the others' notices say, or (``found``) a call. Asks nobody."""
         with self._lock:
             of_wait = self._notices.get(wait.key, [])
             told = [each for each in of_wait if "found" not in each] + self._notices.get(wait.group, [])
@@ -215,7 +226,7 @@ class Watchdog:
                 for notice in [*(each for each in told if each["by"] == rank), *ends]:
                     lost = sorted({*notice["because"]} - {self.rank} or {rank})
                     return Verdict([rank], lost, texts.says(rank, self.processes.get(rank), notice["words"]))
-            for notice in of_wait:
+            for notice in of_wait if found else ():
                 if notice.get("found") == "gone":
                     lost = listed(notice["lost"])
                     return Verdict(lost, lost, notice["words"], left=notice["left"])
@@ -248,7 +259,7 @@ class Watchdog:
     def silent_ones(self, wait: Wait) -> Verdict:
         """All others: a collective has failed, and nobody has told more."""
         words = [texts.late(rank, self.processes.get(rank), None, False, wait) for rank in wait.others]
-        return Verdict([*wait.others], [*wait.others], texts.joined(words), follows=False)
+        return Verdict([*wait.others], [*wait.others], texts.joined(words))
 
     def warns_alone(self, wait: Wait, seconds: float) -> bool:
         """Whether the log's next line about ``wait`` is due and the store does not answer: nobody can be called."""
@@ -263,7 +274,7 @@ class Watchdog:
     def places(self) -> dict[str, Place]:
         """Where this process's wrappers are, by their names."""
         found = [(watch.key, watch.place()) for watch in self.watches()]
-        return {key: place for key, place in found if place is not None}
+        return dict(self._past) | {key: place for key, place in found if place is not None}
 
     # --- the thread ---
 
@@ -325,12 +336,13 @@ class Watchdog:
             roll.answer(call["number"], self._where())
         self._on_this_host += [rank for rank in roll.meet() if rank not in self._on_this_host]
         self._look_at_neighbours(roll)
-        wait = self._waited()
+        wait = self._waited(times.RECENT)
         if wait is not None and (ended := [r for r in wait[1].others if r in self._gone and r not in self._ends]):
             self._ends.update(roll.left(ended))
         if wait is not None:
             self._call_for(roll, wait[1], now - wait[2])
-        else:
+        elif self._waited() is None:
+            self._call = None
             roll.forget_claims()
         with self._done:
             self._done.notify_all()
@@ -381,13 +393,11 @@ class Watchdog:
             if "end" in entry:
                 roll.leave(entry)
             elif wait is None:
-                if not because:  # what follows from another rank's failure is no news: who calls reads it
+                if not because and roll.is_among_first("the end"):  # else it is no news: who calls reads it
                     roll.tell(entry)
                 roll.leave({"end": entry["words"], "failed": True, "places": entry["places"]})
-            elif not because or roll.claims(
-                f"told/{because}/{wait}"
-            ):  # one of those tells that it ends for all of them
-                roll.tell(entry)
+            elif roll.is_among_first(f"{wait}") and (not because or roll.claims(f"told/{because}/{wait}")):
+                roll.tell(entry)  # for all that it follows from the same, since each rank reads each notice
             del self._outbox[0]
         with self._done:
             self._done.notify_all()
@@ -403,10 +413,10 @@ class Watchdog:
             "words": self.words,
         }
 
-    def _waited(self) -> tuple[float, Wait, float] | None:
-        """What this rank waits for, and since when."""
+    def _waited(self, looks: int = times.FRESH) -> tuple[float, Wait, float] | None:
+        """What this rank waits for, and since when. That a wait has ended is known by that nobody looks any more."""
         wait = self._wait
-        return wait if wait is not None and time.monotonic() - wait[0] < times.FRESH * times.look else None
+        return wait if wait is not None and time.monotonic() - wait[0] < looks * times.look else None
 
     # --- processes ---
 
@@ -449,7 +459,6 @@ class Watchdog:
         now = time.monotonic()
         if self._call is not None:
             if self._call.wait.key != wait.key:
-                roll.end_call(self._call.number)
                 self._call = None
             elif now >= self._call.due:
                 call, self._call = self._call, None
@@ -472,7 +481,6 @@ class Watchdog:
         """Reads where the others are. Tells all that wait if some are gone and all others are there; or logs."""
         wait = call.wait
         answers = roll.answers(wait.others)
-        roll.end_call(call.number)
         late = [rank for rank in wait.others if not self._is_there(answers.get(rank), call)]
         self._ends.update(roll.left(late))
         late = [rank for rank in late if rank not in self._ends or not has_done(self._ends[rank]["places"], wait)]
@@ -534,7 +542,7 @@ class Watchdog:
         self._thread.join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
         while self._thread.is_alive():
             if self._port is not None:
-                _cut_connections(self._port)
+                cut_connections(self._port)
             self._thread.join(_EXIT_SECONDS)
 
     def _tell_of_exception(self) -> bool:
@@ -551,18 +559,6 @@ _GARBAGE = (
     "Rank %d hears nothing of the other ranks from now on, and tells them nothing: something else than a rank of "
     "minddp's has written to its keys in the process group's store (%s)."
 )
-
-
-def _cut_connections(port: int) -> None:
-    """Ends this process's connections to a port, and with them the requests that wait there for a stopped host."""
-    for fd in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError):  # closed meanwhile, or no socket, or not connected
-            link = socket.socket(fileno=fd)
-            try:
-                if link.getpeername()[1] == port:
-                    link.shutdown(socket.SHUT_RDWR)
-            finally:
-                link.detach()
 
 
 _current: Watchdog | None = None

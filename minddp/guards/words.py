@@ -10,7 +10,6 @@ those wait that use the gradients. A rank that steps later or never is not waite
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import time
@@ -28,7 +27,7 @@ from .roll import Entry, Place, Roll
 from .watchdog import Watchdog
 
 _PATIENCE = 5  # looks: for the word of a rank that may not be about to step
-_TOLERANCE = 1e-6  # relative: kernels need not add in the same order on every rank
+_TOLERANCE = 1e-6  # relative, or one rounding: kernels need not add in the same order on every rank
 _KEPT = 4  # questions whose keys stay in the store: who asks now has read those before
 
 Signatures = dict[str, list[float]]
@@ -105,7 +104,7 @@ class Words:
                 call = dog.run(lambda roll: roll.call(wait), times.look) or 0
                 due = waited + 2 * dog.interval + 0.5 * times.look
             elif waited >= due and call:
-                dog.run(functools.partial(self._judge, call=call), times.look)
+                dog.run(self._judge, times.look)
                 call = 0
             elif waited >= max(_PATIENCE * times.look, due if call else 0.0):
                 dog.waits_no_more()
@@ -128,13 +127,15 @@ class Words:
         how = f"they differ from rank {other}'s" if verdict["names"] else f"rank {other} has shown none"
         more = f" and {len(names) - 10} more" if len(names) > 10 else ""
         shown = ", ".join(f"'{name}'" for name in names[:10]) + more
+        would = f"optimizer.step() on rank {self._rank} would use gradients that were never averaged, of {shown}"
+        if why:
+            return RuntimeError(f"{why} {would}, and {how}: the replicas would drift apart.")
         return RuntimeError(
-            f"{why}{' ' * bool(why)}optimizer.step() on rank {self._rank} would use gradients that were never "
-            f"averaged, of {shown}: their backward ran through no forward of DistributedDataParallel's, but past it, "
-            f"and {how}. The replicas would drift apart. Call the wrapper, ddp(...), instead of ddp.module(...) or "
-            "one of its methods; or zero these gradients before step(); or, to train each rank by itself on purpose, "
-            "run forward and backward inside of ddp.no_sync(). With static_graph=True, what no rank used in "
-            "the first iteration is never averaged: its local gradients count as such, too."
+            f"{would}: their backward ran through no forward of DistributedDataParallel's, but past it, and {how}. "
+            "The replicas would drift apart. Call the wrapper, ddp(...), instead of ddp.module(...) or one of its "
+            "methods; or zero these gradients before step(); or, to train each rank by itself on purpose, run "
+            "forward and backward inside of ddp.no_sync(). With static_graph=True, what no rank used in the first "
+            "iteration is never averaged: its local gradients count as such, too."
         )
 
     # --- on the watchdog's ---
@@ -170,12 +171,11 @@ class Words:
         ranks = [first, *dict.fromkeys(differing.values())][:2] if differing else []
         store.set("verdict", json.dumps({"names": [*differing], "ranks": ranks}))
 
-    def _judge(self, roll: Roll, call: int) -> None:
+    def _judge(self, roll: Roll) -> None:
         """What the ranks that have not come have answered: one that has gone on has nothing to show."""
         ranks = global_ranks(self._watch.group) or [*range(self._size)]
         others = [rank for rank in ranks if rank != ranks[self._rank]]
         answers, left, store, mine = roll.answers(others), roll.left(others), self._store(roll), self._watch.place()
-        roll.end_call(call)
         missing = [r for r in range(self._size) if not store.check([f"{r}"])]
         passed = [r for r in missing if mine and self._has_gone_on(answers.get(ranks[r]), mine)]
         if passed:
@@ -220,7 +220,8 @@ def has_values(gradient: torch.Tensor) -> bool:
 
 
 def _signature(gradient: torch.Tensor) -> list[float]:
-    """Its norm, and sums with two fixed weights by position: of gradients in another order they differ."""
+    """Its norm, and sums with two fixed weights by position: of gradients in another order they differ. Last, how
+    much one rounding of its dtype changes."""
     gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.coalesce()
@@ -228,15 +229,14 @@ def _signature(gradient: torch.Tensor) -> list[float]:
         position = positions.view(-1, *[1] * (gradient.dim() - 1))
         gradient = gradient * (position * 0.7).cos().to(gradient.dtype)
     values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    eps = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
     values = values.double().flatten()
     place = torch.arange(values.numel(), dtype=torch.float64, device=values.device)
-    return [float(values.norm()), float(values @ (place * 0.7).cos()), float(values @ (place * 1.3).sin())]
+    return [float(values.norm()), float(values @ (place * 0.7).cos()), float(values @ (place * 1.3).sin()), eps]
 
 
 def _alike(mine: Sequence[float] | None, theirs: Sequence[float] | None) -> bool:
     if mine is None or theirs is None:
         return False
-    scale = max(abs(mine[0]), abs(theirs[0]), 1e-30)
-    return all(
-        (math.isnan(a) and math.isnan(b)) or a == b or abs(a - b) <= _TOLERANCE * scale for a, b in zip(mine, theirs)
-    )
+    limit = max(_TOLERANCE, mine[3]) * max(abs(mine[0]), abs(theirs[0]), 1e-30)
+    return all((math.isnan(a) and math.isnan(b)) or a == b or abs(a - b) <= limit for a, b in zip(mine, theirs))

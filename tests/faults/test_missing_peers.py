@@ -1,5 +1,6 @@
 """A rank that fails in its backward: the others, which wait for it, learn why before any timeout."""
 
+import gc
 import re
 import time
 
@@ -9,7 +10,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+import minddp
 from minddp import DistributedDataParallel
+from minddp.guards import times, watchdog
 from tests.on_ranks import on_own_ranks
 
 
@@ -103,3 +106,42 @@ def test_a_forward_hears_of_lost_peers():
     heard = on_own_ranks(_lost_before_a_forward)[0]
     words = "says: an exception ended its backward"
     assert re.search(rf"(?i)rank 1 will not take part in the reduction of iteration \d+\. rank 1 .*{words}", heard)
+
+
+def _given_up_alike(rank, world_size):
+    """An exception that all ranks have met, and told: what came before is over, also for a reducer that is new."""
+    with times.faster(0.05):
+        ddp = DistributedDataParallel(Two())
+        x = torch.randn(2, 4)
+        for _ in range(2):
+            ddp(x, False).sum().backward()
+        watch = ddp._minddp_observers.get("guards").watch
+        watch.has_streams = True
+        handle = ddp.module.used.weight.register_hook(_no_more_data)
+        with pytest.raises(ValueError, match="no more data"):
+            ddp(x, False).sum().backward()
+        handle.remove()
+        time.sleep(0.5)  # both have told, and have heard
+        minddp.abort_iteration(ddp)
+        ddp.zero_grad()
+        dist.barrier()
+        for remake in (False, True):
+            if remake:
+                minddp.refresh(ddp)
+                ddp._minddp_observers.get("guards").watch.has_streams = True
+            for _ in range(3):
+                out = ddp(x, False)
+                out.sum().backward()
+                time.sleep(0.1)
+        dog = watchdog.current(dist.group.WORLD)
+        assert dog.told_of(f"{watch.key} backward") == [3]
+        watch = ddp._minddp_observers.get("guards").watch
+        key, begun = watch.key, watch.begun()
+        del ddp, watch, out
+        gc.collect()
+        place = dog.places()[key]  # of a wrapper that is gone: how far this rank came
+        assert (place.begun, place.done) == (begun, begun)
+
+
+def test_what_all_ranks_gave_up_alike_is_over():
+    on_own_ranks(_given_up_alike)

@@ -69,7 +69,6 @@ def test_a_call_is_answered_by_those_that_it_concerns_and_leaves_no_key():
     assert {rank: each["line"] for rank, each in answers.items()} == {1: "at rank 1", 2: "at rank 2"}
     assert first.answers([3]) == {}
     assert second.call(WAIT) == 0  # the first one has claimed it
-    first.end_call(number)
     first.forget_claims()
     assert not first.store.check([f"call/{number}"])
     assert not first.store.check(["claim/ddp backward/3/1"])

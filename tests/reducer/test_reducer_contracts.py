@@ -780,6 +780,19 @@ def test_a_gradient_that_only_one_rank_has_is_refused(rank, world_size):
 
 
 @on_ranks(2)
+def test_a_gradient_that_was_zeroed_has_bypassed_nothing(rank, world_size):
+    """Then a step under no_sync is the program's own decision (local SGD)."""
+    ddp = DDP(Two())
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    ddp(_x(rank)).backward()
+    ddp.module(_x(rank)).backward()
+    optimizer.zero_grad(set_to_none=False)
+    with ddp.no_sync():
+        ddp(_x(rank)).backward()
+    optimizer.step()
+
+
+@on_ranks(2)
 def test_each_step_compares_its_own_gradients(rank, world_size):
     ddp = DDP(Two())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
