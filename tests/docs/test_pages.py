@@ -30,7 +30,6 @@ WORDED_ELSEWHERE = [
     "minddp/owned/optimizer.py: binding.report(lambda: self._step_and_send(binding, exchange))",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
     "minddp/shm/__init__.py: dist.DistBackendError(f'shm: {reason}')",
-    "minddp/timeline/gathering.py: ValueError(why)",
     "minddp/timeline/store.py: NoAnswer(str(error))",
     "minddp/timeline/store.py: NoAnswer(str(errors[0]))",
 ]
