@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from watchdog import Counted
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 PROCESSES = 4
@@ -41,18 +43,6 @@ def _host(port: int, ready: Any, stop: Any, told: Any) -> None:
     del store
 
 
-class _Counted:
-    """A store that counts requests."""
-
-    def __init__(self, store: Any):
-        self.store, self.requests = store, 0
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.store, name)
-        self.requests += callable(found) and name != "has_extended_api"
-        return found
-
-
 class _Rank:
     """What the watchdog's thread does for a rank that waits, with the same calls; the process is this one's."""
 
@@ -63,7 +53,7 @@ class _Rank:
 
         client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self.roll = roll.Roll(client, rank, size, processes)
-        self.roll.store = self.counted = _Counted(self.roll.store)
+        self.roll.store = self.counted = Counted(self.roll.store)
         others = tuple(other for other in range(size) if other != rank)
         self.wait = roll.Wait("ddp backward", 1, "a reduction", rank, others)
         self.rank, self.heard, self.found, self.gone_at = rank, 0.0, 0.0, 0.0

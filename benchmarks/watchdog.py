@@ -55,7 +55,7 @@ def _measure(rank: int, world_size: int, seconds: float) -> tuple[float, float, 
     return time.process_time() - cpu, _thread_seconds(watchdog.native_id) - idle, steps
 
 
-class _Counted:
+class Counted:
     """A store that counts requests."""
 
     def __init__(self, store: Any):
@@ -84,7 +84,8 @@ def _load(rank: int, world_size: int, port: int, seconds: float) -> tuple[int, i
     time.sleep(2)
     threads, files = threading.active_count() - threads, len(os.listdir("/proc/self/fd")) - files
     dog: Any = watchdog.current(dist.group.WORLD)
-    counted = dog.reports._store = _Counted(dog.reports._store)
+    roll: Any = dog.run(lambda roll: roll, seconds)
+    counted = roll.store = Counted(roll.store)
     rates = []
     for late in (False, True):
         if late and rank == 1:

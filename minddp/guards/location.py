@@ -31,8 +31,8 @@ def _frames() -> dict[int, types.FrameType]:
             gc.enable()
 
 
-def of_thread(thread: threading.Thread) -> tuple[str, bool]:
-    """ "at train.py:3 in f, in torch.distributed's barrier", and whether the thread is in such a collective."""
+def of_thread(thread: threading.Thread) -> str:
+    """ "at train.py:3 in f, in torch.distributed's barrier"."""
     frame: types.FrameType | None = _frames().get(thread.ident or 0) if thread.is_alive() else None
     line = collective = ""
     while frame is not None and not line:
@@ -42,7 +42,7 @@ def of_thread(thread: threading.Thread) -> tuple[str, bool]:
         elif _is_users(name):
             line = f"at {_short(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
-    return ", ".join(filter(None, (line, collective))), bool(collective)
+    return ", ".join(filter(None, (line, collective)))
 
 
 def _is_users(filename: str) -> bool:

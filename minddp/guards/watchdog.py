@@ -245,12 +245,16 @@ class Watchdog:
                     found[rank] = texts.stopped(rank, process)
             late = [n for n in self._notices.get(wait.key, []) if n.get("found") == "late"]
         if found:
-            left = any(not self._ends.get(rank, {"failed": True})["failed"] for rank in found)
-            return Verdict([*found], [*found], texts.joined([*found.values()]), follows=False, left=left)
+            words = texts.joined([*found.values()])
+            return Verdict([*found], [*found], words, follows=False, left=self._has_left_well([*found]))
         if late:
             ranks = listed(late[-1]["lost"])
             return Verdict(ranks, ranks, late[-1]["words"], False, late[-1]["left"])
         return None
+
+    def _has_left_well(self, ranks: Sequence[int]) -> bool:
+        """Whether one of these has ended without an exception."""
+        return any(rank in self._ends and not self._ends[rank]["failed"] for rank in ranks)
 
     def has_read_since(self, ranks: Sequence[int]) -> bool:
         """Whether all has been read that these, which are gone, may have told."""
@@ -404,12 +408,10 @@ class Watchdog:
 
     def _where(self) -> Entry:
         wait = self._waited()
-        line, is_in_collective = location.of_thread(self._trains)
         return {
             "waits": None if wait is None else (*wait[1].key, wait[1].what, wait[1].joins),
             "places": self.places(),
-            "line": line,
-            "collective": is_in_collective,
+            "line": location.of_thread(self._trains),
             "words": self.words,
         }
 
@@ -488,8 +490,7 @@ class Watchdog:
         gone = [rank for rank in late if rank in self._ends or rank in self._gone]
         words = {rank: self._describe(rank, answers.get(rank), call) for rank in late}
         if gone and gone == late:
-            left = any(not self._ends.get(rank, {"failed": True})["failed"] for rank in gone)
-            self._find("gone", roll, wait, words, left)
+            self._find("gone", roll, wait, words, self._has_left_well(gone))
         elif late and self._calls_now:  # those that are on their way have answered
             silent = [rank for rank in late if answers.get(rank, {}).get("call", 0) < call.number]
             self._find("late", roll, wait, {rank: words[rank] for rank in silent or late}, False)
