@@ -13,7 +13,9 @@ import types
 from pathlib import Path
 
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
-_NOT_THE_PROGRAMS = ("/site-packages/", "<", str(Path(__file__).parents[1]) + "/")
+# A program may lie below /usr, as Python does there.
+_NOT_THE_PROGRAMS = ("/site-packages/", "/dist-packages/", "<", str(Path(__file__).parents[1]) + "/")
+_STANDARD_LIBRARY = str(Path(threading.__file__).parent) + "/"
 
 
 def _frames() -> dict[int, types.FrameType]:
@@ -46,7 +48,7 @@ def of_thread(thread: threading.Thread) -> str:
 
 
 def _is_users(filename: str) -> bool:
-    return not filename.startswith(sys.base_prefix) and not any(part in filename for part in _NOT_THE_PROGRAMS)
+    return not filename.startswith(_STANDARD_LIBRARY) and not any(part in filename for part in _NOT_THE_PROGRAMS)
 
 
 def exception_text(error: BaseException) -> str:

@@ -22,8 +22,9 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -62,18 +63,39 @@ class LostPeer(RuntimeError):
     lost_ranks: list[int]
 
 
+@dataclass
+class Progress:
+    """How far this rank is with one wrapper; outlives it.
+
+    Attributes:
+        key: the name by which all ranks know the wrapper.
+        moments: its reducer's case that counts backwards.
+        earlier: backwards of the reducers before.
+        collectives: outside of backward, that are over.
+    """
+
+    key: str
+    moments: Any
+    earlier: int = 0
+    collectives: int = 0
+
+    def last(self) -> Place:
+        """Where it was when the wrapper went."""
+        begun, done = (self.earlier + count for count in self.moments.counts())
+        return Place(begun, done, self.collectives, "past its last step of the wrapper")
+
+
 class Watch:
     """Watches the waits of one reducer. REQUIRES: a default process group.
 
     Args:
         group: the reducer's group.
         reducer: asked where it is; by other threads too.
-        moments: the reducer's case that counts its backwards; outlives it.
+        moments: the reducer's case that counts its backwards.
         has_streams: backward need not wait for its collectives: :meth:`heed` is called.
         before: that of the wrapper's reducer before; waits are counted on.
 
     Attributes:
-        key: the name by which all ranks know the wrapper.
         earlier: backwards of the reducers before.
         hook: the communication hook's name.
         lost: why the group was given up, where the device may use what that has left.
@@ -85,14 +107,12 @@ class Watch:
         # One that is written in Python may have no name, or any.
         name = str(group.group_name if type(group) is dist.ProcessGroup else id(group))
         self.group, self.has_streams, self.hook = group, has_streams, ""
-        self._progress: dict[str, Any] = {"key": "", "collectives": 0}  # outside of backward, that are over
-        if before is None:
-            self.key = f"{name}/{next(_counters.setdefault(name, itertools.count()))}"
-        else:
-            self._progress.update(before._progress)
         self._reducer = weakref.ref(reducer)
-        self._moments = moments
-        self.earlier = 0 if before is None else before.begun()
+        if before is None:
+            self.progress = Progress(f"{name}/{next(_counters.setdefault(name, itertools.count()))}", moments)
+        else:
+            self.progress = Progress(before.key, moments, before.begun(), before.progress.collectives)
+        self.earlier = self.progress.earlier
         self._told = self.earlier  # the last backward that is no concern any more: this rank does not finish it
         self._forward_ended_ns = -1  # by an exception, which the reducer does not see
         self.lost: LostPeer | None = None
@@ -107,34 +127,12 @@ class Watch:
 
     @property
     def key(self) -> str:
-        return str(self._progress["key"])
-
-    @key.setter
-    def key(self, name: str) -> None:
-        self._progress["key"] = name
-
-    @property
-    def _collectives(self) -> int:
-        return int(self._progress["collectives"])
-
-    @_collectives.setter
-    def _collectives(self, count: int) -> None:
-        self._progress["collectives"] = count
+        return self.progress.key
 
     def begun(self) -> int:
         """The number of the last synchronized backward that has begun, counted over the wrapper's reducers."""
         reducer = self._reducer()
         return self.earlier + (0 if reducer is None else int(reducer.iteration()))
-
-    def past(self) -> Callable[[], tuple[str, Place]]:
-        """The wrapper's key, and how far this rank came with it, for when the wrapper is gone."""
-        moments, earlier, progress = self._moments, self.earlier, self._progress
-
-        def found() -> tuple[str, Place]:
-            begun, done = (earlier + count for count in moments.counts())
-            return progress["key"], Place(begun, done, progress["collectives"], "past its last step of the wrapper")
-
-        return found
 
     def place(self) -> Place | None:
         """Where this wrapper's iteration is."""
@@ -153,7 +151,7 @@ class Watch:
         words = f"{phase} of iteration {begun + (phase != 'in backward')}"
         if phase == "between":
             words = f"between iterations {begun} and {begun + 1}"
-        return Place(begun, begun - (phase == "in backward"), self._collectives, words)
+        return Place(begun, begun - (phase == "in backward"), self.progress.collectives, words)
 
     def wait(self, kind: str, number: int, what: str) -> Wait:
         return _wait(self.group, f"{self.key} {kind}", number, what, self.hook)
@@ -162,7 +160,7 @@ class Watch:
 
     def report_failure(self, error: BaseException | str) -> None:
         """This rank will not finish its backward: tells the others why, in the words of the first who knows."""
-        number = self._given_up()
+        number = self._unfinished()
         if self.dog is not None and number:
             self._tell(error, self.wait("backward", number, "its backward"))
         elif self.dog is not None and isinstance(error, BaseException):  # the program may go on, or end
@@ -175,19 +173,19 @@ class Watch:
 
     def report_collective(self, error: BaseException | str) -> None:
         """This rank takes no part in the wrapper's next collective outside of backward."""
-        self._collectives += 1
+        self.progress.collectives += 1
         if self.dog is not None:
-            self._tell(error, self.wait("collective", self._collectives, "a collective"))
+            self._tell(error, self.wait("collective", self.progress.collectives, "a collective"))
 
     def report_interrupted(self, why: str) -> None:
         """An exception has ended this rank's backward, of which the reducer knows ``why`` or nothing."""
         if why:
             return self.report_failure(why)
-        number = self._given_up()
+        number = self._unfinished()
         if self.dog is not None and number:
             self.dog.tell_later("an exception ended its backward", self.wait("backward", number, "its backward"))
 
-    def _given_up(self) -> int:
+    def _unfinished(self) -> int:
         """The number of the backward that this rank does not finish; 0: none is under way, and the program may go on
         to the next one; or this rank has told so, or knows that others have."""
         place = self.place()
@@ -212,13 +210,13 @@ class Watch:
     @contextmanager
     def collective(self) -> Iterator[None]:
         """Inside, this thread's waits are those of a collective outside of backward. All ranks begin one."""
-        number = self._collectives + 1
+        number = self.progress.collectives + 1
         outer, _own.wait = _own.wait, (f"{self.key} collective", number)
         try:
             yield
         finally:
             _own.wait = outer
-        self._collectives = number
+        self.progress.collectives = number
 
     def on_stall(self, seconds: float, bucket: int, error: str) -> None:
         """Called once a look while the collective of ``bucket`` does not end, and when it has failed with ``error``.

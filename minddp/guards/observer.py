@@ -137,7 +137,7 @@ class Guards(events.Observer):
     def named(self, token: str) -> None:
         self._token = token
         if self.watch is not None:
-            self.watch.key = token
+            self.watch.progress.key = token
 
     # --- a forward ---
 

@@ -74,7 +74,13 @@ class Wait(NamedTuple):
     @property
     def owner(self) -> str:
         """The wrapper's key."""
-        return self.name.rpartition(" ")[0]
+        return parted(self.name)[0]
+
+
+def parted(name: str) -> tuple[str, str]:
+    """The wrapper's key, and the kind of wait: "backward", "collective", or another one."""
+    owner, _, kind = name.rpartition(" ")
+    return owner, kind
 
 
 class Place(NamedTuple):
@@ -95,9 +101,8 @@ def has_done(places: dict[str, Any], wait: Wait) -> bool:
     place = places.get(wait.owner)
     if place is None:
         return False
-    kind = wait.name.rpartition(" ")[2]
-    done = {"backward": Place(*place).done, "collective": Place(*place).collectives}.get(kind, 0)
-    return 0 < wait.number <= done
+    _, done, collectives, _ = place
+    return 0 < wait.number <= {"backward": done, "collective": collectives}.get(parted(wait.name)[1], 0)
 
 
 class Roll:

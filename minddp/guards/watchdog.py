@@ -124,12 +124,11 @@ class Watchdog:
     def add(self, watch: Any) -> None:
         """Until it is gone, it is asked for its ``place()`` when somebody calls, and its ``heed()`` is called in each
         turn once a notice has come, if its wrapper's backward need not wait (``has_streams``)."""
-        key, past = id(watch), watch.past()
+        key, progress = id(watch), watch.progress
 
         def goes(_: Any) -> None:
             self._watches.pop(key, None)
-            name, place = past()
-            self._past[name] = place
+            self._past[progress.key] = progress.last()
             for old in list(self._past)[:-_PAST]:
                 self._past.pop(old, None)
 

@@ -23,7 +23,7 @@ from ..logs import log
 from ..messages import global_ranks
 from . import times
 from .lost import Watch, look_into
-from .roll import Entry, Place, Roll
+from .roll import Entry, Place, Roll, parted
 from .watchdog import Watchdog
 
 _PATIENCE = 5  # looks: for the word of a rank that may not be about to step
@@ -189,10 +189,12 @@ class Words:
         place = None if answer is None else answer["places"].get(self._watch.key)
         if answer is None or place is None:
             return False
+        begun, _, collectives, _ = place
         name, number, *_ = answer["waits"] or ("", 0)
-        later = {"backward": mine.begun, "collective": mine.collectives}.get(name.rpartition(" ")[2], math.inf)
-        waits = name.rpartition(" ")[0] == self._watch.key and number > later
-        return bool(Place(*place).begun > mine.begun or Place(*place).collectives > mine.collectives or waits)
+        owner, kind = parted(name)
+        if owner == self._watch.key and kind in ("backward", "collective"):
+            begun, collectives = (number, collectives) if kind == "backward" else (begun, number)
+        return bool(begun > mine.begun or collectives > mine.collectives)
 
 
 _NOBODY_ANSWERS = (

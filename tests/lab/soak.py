@@ -2,10 +2,11 @@
 
 Every wrapper trains some steps with its own options and goes. Between them come what a long run may hold: refreshed
 parameters, buckets re-planned while measuring, communication hooks, accumulation under no_sync, an exception in a
-backward and abort_iteration, uneven inputs, replicas compared and repaired, copies, groups made and destroyed.
+backward and abort_iteration, uneven inputs, replicas compared and repaired, copies, groups made and destroyed. With
+``--minutes`` a rank is late once a minute, long enough for the others to call it and to log that.
 
 Ends with 1 where a rank's second half holds more than its second quarter did: resident memory by more than
-``SLACK_MIB``, or one thread or one open file.
+``SLACK_MIB``, or one thread, one open file, or one key of minddp's in the process group's store.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tests.ranks_pool import run_ranks, shutdown
 STEPS_OF_A_WRAPPER = 200
 SAMPLE_EVERY = 200
 SLACK_MIB = 8.0  # an allocator's own unrest
+LATE_SECONDS = 13.0  # the others call after 10
 
 
 class Sample(NamedTuple):
@@ -38,14 +40,17 @@ class Sample(NamedTuple):
     rss_mib: float
     threads: int
     files: int
+    keys: int
 
 
 def sample(step: int) -> Sample:
-    """Of this process, as the kernel counts."""
+    """Of this process, as the kernel counts; and of the store, which all ranks share."""
     with open("/proc/self/status", errors="replace") as file:  # a name may be any bytes
         status = dict(line.split(":", 1) for line in file)
     rss = int(status["VmRSS"].split()[0]) / 1024
-    return Sample(step, rss, int(status["Threads"]), len(os.listdir("/proc/self/fd")))
+    store: Any = dist.distributed_c10d._get_default_store()
+    keys = sum("minddp" in key for key in store.list_keys()) if hasattr(store, "list_keys") else 0
+    return Sample(step, rss, int(status["Threads"]), len(os.listdir("/proc/self/fd")), keys)
 
 
 def growth(samples: Sequence[Sample]) -> str:
@@ -58,7 +63,7 @@ def growth(samples: Sequence[Sample]) -> str:
     more = statistics.median(s.rss_mib for s in after[-quarter:]) - statistics.median(s.rss_mib for s in before)
     if more > SLACK_MIB:
         found.append(f"{more:.1f} MiB")
-    for what in ("threads", "files"):
+    for what in ("threads", "files", "keys"):
         most = max(getattr(s, what) for s in before)
         if after[-1]._asdict()[what] > most:
             found.append(f"{after[-1]._asdict()[what] - most} {what}")
@@ -165,13 +170,24 @@ class Wrapper:
             dist.destroy_process_group(self.group)
 
 
-def soak(rank: int, world_size: int, steps: int, of_a_wrapper: int, every: int) -> list[Sample]:
-    """One rank; its samples."""
+def minutes_since(began: float) -> float:
+    """By the clock of rank 0, so that all ranks decide alike."""
+    passed = torch.tensor([(time.monotonic() - began) / 60])
+    dist.broadcast(passed, 0)
+    return float(passed)
+
+
+def soak(rank: int, world_size: int, steps: int, of_a_wrapper: int, every: int, minutes: float = 0.0) -> list[Sample]:
+    """One rank; its samples. Ends after so many steps, or with ``minutes`` after these."""
     warnings.simplefilter("ignore")
-    samples, done, number = [], 0, 0
-    while done < steps:
+    samples, done, number, late, began = [], 0, 0, 1, time.monotonic()
+    while (passed := minutes_since(began)) < minutes if minutes else done < steps:
         wrapper = Wrapper(number, rank, world_size)
-        for i in range(min(of_a_wrapper, steps - done)):
+        if minutes and passed >= late:
+            late += 1
+            if rank == late % world_size:
+                time.sleep(LATE_SECONDS)
+        for i in range(of_a_wrapper if minutes else min(of_a_wrapper, steps - done)):
             wrapper.step(i)
             done += 1
             if i == of_a_wrapper // 2:
@@ -187,6 +203,7 @@ def soak(rank: int, world_size: int, steps: int, of_a_wrapper: int, every: int) 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="soak", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--minutes", type=float, default=0.0, help="for each backend, in place of --steps")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backends", nargs="+", default=["gloo", "shm"])
     options = parser.parse_args(arguments)
@@ -194,16 +211,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for backend in options.backends:
         began = time.monotonic()
         ranks = run_ranks(
-            soak, options.ranks, options.steps, STEPS_OF_A_WRAPPER, SAMPLE_EVERY, backend=backend,
-            timeout=60 + options.steps,
+            soak, options.ranks, options.steps, STEPS_OF_A_WRAPPER, SAMPLE_EVERY, options.minutes, backend=backend,
+            timeout=120 + (options.minutes * 60 or options.steps),
         )  # fmt: skip
         shutdown()
-        print(f"{backend}: {options.steps} steps, {options.steps // STEPS_OF_A_WRAPPER} wrappers, "
-              f"{time.monotonic() - began:.0f} s")  # fmt: skip
+        steps = ranks[0][-1].step
+        print(f"{backend}: {steps} steps, {steps // STEPS_OF_A_WRAPPER} wrappers, {time.monotonic() - began:.0f} s")
         for rank, samples in enumerate(ranks):
             picked = [samples[round(k * (len(samples) - 1) / 4)] for k in range(5)]
             print(f"  rank {rank}: " + "; ".join(
-                f"step {s.step}: {s.rss_mib:.0f} MiB, {s.threads} threads, {s.files} files" for s in picked
+                f"step {s.step}: {s.rss_mib:.0f} MiB, {s.threads} threads, {s.files} files, {s.keys} keys"
+                for s in picked
             ))  # fmt: skip
             more = growth(samples)
             grown = grown or bool(more)
