@@ -70,7 +70,7 @@ class _Rank:
             else:
                 self.heard = self.heard or time.time()
         for call in roll.calls():
-            roll.answer(call["number"], {"waits": [*self.wait.key, "", False], "places": {}})
+            roll.answer(call["number"], {"waits": [(*self.wait.key, "", False)], "places": {}})
         roll.meet()
         if self.call and now >= self.due:
             answers = roll.answers(self.wait.others)

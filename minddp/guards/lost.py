@@ -294,7 +294,7 @@ def look_into(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds: floa
         return _name_the_lost(dog, group, wait, seconds, error)
     if (verdict := dog.verdict(wait)) is not None:
         raise _given_up(dog, group, wait, seconds, verdict, "")
-    if dog.warns_alone(wait, seconds):
+    if dog.warns_alone(seconds):
         log.warning(texts.slow(wait, seconds, {}, store_is_silent=True))
 
 

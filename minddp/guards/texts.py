@@ -43,8 +43,8 @@ def late(rank: int, process: Process | None, answer: dict[str, Any] | None, is_f
     places, waits = answer["places"], answer["waits"]
     place = places.get(wait.owner) or next(iter(places.values()), None)
     where = "is past its last DistributedDataParallel" if place is None else f"is {Place(*place).words}"
-    if waits is not None:
-        where = f"waits for {waits[2]}"
+    if waits:
+        where = "waits for " + ", and for ".join(what for _, _, what, _ in waits)
     where += f", {answer['line']}" * bool(answer["line"])
     where += f". Its last error: {answer['words']}" * bool(answer["words"])
     if is_fresh:

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -59,13 +60,31 @@ class Verdict(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call of this rank's that has no result yet."""
+    """A call of this rank's that has no result yet: it has one when it is ``due``. ``warns``: that is logged."""
 
     number: int
-    wait: Wait
     seconds: float
     due: float
     warns: bool
+
+
+@dataclass
+class _Waiting:
+    """A wait in which one of this process's threads is.
+
+    Attributes:
+        seen: when it was last known to go on. That it has ended is known by that nobody looks any more.
+        warned: how often it was logged, or might have been.
+        calls_now: its collective has failed.
+    """
+
+    wait: Wait
+    since: float
+    seen: float
+    warned: int = 0
+    calls_now: bool = False
+    call: _Call | None = None
+    may_call_at: float = 0.0
 
 
 class Watchdog:
@@ -98,11 +117,7 @@ class Watchdog:
         self._left = 0
         self._on_this_host: list[int] = []
         self._announced: set[int] = set()  # of these, those whose end all ranks know
-        self._wait: tuple[float, Wait, float] | None = None  # when this rank was last known to wait; since when
-        self._call: _Call | None = None
-        self._may_call_at = 0.0
-        self._calls_now = False  # the present wait's collective has failed
-        self._warned = 0  # how often the present wait was logged, or might have been
+        self._waits: dict[int, _Waiting] = {}  # by thread
         self.words = ""  # of the last exception that the program may have handled, for those who ask
         self._trains = threading.main_thread()  # who has run the last forward
         self._turn_began, self.interval = time.monotonic(), times.look
@@ -140,7 +155,8 @@ class Watchdog:
 
     def note_forward(self) -> None:
         """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
-        self._trains, self._wait = threading.current_thread(), None
+        self._trains = threading.current_thread()
+        self.waits_no_more()
 
     def tell(
         self,
@@ -197,19 +213,20 @@ class Watchdog:
 
     def waits(self, wait: Wait, seconds: float) -> None:
         """This rank has waited so long, and goes on."""
-        now = time.monotonic()
-        if self._wait is None or self._wait[1].key != wait.key:
-            self._warned, self._calls_now, self._may_call_at = 0, False, 0.0
+        now, mine = time.monotonic(), self._waits.get(threading.get_ident())
+        if mine is None or mine.wait.key != wait.key:
+            mine = self._waits[threading.get_ident()] = _Waiting(wait, now, now)
             self._wake.set()
-        self._wait = now, wait, now - seconds
+        mine.wait, mine.since, mine.seen = wait, now - seconds, now
 
     def waits_no_more(self) -> None:
-        self._wait = None
+        self._waits.pop(threading.get_ident(), None)
 
     def call_now(self) -> None:
-        """The collective that this rank has waited for has failed: where are the others?"""
-        self._calls_now = True
-        self._wake.set()
+        """The collective that this thread has waited for has failed: where are the others?"""
+        if (mine := self._waits.get(threading.get_ident())) is not None:
+            mine.calls_now = True
+            self._wake.set()
 
     def read_now(self) -> None:
         """What the other ranks have told is read at once, and not at the next turn."""
@@ -264,11 +281,13 @@ class Watchdog:
         words = [texts.late(rank, self.processes.get(rank), None, False, wait) for rank in wait.others]
         return Verdict([*wait.others], [*wait.others], texts.joined(words))
 
-    def warns_alone(self, wait: Wait, seconds: float) -> bool:
-        """Whether the log's next line about ``wait`` is due and the store does not answer: nobody can be called."""
-        if not self.store_is_silent() or times.warnings_due(seconds) <= self._warned:
+    def warns_alone(self, seconds: float) -> bool:
+        """Whether the log's next line on this thread's wait is due and the store does not answer: nobody can be
+        called."""
+        mine = self._waits.get(threading.get_ident())
+        if mine is None or not self.store_is_silent() or times.warnings_due(seconds) <= mine.warned:
             return False
-        self._warned = times.warnings_due(seconds)
+        mine.warned = times.warnings_due(seconds)
         return True
 
     def store_is_silent(self) -> bool:
@@ -339,13 +358,11 @@ class Watchdog:
             roll.answer(call["number"], self._where())
         self._on_this_host += [rank for rank in roll.meet() if rank not in self._on_this_host]
         self._look_at_neighbours(roll)
-        wait = self._waited(times.RECENT)
-        if wait is not None and (ended := [r for r in wait[1].others if r in self._gone and r not in self._ends]):
-            self._ends.update(roll.left(ended))
-        if wait is not None:
-            self._call_for(roll, wait[1], now - wait[2])
-        elif self._waited() is None:
-            self._call = None
+        for waiting in self._waiting(times.RECENT):
+            if ended := [r for r in waiting.wait.others if r in self._gone and r not in self._ends]:
+                self._ends.update(roll.left(ended))
+            self._call_for(roll, waiting)
+        if not self._waiting():
             roll.forget_claims()
         with self._done:
             self._done.notify_all()
@@ -406,29 +423,31 @@ class Watchdog:
             self._done.notify_all()
 
     def _where(self) -> Entry:
-        wait = self._waited()
         return {
-            "waits": None if wait is None else (*wait[1].key, wait[1].what, wait[1].joins),
+            "waits": [(*each.wait.key, each.wait.what, each.wait.joins) for each in self._waiting()],
             "places": self.places(),
             "line": location.of_thread(self._trains),
             "words": self.words,
         }
 
-    def _waited(self, looks: int = times.FRESH) -> tuple[float, Wait, float] | None:
-        """What this rank waits for, and since when. That a wait has ended is known by that nobody looks any more."""
-        wait = self._wait
-        return wait if wait is not None and time.monotonic() - wait[0] < looks * times.look else None
+    def _waiting(self, looks: int = times.FRESH) -> list[_Waiting]:
+        """In what this process's threads are."""
+        now = time.monotonic()
+        for thread, each in list(self._waits.items()):
+            if now - each.seen > times.FRESH * times.look:
+                self._waits.pop(thread, None)
+        return [each for each in list(self._waits.values()) if now - each.seen < looks * times.look]
 
     # --- processes ---
 
     def _look_at_neighbours(self, roll: Roll) -> None:
         """At the next one of this host that runs; at all of them once this rank has waited for two looks. Who sees
         first that one is gone, and has not left, tells all ranks."""
-        ranks, wait = self._on_this_host, self._waited()
+        ranks, now = self._on_this_host, time.monotonic()
         if self.rank not in ranks:
             return
         mine = ranks.index(self.rank)
-        everyone = wait is not None and time.monotonic() - wait[2] > 2 * times.look
+        everyone = any(now - waiting.since > 2 * times.look for waiting in self._waiting())
         for rank in ranks[mine + 1 :] + ranks[:mine]:
             process = self.processes[rank]
             sight = None if rank in self._announced else look(process)
@@ -454,43 +473,42 @@ class Watchdog:
 
     # --- calls ---
 
-    def _call_for(self, roll: Roll, wait: Wait, seconds: float) -> None:
+    def _call_for(self, roll: Roll, mine: _Waiting) -> None:
         """A rank that waits calls the others: now and then, to log who is late; and when a rank is gone or has left,
         once what that had sent must have arrived."""
         now = time.monotonic()
-        if self._call is not None:
-            if self._call.wait.key != wait.key:
-                self._call = None
-            elif now >= self._call.due:
-                call, self._call = self._call, None
-                self._conclude(roll, call)
+        wait, seconds, call = mine.wait, now - mine.since, mine.call
+        if call is not None:
+            if now >= call.due:
+                mine.call = None
+                self._conclude(roll, mine, call)
             return
-        warns = times.warnings_due(seconds) > self._warned
+        warns = times.warnings_due(seconds) > mine.warned
         ended = [at for rank, (at, _) in self._gone.items() if rank in wait.others]
         if roll.ends():
             ended.append(self._left_at)
         settled = bool(ended) and now - max(min(ended), now - seconds) >= times.SETTLED * times.look
-        if not (warns or ((settled or self._calls_now) and now >= self._may_call_at)):
+        if not (warns or ((settled or mine.calls_now) and now >= mine.may_call_at)):
             return
-        self._warned = times.warnings_due(seconds)
-        self._may_call_at = now + roll.patience
+        mine.warned = times.warnings_due(seconds)
+        mine.may_call_at = now + roll.patience
         number = roll.call(wait)
         if number:
-            self._call = _Call(number, wait, seconds, now + 2 * roll.interval + 0.5 * times.look, warns)
+            mine.call = _Call(number, seconds, now + 2 * roll.interval + 0.5 * times.look, warns)
 
-    def _conclude(self, roll: Roll, call: _Call) -> None:
+    def _conclude(self, roll: Roll, mine: _Waiting, call: _Call) -> None:
         """Reads where the others are. Tells all that wait if some are gone and all others are there; or logs."""
-        wait = call.wait
+        wait = mine.wait
         answers = roll.answers(wait.others)
-        late = [rank for rank in wait.others if not self._is_there(answers.get(rank), call)]
+        late = [rank for rank in wait.others if not self._is_there(answers.get(rank), call.number, wait)]
         self._ends.update(roll.left(late))
         late = [rank for rank in late if rank not in self._ends or not has_done(self._ends[rank]["places"], wait)]
         self._see(late)
         gone = [rank for rank in late if rank in self._ends or rank in self._gone]
-        words = {rank: self._describe(rank, answers.get(rank), call) for rank in late}
+        words = {rank: self._describe(rank, answers.get(rank), call.number, wait) for rank in late}
         if gone and gone == late:
             self._find("gone", roll, wait, words, self._has_left_well(gone))
-        elif late and self._calls_now:  # those that are on their way have answered
+        elif late and mine.calls_now:  # those that are on their way have answered
             silent = [rank for rank in late if answers.get(rank, {}).get("call", 0) < call.number]
             self._find("late", roll, wait, {rank: words[rank] for rank in silent or late}, False)
         if call.warns:
@@ -500,16 +518,13 @@ class Watchdog:
         text = texts.joined([*words.values()])
         roll.tell({"found": what, "wait": wait.key, "lost": runs([*words]), "words": text, "left": left})
 
-    def _is_there(self, answer: Entry | None, call: _Call) -> bool:
+    def _is_there(self, answer: Entry | None, call: int, wait: Wait) -> bool:
         if answer is None:
             return False
-        if has_done(answer["places"], call.wait):
+        if has_done(answer["places"], wait):
             return True
-        waits = answer["waits"]
-        if answer["call"] < call.number or waits is None:
-            return False
-        name, number, _, joins = waits
-        return bool((name, number) == call.wait.key or joins or call.wait.joins)
+        waits = answer["waits"] if answer["call"] >= call else []
+        return any((name, number) == wait.key or joins or wait.joins for name, number, _, joins in waits)
 
     def _describe_end(self, rank: int) -> str:
         process, how = self.processes.get(rank), self._gone.get(rank, (0.0, ""))[1]
@@ -517,14 +532,14 @@ class Watchdog:
             return texts.left(rank, process, self._ends[rank]["end"] + (f" ({how})" if how else ""))
         return texts.gone(rank, process, how)
 
-    def _describe(self, rank: int, answer: Entry | None, call: _Call) -> str:
+    def _describe(self, rank: int, answer: Entry | None, call: int, wait: Wait) -> str:
         process = self.processes.get(rank)
         if rank in self._ends or rank in self._gone:
             return self._describe_end(rank)
         if process is not None and look(process).state == "stopped":
             return texts.stopped(rank, process)
-        is_fresh = answer is not None and answer["call"] >= call.number
-        return texts.late(rank, process, answer, is_fresh, call.wait)
+        is_fresh = answer is not None and answer["call"] >= call
+        return texts.late(rank, process, answer, is_fresh, wait)
 
     # --- the end ---
 

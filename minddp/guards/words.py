@@ -190,11 +190,12 @@ class Words:
         if answer is None or place is None:
             return False
         begun, _, collectives, _ = place
-        name, number, *_ = answer["waits"] or ("", 0)
-        owner, kind = parted(name)
-        if owner == self._watch.key and kind in ("backward", "collective"):
-            begun, collectives = (number, collectives) if kind == "backward" else (begun, number)
-        return bool(begun > mine.begun or collectives > mine.collectives)
+        reached = {"backward": begun, "collective": collectives}
+        for name, number, *_ in answer["waits"]:
+            owner, kind = parted(name)
+            if owner == self._watch.key and kind in reached:
+                reached[kind] = number
+        return bool(reached["backward"] > mine.begun or reached["collective"] > mine.collectives)
 
 
 _NOBODY_ANSWERS = (
@@ -212,7 +213,7 @@ _NO_WORD = (
 
 def _joins(answer: Entry | None) -> bool:
     """It has no more data, in a ``join()``: it takes no step."""
-    return answer is not None and answer["waits"] is not None and bool(answer["waits"][3])
+    return answer is not None and any(joins for _, _, _, joins in answer["waits"])
 
 
 def has_values(gradient: torch.Tensor) -> bool:
