@@ -214,6 +214,14 @@ void group_broadcast(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const 
   wait_for(group->broadcast(tensors, options), on_stall);
 }
 
+// The places of those that torch's operators cannot read: on the meta device, or with a storage that is too small.
+std::vector<size_t> unreadable(const std::vector<at::Tensor>& tensors) {
+  std::vector<size_t> found;
+  for (size_t i = 0; i < tensors.size(); ++i)
+    if (tensors[i].layout() == at::kStrided && !is_readable(tensors[i])) found.push_back(i);
+  return found;
+}
+
 // What a case offers may be asked of its reducer, such as last_step().
 py::object of_a_case(const Reducer& reducer, const std::string& name) {
   for (const auto& added : reducer.cases()) {
@@ -380,6 +388,7 @@ PYBIND11_MODULE(_C, module) {
       py::arg("on_stall") = nullptr);
   module.def("group_broadcast", &group_broadcast, Release(), given("group"), py::arg("tensor"), py::arg("src"),
       py::arg("on_stall") = nullptr);
+  module.def("unreadable", &unreadable, py::arg("tensors"));
   module.def("scaled_copy", &scaled_copy_tensors, py::arg("src"), py::arg("dst"), py::arg("scale"),
       py::arg("reference") = false);
 #ifdef MINDDP_WITH_CUDA

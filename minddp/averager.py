@@ -39,7 +39,7 @@ from .config import FIRST_BUCKET_BYTES, Config
 from .events import Observers
 from .hooks import builtin_dtype, name_of, waits_in_callbacks
 from .lifetime import outlive, outlive_callbacks
-from .messages import SHADOWED, wait_for_future
+from .messages import SHADOWED, is_torchs, wait_for_future
 from .parameters import Parameters, plainly
 from .reducer import Plan, weakly
 
@@ -73,7 +73,7 @@ class Averager:
         nbytes, kinds: of each gradient: its bytes, as caps count them, and what may not share a bucket.
         divisor: how many ranks a mean is of: those that still have data, under ``join``.
         hook: ``(state, hook)`` as registered, or ``(None, builtin type)``; None: the reducer's own all-reduce.
-        has_foreign_group: the group is written in Python. It may do anything, and change its size.
+        has_foreign_group: the group is the program's own (:func:`minddp.messages.is_torchs`).
         is_settled: buckets are not cut anew along the order of arrival any more.
         has_rebuilt_buckets: they have been.
         order_of_arrival: by which they were.
@@ -115,7 +115,7 @@ class Averager:
         if before is not None:
             _detach(before)
         self.config, self.group = config or self.config, group or self.group
-        self.has_foreign_group = type(self.group) is not dist.ProcessGroup
+        self.has_foreign_group = not is_torchs(self.group)
         plan = Plan(
             list(self.parameters.reduced),
             list(self.parameters.names),

@@ -442,7 +442,8 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
 
     def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
         with torch.no_grad():
-            broadcast_coalesced(self.process_group, list(tensors), buffer_size, authoritative_rank)
+            named = self.named_module_buffers.items()
+            broadcast_coalesced(self.process_group, list(tensors), buffer_size, authoritative_rank, named)
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD

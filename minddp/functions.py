@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .documents import refuse_device
+from .messages import was_destroyed
 
 __all__ = [
     "FUNCTIONS", "abort_iteration", "averager_of", "group_of", "module_of", "path_of", "refresh", "refuse_left",
@@ -98,11 +99,9 @@ def group_of(group: Any, function: str, argument: str = "process_group") -> Any:
             )
         group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
-        # A group that is written in Python need not be in torch's table.
-        if type(group) is dist.ProcessGroup and group not in dist.distributed_c10d._world.pg_map:
+        if was_destroyed(group):
             raise RuntimeError(
-                f"{function}: {argument}{_here()} was destroyed, or was not made by torch.distributed: pass one that "
-                "torch.distributed.new_group() returns."
+                f"{function}: {argument}{_here()} was destroyed: pass one that torch.distributed.new_group() returns."
             )
         return group
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,14 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401
 
 from . import _C
+from .messages import is_torchs
 
 # In seconds, without the GIL: for a thread to destroy a group's last collective, and what came with it.
 _MOMENT = 0.02
-_PATIENCE = 1.0  # with threads that do not get the processor in a moment
+# Of a thread's own processor time, which does not pass while it waits for the processor: who has had more than that
+# computes for the program.
+_PATIENCE = 1.0
+_LONGEST = 120.0  # if the system gives a thread no processor at all
 _MOMENT_FOR_CALLBACKS = 0.1
 
 _leaving: set[threading.Thread] = set()
@@ -76,22 +81,24 @@ def _let_go_later(group: dist.ProcessGroup) -> None:
 
 def _rest() -> None:
     """Until this process's other threads have had nothing to do for a moment: on a busy machine one that wants to run
-    waits for the processor."""
-    deadline = time.monotonic() + _PATIENCE
-    quiet = 0
+    waits for the processor, for as long as that takes."""
+    deadline = time.monotonic() + _LONGEST
+    begin, quiet = dict(_running()), 0
     while quiet < 4 and time.monotonic() < deadline:
         time.sleep(_MOMENT / 4)
-        quiet = 0 if _others_run() else quiet + 1
+        waiting = [thread for thread, ran in _running() if ran - begin.setdefault(thread, ran) < _PATIENCE]
+        quiet = 0 if waiting else quiet + 1
 
 
-def _others_run() -> bool:
-    """Whether Linux says so of a thread; elsewhere nobody is asked."""
+def _running() -> Iterator[tuple[str, float]]:
+    """This process's other threads that have or want the processor, with their seconds of it so far. Linux says so;
+    elsewhere nobody is asked."""
     own = str(threading.get_native_id())
     for stat in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # it has ended
-            if stat.parent.name != own and stat.read_bytes().rpartition(b")")[2].split()[0] == b"R":
-                return True
-    return False
+            state, *numbers = stat.read_bytes().rpartition(b")")[2].split()
+            if stat.parent.name != own and state == b"R":
+                yield stat.parent.name, sum(map(int, numbers[10:12])) / os.sysconf("SC_CLK_TCK")  # user and system
 
 
 def cut_connections(port: int) -> None:
@@ -112,7 +119,7 @@ def _settle_groups() -> None:
     of those whose wrappers are gone."""
     found = [wrapper() for wrapper in list(_wrappers.values())]
     modules = [ddp for ddp in found if ddp is not None]  # kept by global variables or reference cycles
-    destroyed = [ddp for ddp in modules if ddp.process_group not in dist.distributed_c10d._world.pg_map]
+    destroyed = [ddp for ddp in modules if not is_torchs(ddp.process_group)]
     if _ever.is_set():
         _rest()
     if any(ddp._minddp_averager is not None and ddp._minddp_averager.hook for ddp in destroyed):

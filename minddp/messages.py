@@ -1,7 +1,7 @@
 """What ranks send each other outside of backward, waits for it, and how a message names ranks.
 
 Objects travel as JSON: nothing of them is executed. A wait is over when the collective is. Its watcher is called when
-it takes long or fails (``guards`` registers one). Without a watcher, and for process groups written in Python, waits
+it takes long or fails (``guards`` registers one). Without a watcher, and for a program's own process groups, waits
 are plain.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,10 +53,7 @@ def _gather_equal(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [data.cpu().numpy().tobytes() for data in everyone]
 
 
-# By the group's name, since Python's object of one of torch's groups may be made anew; by the group where its class
-# is one in Python, which may have no name.
-_devices: dict[str, torch.device] = {}
-_devices_of_own: MutableMapping[dist.ProcessGroup, torch.device] = weakref.WeakKeyDictionary()
+_devices: dict[int, torch.device] = {}  # by the group's id: a class of the program's may have no hash
 
 
 def work_on(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -65,17 +62,14 @@ def work_on(group: dist.ProcessGroup, device: torch.device) -> None:
 
     Without it on the current one, which is the first one on all ranks where nobody has set another.
     """
-    if type(group) is dist.ProcessGroup:
-        _devices[group.group_name] = device
-    else:
-        _devices_of_own[group] = device
+    if id(group) not in _devices:
+        weakref.finalize(group, _devices.pop, id(group), None).atexit = False
+    _devices[id(group)] = device
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where the group's backend works, the host if it can."""
-    torchs = type(group) is dist.ProcessGroup
-    noted = _devices.get(group.group_name) if torchs else _devices_of_own.get(group)
-    types = group._device_types
+    noted, types = _devices.get(id(group)), group._device_types
     if torch.device("cpu") in types:
         return torch.device("cpu")
     if noted is not None and (not types or noted.type == types[0].type):
@@ -83,20 +77,28 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device(types[0].type if types else "cpu")
 
 
-def is_registered(group: Any) -> bool:
-    """Whether torch's tables hold ``group``, so that torch's functions may be asked about it. Not those that are
-    destroyed, nor, unless a program has put them there, those whose class is written in Python."""
-    return group in dist.distributed_c10d._world.pg_map
+def is_torchs(group: Any) -> bool:
+    """Whether ``group`` is one of torch's, and its tables hold it: only then they may be asked about it.
+
+    Otherwise it was destroyed (:func:`was_destroyed`); or it is the program's own, made by hand or of a class in
+    Python: that may have no name or any, no hash, do anything, and change its size.
+    """
+    return type(group) is dist.ProcessGroup and group in dist.distributed_c10d._world.pg_map
+
+
+def was_destroyed(group: Any) -> bool:
+    """Whether torch's tables held ``group`` once: torch describes the groups that it makes, and no others."""
+    return type(group) is dist.ProcessGroup and group.group_desc != "" and not is_torchs(group)
 
 
 def global_ranks(group: Any) -> list[int] | None:
-    """The number in the default group of each rank of ``group``; None: nobody knows (:func:`is_registered`)."""
-    return dist.get_process_group_ranks(group) if is_registered(group) else None
+    """The number in the default group of each rank of ``group``; None: nobody knows (:func:`is_torchs`)."""
+    return dist.get_process_group_ranks(group) if is_torchs(group) else None
 
 
 def backend_of(group: Any) -> str:
     """The backend's name: torch's table's, or what a group says itself that it does not hold."""
-    return dist.get_backend(group) if is_registered(group) else str(group.name())
+    return dist.get_backend(group) if is_torchs(group) else str(group.name())
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -134,7 +136,7 @@ def set_watcher(watcher: Watcher) -> None:
 
 def _on_stall(group: Any, what: str) -> Callable[[float, str], None] | None:
     watcher = _watcher
-    if watcher is None or type(group) is not dist.ProcessGroup:
+    if watcher is None or not is_torchs(group):
         return None
     kind = group.group_name, what
     number = _waits[kind] = _waits.get(kind, 0) + 1

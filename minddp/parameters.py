@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._utils import _get_device_index
 
+from . import _C
 from .logs import log
 
 Named = tuple[str, torch.nn.Parameter]
@@ -149,11 +150,13 @@ class Parameters:
         """Raises RuntimeError where a parameter has no values that could be sent."""
         named = all_parameters(self._module)
         with plainly():
-            found = [name for name, p in named if p.is_meta and name not in self.ignored]
+            bare = {*_C.unreadable([p for _, p in named])}
+            found = [n for i, (n, p) in enumerate(named) if (p.is_meta or i in bare) and n not in self.ignored]
         if found:
             raise RuntimeError(
-                f"DistributedDataParallel: {found[:10]} are on the meta device, without values: give them some "
-                "before wrapping (to_empty() and initialize, or load_state_dict(assign=True))."
+                f"DistributedDataParallel: {found[:10]} have no values: they are on the meta device, or the storage "
+                "was resized. Give them some before wrapping: to_empty() and initialize, "
+                "load_state_dict(assign=True), or untyped_storage().resize_()."
             )
 
     def _warn_of_hidden(self) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from . import _C
 from .messages import gather_objects, wait_for
 from .parameters import all_parameters, plainly
 
@@ -25,18 +26,19 @@ Signature = list[tuple[str, tuple[int, ...], str, tuple[int, ...]]]
 
 def signature(named: Sequence[tuple[str, torch.Tensor]]) -> Signature:
     """(name, shape, dtype, strides) of every tensor, in order. The dtype's text also names a layout without
-    strides, and the meta device."""
+    strides, and what has no memory."""
     with plainly():
+        bare = {*_C.unreadable([t for _, t in named])}
         return [
             (
                 name,
                 tuple(t.shape),
                 str(t.dtype)
                 + (f" {t.layout}" if t.layout is not torch.strided else "")
-                + (" on meta" if t.is_meta else ""),
+                + (" on meta" if t.is_meta else " without memory" if i in bare else ""),
                 tuple(t.stride()) if t.layout is torch.strided else (),
             )
-            for name, t in named
+            for i, (name, t) in enumerate(named)
         ]
 
 
@@ -145,8 +147,7 @@ def sync_module_states(
     """Copies rank ``src``'s parameters (and buffers) to every rank of ``group``. Collective."""
     with torch.no_grad():
         states = module_states(module, ignored, buffers)
-        names, tensors = [name for name, _ in states], [tensor for _, tensor in states]
-        broadcast_coalesced(group, tensors, buffer_bytes, src, names)
+        broadcast_coalesced(group, [tensor for _, tensor in states], buffer_bytes, src, states)
 
 
 # --- one rank's tensors to all ranks, many in one message: parameters at construction, buffers before each forward
@@ -157,7 +158,7 @@ def broadcast_coalesced(
     tensors: Sequence[torch.Tensor],
     buffer_bytes: int,
     src: int,
-    names: Sequence[str] = (),
+    named: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> None:
     """Copies rank ``src``'s tensors to all ranks of ``group``, many in one message. Collective.
 
@@ -173,25 +174,28 @@ def broadcast_coalesced(
             dtypes on every rank; written in place except on ``src``.
         buffer_bytes: a message is sent once it holds this many bytes.
         src: rank in ``group``.
-        names: the tensors', for errors.
+        named: with their names, for errors.
 
     Raises:
         TypeError: the class of a tensor refuses plain values, and has no ``__tensor_flatten__``; on every rank.
-        RuntimeError: a tensor is sparse; before anything is sent, so on every rank whose
+        RuntimeError: a tensor is sparse, or has no memory; before anything is sent, so on every rank whose
             tensors are such.
     """
     with plainly():  # a class of the program's is not to see all tensors in one
-        refused = _broadcast(group, tensors, buffer_bytes, src)
+        refused = _broadcast(group, tensors, buffer_bytes, src, named)
     # Only now, since all ranks send the same messages before one of them raises.
-    inner = [part for tensor, error in refused for part in _inner(tensor, error, tensors, names)]
+    inner = [part for tensor, error in refused for part in _inner(tensor, error, named)]
     if inner:
         broadcast_coalesced(group, inner, buffer_bytes, src)
 
 
+_Named = Iterable[tuple[str, torch.Tensor]]
 _Refused = list[tuple[torch.Tensor, Exception]]
 
 
-def _broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer_bytes: int, src: int) -> _Refused:
+def _broadcast(
+    group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer_bytes: int, src: int, named: _Named
+) -> _Refused:
     """Returns the tensors whose class refuses plain values, which it does on all ranks, with its errors."""
     options = dist.BroadcastOptions()
     options.rootRank = src
@@ -207,7 +211,7 @@ def _broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer
         if receives or own:
             refused.extend(_receive(flat, message, own, receives))
 
-    for message in _messages(tensors, buffer_bytes):
+    for message in _messages(tensors, buffer_bytes, named):
         flat = torch.cat(message.flat)
         under_way.append((group.broadcast([flat.view(torch.uint8)], options), flat, message))
         if len(under_way) == 2:
@@ -248,19 +252,20 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _inner(
-    tensor: torch.Tensor, error: Exception, tensors: Sequence[torch.Tensor], names: Sequence[str]
-) -> list[torch.Tensor]:
+def _name(tensor: torch.Tensor, named: _Named) -> str:
+    name = next((name for name, one in named if one is tensor), None)
+    return f"a tensor of shape {list(tensor.shape)}" if name is None else f"'{name}'"
+
+
+def _inner(tensor: torch.Tensor, error: Exception, named: _Named) -> list[torch.Tensor]:
     """The tensors of which one of the program's class is made, however deep; raises if it does not tell."""
     if hasattr(tensor, "__tensor_flatten__"):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    index = next(i for i, one in enumerate(tensors) if one is tensor)
-    name = f"'{names[index]}'" if names else f"a tensor of shape {list(tensor.shape)}"
     raise TypeError(
-        f"DistributedDataParallel: {name} cannot become equal on all ranks: {type(tensor).__name__}.copy_ refuses "
-        f"plain values ({error}), and its class has no __tensor_flatten__, whose tensors could be sent. Give it "
-        "one of the two. Or make it equal yourself, and pass init_sync=False, or name it in "
-        "_ddp_params_and_buffers_to_ignore."
+        f"DistributedDataParallel: {_name(tensor, named)} cannot become equal on all ranks: "
+        f"{type(tensor).__name__}.copy_ refuses plain values ({error}), and its class has no __tensor_flatten__, "
+        "whose tensors could be sent. Give it one of the two. Or make it equal yourself, and pass init_sync=False, "
+        "or name it in _ddp_params_and_buffers_to_ignore."
     ) from error
 
 
@@ -272,11 +277,13 @@ def _once(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _messages(tensors: Sequence[torch.Tensor], buffer_bytes: int) -> Iterator[_Message]:
+def _messages(tensors: Sequence[torch.Tensor], buffer_bytes: int, named: _Named) -> Iterator[_Message]:
     """The tensors in messages of one dtype and device each, closed once full."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
-            raise RuntimeError(_not_dense(tensor))
+            raise RuntimeError(_not_dense(tensor, named))
+    for index in _C.unreadable(tensors):
+        raise RuntimeError(_without_memory(tensors[index], named))
     if not tensors:
         return
     groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True).values()
@@ -303,9 +310,19 @@ def _cuts(sizes: list[int], limit: float) -> Iterator[tuple[int, int]]:
             begin, held = end, 0
 
 
-def _not_dense(tensor: torch.Tensor) -> str:
+def _not_dense(tensor: torch.Tensor, named: _Named) -> str:
     return (
-        f"DistributedDataParallel: No support for sparse tensors ({tensor.layout}, shape {list(tensor.shape)}) among "
+        f"DistributedDataParallel: No support for sparse tensors ({_name(tensor, named)}, {tensor.layout}) among "
         "those that are broadcast from rank to rank: parameters at construction, buffers before each forward. Make "
         "it dense, keep it elsewhere than in a buffer, or name it in _ddp_params_and_buffers_to_ignore."
+    )
+
+
+def _without_memory(tensor: torch.Tensor, named: _Named) -> str:
+    there = 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
+    return (
+        f"DistributedDataParallel: {_name(tensor, named)} has no values that could be broadcast to other ranks: "
+        f"its {tensor.numel()} elements have {there} bytes of memory on {tensor.device}. Give its storage the size "
+        "back before (parameters are broadcast at construction, buffers before each forward), or name it in "
+        "_ddp_params_and_buffers_to_ignore."
     )

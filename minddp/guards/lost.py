@@ -104,8 +104,7 @@ class Watch:
     def __init__(
         self, group: dist.ProcessGroup, reducer: Any, moments: Any, has_streams: bool, before: Watch | None = None
     ):
-        # One that is written in Python may have no name, or any.
-        name = str(group.group_name if type(group) is dist.ProcessGroup else id(group))
+        name = str(group.group_name if messages.is_torchs(group) else id(group))
         self.group, self.has_streams, self.hook = group, has_streams, ""
         self._reducer = weakref.ref(reducer)
         if before is None:
@@ -123,7 +122,7 @@ class Watch:
     @property
     def dog(self) -> Watchdog | None:
         """By which ranks talk of this wrapper; None: nobody can be asked, or the group is destroyed."""
-        return self._dog if messages.is_registered(self.group) else None
+        return self._dog if messages.is_torchs(self.group) else None
 
     @property
     def key(self) -> str:
@@ -276,7 +275,7 @@ def _wait(group: dist.ProcessGroup, name: str, number: int, what: str, hook: str
 def _watch(group: dist.ProcessGroup, what: str, number: int, seconds: float, error: str) -> None:
     """A wait outside of a reducer's backward: construction, buffers, checks."""
     dog = watchdog.current(group)
-    if dog is not None and messages.is_registered(group):
+    if dog is not None:
         name, count = _own.wait or (f"{group.group_name} {what} ", number)
         look_into(dog, group, _wait(group, name, count, what), seconds, error)
 

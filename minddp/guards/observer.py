@@ -110,7 +110,7 @@ class Guards(events.Observer):
         before_it = self.watch if before is not None and self.watch.group is self._group else None
         self.watch = Watch(self._group, reducer, self._moments, streams, before_it)
         self.words = Words(self.watch)
-        if self.watch.dog is not None and not averager.has_foreign_group:
+        if self.watch.dog is not None:
             averager.watch_waits(self.watch.on_stall)
         reducer.set_callbacks(on_interrupted=weakly(self._on_interrupted))
         self.finite = self._finite(reducer)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import _C
 from ..messages import gather_objects, indented, ranks_text, wait_for
 
 
@@ -25,6 +26,8 @@ def digest(tensor: torch.Tensor) -> str:
     """
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
+    if _C.unreadable([local]):
+        return "no memory"
     local = local.cpu().contiguous()
     hashed = hashlib.blake2b(f"{tuple(local.shape)} {local.dtype}".encode(), digest_size=16)
     if local.nbytes:

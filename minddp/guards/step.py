@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _C
 from ..logs import log
+from ..messages import is_torchs
 from .words import has_values
 
 # In the order in which they were made, which is the same on all ranks: checks exchange words.
@@ -115,7 +115,7 @@ class StepCheck:
         once it is destroyed, nor in a process that was forked from the one that had it."""
         if self.averager.group.size() == 1 or self._process != os.getpid():
             return False
-        return self.averager.has_foreign_group or self.averager.group in dist.distributed_c10d._world.pg_map
+        return self.averager.has_foreign_group or is_torchs(self.averager.group)
 
     def _check_whole(self, stepped: set[int], others: Sequence[StepCheck]) -> None:
         """Raises if a backward is not over whose gradients would be used, or an exception has ended it."""

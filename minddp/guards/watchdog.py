@@ -29,6 +29,7 @@ import torch.distributed as dist
 from .. import environment
 from ..lifetime import cut_connections
 from ..logs import log
+from ..messages import is_torchs
 from . import location, texts, times
 from .processes import Process, here, look
 from .roll import Entry, Place, Roll, Wait, bare, carries, has_done, is_there, listed, listens, runs
@@ -584,7 +585,7 @@ _has_warned = False
 def current(group: Any) -> Watchdog | None:
     """The watchdog of the default group that there is now, made at the first call; ``None``: nobody can be asked."""
     global _current, _has_warned
-    if type(group) is not dist.ProcessGroup or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not is_torchs(group) or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     store = dist.distributed_c10d._get_default_store()
     if _current is None or _current._store() is not store:

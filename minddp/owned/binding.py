@@ -44,7 +44,7 @@ class Binding:
         if self._averager is None or self._averager is averagers()[-1]:
             return
         younger = bind(module)
-        if younger.group not in (None, self.group):
+        if younger.group is not None and younger.group is not self.group:
             raise RuntimeError(
                 f"minddp.Owned: rank {self.rank}: the module has a wrapper with another process group now. Make a "
                 "new Owned, and load the old one's state."

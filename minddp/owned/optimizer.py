@@ -112,7 +112,7 @@ class Owned(torch.optim.Optimizer):
         self._exchange: Exchange | None = None
         self._reduced: Any = None  # the parameters that the wrapper reduced when the exchange was made
         self._sent: set[int] = set()  # `id` of each parameter whose values are sent
-        self._whole: dict[torch.Tensor, Any] | None = None  # all ranks' states
+        self._whole: states.Whole | None = None  # all ranks' states, as they were gathered
         self._has_state = False  # some rank may have states
         self._step_supports_amp_scaling = all(getattr(p, "_step_supports_amp_scaling", False) for p in plain)
         # Groups have their own optimizer's defaults already; schedulers look for a momentum in the first one's.
@@ -291,7 +291,8 @@ class Owned(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gathers all ranks' states on one rank, or on all, on the host. Collective; the others keep none of it.
 
-        Until the next step, :meth:`state_dict` on that rank is what the plain optimizer would give.
+        Until a rank's next step or edit of ``state``, :meth:`state_dict` on that rank is what the plain optimizer
+        would give. An edit of other ranks' states alone cannot be seen there: consolidate after edits.
 
         Args:
             to: the rank, in the wrapper's process group; None: all ranks.
@@ -311,7 +312,8 @@ class Owned(torch.optim.Optimizer):
         with binding.collective():
             everyone = states.gather(mine, binding.group, to)
         state = {number: values for theirs in everyone for number, values in theirs["state"].items()}
-        self._whole = {p: state[n] for n, p in enumerate(self._parameters()) if n in state} if everyone else None
+        gathered = {p: state[n] for n, p in enumerate(self._parameters()) if n in state}
+        self._whole = states.Whole(gathered, self.state) if everyone else None
         for index, group in (item for theirs in everyone for item in theirs["groups"].items()):
             if not any(map(self._is_mine, self.param_groups[index]["params"])):  # then nothing has counted in it here
                 self.param_groups[index].update(group)
@@ -342,17 +344,19 @@ class Owned(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: states are on several ranks, and :meth:`consolidate_state_dict` has not gathered them on
-                this one since the last step. It never waits for another rank.
+                this one since the last step, or since this rank's were edited. It never waits for another rank.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        if self._whole is None and self._has_state and self._binding is not None and self._binding.ranks > 1:
-            raise RuntimeError(
-                f"minddp.Owned.state_dict() on rank {self._binding.rank}: each rank has the states of its own "
-                "parameters. Call opt.consolidate_state_dict(to=rank) on every rank first, after the last step; then "
-                "state_dict() on that rank. With to=None all ranks have it."
-            )
-        state = self.state if self._whole is None else self._whole
+        state: Any = self.state
+        if self._has_state and self._binding is not None and self._binding.ranks > 1:
+            if self._whole is None or self._whole.is_stale(state, self._is_mine):
+                raise RuntimeError(
+                    f"minddp.Owned.state_dict() on rank {self._binding.rank}: each rank has the states of its own "
+                    "parameters. Call opt.consolidate_state_dict(to=rank) on every rank first, after the last step "
+                    "and the last edit of opt.state; then state_dict() on that rank. With to=None all ranks have it."
+                )
+            state = self._whole.gathered
         answer = _packed(self.param_groups, state)
         if len(self._entries) > 1:
             answer["optimizers"] = [_packed(groups, state) for groups in self._by_entry(self.param_groups)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,40 @@ class Share(collections.defaultdict[torch.Tensor, Any]):
     def clear(self) -> None:
         super().clear()
         self.elsewhere = False  # a program clears it on all ranks
+
+
+class Whole:
+    """All ranks' states as they were gathered, on the host, beside ``state``, this rank's at that moment."""
+
+    def __init__(self, gathered: dict[torch.Tensor, Any], state: Any):
+        self.gathered, self._state = gathered, state
+        self._seen = self._look(state)
+
+    @staticmethod
+    def _look(state: Any) -> tuple[bool, list[int]]:
+        return bool(state), [id(key) for key in state]
+
+    def is_stale(self, state: Any, is_mine: Callable[[torch.Tensor], bool]) -> bool:
+        """Whether ``state``, this rank's of now, was replaced or edited since. Reads all of it."""
+        if state is not self._state or self._look(state) != self._seen:
+            return True
+        return not all(_alike(state[p], self.gathered.get(p)) for p in state if is_mine(p))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Bit for bit, wherever they are."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if (type(one), one.dtype, one.shape) != (type(other), other.dtype, other.shape):
+            return False
+        if hasattr(one, "__tensor_flatten__"):
+            return all(_alike(getattr(one, name), getattr(other, name)) for name in one.__tensor_flatten__()[0])
+        plain = (t.detach().cpu().to_dense().contiguous().view(-1).view(torch.uint8) for t in (one, other))
+        return torch.equal(*plain)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
 
 
 def packed(mine: Any) -> memoryview:

@@ -9,7 +9,7 @@ Vectors (biases, norms' weights) are few bytes, and often of another magnitude t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from .. import _C
 from .._C import wire as native
 from ..functions import averager_of, wrapper_of
+from ..messages import is_torchs
 from . import DTYPES, Wire
 
 BLOCK, BLOCK_BYTES = 256, 260
@@ -175,7 +176,7 @@ def _ordered(group: Any, argument: str, device: torch.device, quantized: bool) -
         wanted = 'the CPU backend "gloo" or "shm"' if on_host else f"a backend for {device.type}"
         raise ValueError(
             f"{argument} needs a process group of torch's own with {wanted}; this one is "
-            f"{backend or type(group).__name__}. Pass another process_group=."
+            f"{backend or type(group).__name__}. Pass another process_group=, from torch.distributed.new_group()."
         )
     if backend == "shm" and not quantized:
         return None
@@ -191,7 +192,7 @@ def _ordered(group: Any, argument: str, device: torch.device, quantized: bool) -
 
 def _backend_name(group: Any, device: torch.device) -> str | None:
     """None: there is none for such a device."""
-    if type(group) is not dist.ProcessGroup:
+    if not is_torchs(group):
         return None
     try:
         backend = group._get_backend(device)
@@ -220,10 +221,16 @@ def load_wire_state(ddp: torch.nn.Module, state: WireState) -> None:
     """Goes on from what :func:`wire_state` gave on this rank. Between iterations; without it, from zero.
 
     Raises:
+        TypeError: ``state`` is no dictionary.
         KeyError, ValueError: it is another model's, in another memory format, or no such state; names the parameter.
             Nothing is loaded then.
     """
     residuals = _residuals(ddp, "load_wire_state")
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            "minddp.load_wire_state: state must be what minddp.wire_state(ddp) returned on this rank, a dictionary "
+            f"by parameter name, got {state!r:.200}"
+        )
     found = {name: _blocks(state, name, residual) for name, residual in residuals.items()}
     for name, residual in residuals.items():  # in place: the reducer keeps its tensors
         residual.blocks.copy_(found[name])

@@ -35,7 +35,9 @@ def test_groups(tmp_path: Path) -> None:
         own = _OfOnesOwn(0, 1)
         assert group_of(own, "f") is own
         dist.destroy_process_group(other)
-        words = "process_group (on rank 0 of the default group) was destroyed, or was not made by torch.distributed"
+        words = (
+            "process_group (on rank 0 of the default group) was destroyed: pass one that torch.distributed.new_group("
+        )
         _raises(lambda: group_of(other, "f"), RuntimeError, f"f: {words}")
         net = torch.nn.Linear(2, 2)
         wrap = minddp.DistributedDataParallel

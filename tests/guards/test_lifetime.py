@@ -7,6 +7,7 @@ import hashlib
 import subprocess
 import sys
 import threading
+import types
 import weakref
 
 import pytest
@@ -85,6 +86,24 @@ def test_the_end_waits_for_threads_that_want_to_run(rank: int, world_size: int) 
     assert work.is_alive()
     lifetime._settle_groups()
     assert not work.is_alive()
+
+
+@pytest.mark.parametrize("share, waited", [(0.0, 30.0), (0.01, 30.0), (1.0, 1.0)])
+def test_the_end_counts_what_threads_had_of_the_processor(
+    monkeypatch: pytest.MonkeyPatch, share: float, waited: float
+) -> None:
+    """A thread wants it for 30 s: on a busy machine it gets little or nothing, and is waited for; one that gets all
+    of it computes for the program."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(lifetime, "time", types.SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(lifetime, "_running", lambda: [("1", share * now)] if now < 30.0 else [])
+    lifetime._rest()
+    assert waited <= now < waited + 0.1
 
 
 def _power_sgd(rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What is remade is remade in one place: hooks, plans, weights, errors and their exits, groups written in Python."""
+"""What is remade is remade in one place: hooks, plans, weights, errors and their exits, a program's own groups."""
 
 import contextlib
 import copy
@@ -20,6 +20,7 @@ import minddp
 from tests.nets import OneOf
 from tests.on_ranks import all_alike, on_ranks
 from tests.programs.beside_torch import batch, mlp
+from tests.ranks.own_group import made_by_hand
 from tests.ranks_pool import run_ranks
 from tests.reducer.test_reducer_contracts import Complex
 
@@ -355,7 +356,7 @@ def test_odd_parameters_and_names(rank, world_size):
     mixed.load_state_dict(pickle.loads(pickle.dumps(state)))
 
 
-# ---- process groups written in Python
+# ---- process groups of the program's own
 
 
 class Work(dist._Work):
@@ -402,10 +403,23 @@ class PythonGroup(dist.ProcessGroup):
         return Work(tensors)
 
 
+class WithoutHash(PythonGroup):
+    def __eq__(self, other):
+        return self is other
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("make", [PythonGroup, WithoutHash, made_by_hand])
 @on_ranks(1, 2, 3)
-def test_a_process_group_written_in_python(rank, world_size):
-    for arguments in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
-        group = PythonGroup()
+def test_a_process_group_of_the_programs_own(rank, world_size, make):
+    for arguments in (
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"check_finite": True},
+    ):
+        group = make()
         net = mlp()
         if rank:
             net[0].weight.data.zero_()  # rank 0's is broadcast
@@ -413,7 +427,7 @@ def test_a_process_group_written_in_python(rank, world_size):
         ddp = DDP(net, process_group=group, **arguments)
         for i in range(3):
             _same(_step(ddp, rank, i), _truth(net, world_size, i))
-        assert {"broadcast", "allreduce"} <= set(group.calls)
+        assert make is made_by_hand or {"broadcast", "allreduce"} <= set(group.calls)
         assert net.count.item() == 0.0
 
 

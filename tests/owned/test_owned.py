@@ -471,6 +471,23 @@ def test_edits_of_the_state_are_heard(rank, world_size):
 
 
 @on_ranks(2)
+def test_an_edit_after_consolidating_gives_no_stale_state(rank, world_size):
+    for how in ("clear", "replace", "in place", "pop", "set"):
+        twins = Twins("adamw")
+        twins.backward()
+        twins.step()
+        twins.owned.consolidate_state_dict(None)
+        assert_same(*(optimizer.state_dict() for (optimizer,) in twins.optimizers))
+        for (optimizer,), module in zip(twins.optimizers, twins.modules):
+            forget(optimizer, how, list(module.parameters()))
+        with pytest.raises(
+            RuntimeError, match=f"(?s)on rank {rank}.*consolidate_state_dict.*and the last edit of opt.state"
+        ):
+            twins.owned.state_dict()
+        twins.compare_states()
+
+
+@on_ranks(2)
 def test_what_programs_do_between_steps_and_in_them(rank, world_size):
     def several_pieces():
         torch.manual_seed(0)

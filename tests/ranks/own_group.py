@@ -1,16 +1,35 @@
-"""A process group of the program's own class."""
+"""Process groups of the program's own, of all ranks, over Gloo backends of their own."""
+
+import itertools
 
 import torch
 import torch.distributed as dist
 
+_numbers = itertools.count()
+
 
 class OwnGroup(dist.ProcessGroup):
-    """All ranks, over a Gloo backend of its own; ``name`` tells it from others in the default store."""
+    """Of a class of the program's; ``name`` tells it from others in the default store."""
 
     def __init__(self, name: str):
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        super().__init__(rank, world_size)
-        gloo = dist.ProcessGroup.BackendType.GLOO
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        self._register_backend(torch.device("cpu"), gloo, dist.ProcessGroupGloo(store, rank, world_size))
-        self._set_default_backend(gloo)
+        super().__init__(dist.get_rank(), dist.get_world_size())
+        _give_gloo(self, _store(name))
+
+
+def made_by_hand() -> dist.ProcessGroup:
+    """Of torch's class, and in none of its tables."""
+    store = _store(f"by hand {next(_numbers)}")
+    group = dist.ProcessGroup(store, dist.get_rank(), dist.get_world_size())
+    _give_gloo(group, store)
+    return group
+
+
+def _store(name: str) -> dist.Store:
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+def _give_gloo(group: dist.ProcessGroup, store: dist.Store) -> None:
+    gloo = dist.ProcessGroup.BackendType.GLOO
+    backend = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size())
+    group._register_backend(torch.device("cpu"), gloo, backend)
+    group._set_default_backend(gloo)

@@ -133,6 +133,29 @@ def test_sparse_buffers_raise_on_every_rank(world_size):
     assert "rank 1: 'table' [3, 3] torch.float32 torch.sparse_coo" in results[0][0]
 
 
+@pytest.mark.parametrize("left", [0, 4])
+@on_ranks(2)
+def test_what_has_no_memory_is_named_on_every_rank(rank: int, world_size: int, left: int) -> None:
+    for ranks in ((0, 1), (1,)):
+        for name in ("linear.weight", "table"):
+            module = Buffered(table=torch.eye(3))
+            if rank in ranks:
+                {**dict(module.named_parameters()), **module._buffers}[name].untyped_storage().resize_(left)
+            with pytest.raises(RuntimeError, match=f"(?s)'{name}'.*(no values|float32 without memory)"):
+                OURS(module)
+    ddp = OURS(Buffered(table=torch.eye(3)))
+    ddp.module.table.untyped_storage().resize_(left)
+    with pytest.raises(RuntimeError, match=f"'table' has no values.* 9 elements have {left} bytes of memory on cpu"):
+        ddp(torch.ones(1, 2))
+    module = Buffered()
+    module.linear.weight.untyped_storage().resize_(left)
+    ddp = OURS(module, init_sync=False)  # its values come later
+    module.linear.weight.untyped_storage().resize_(16)
+    module.linear.weight.data.fill_(0.5)
+    ddp(torch.full((1, 2), 1.0 + rank)).sum().backward()
+    assert module.linear.weight.grad is not None and module.linear.weight.grad.tolist() == [[1.5, 1.5]] * 2
+
+
 class Rounded(Codes):
     """Loses something of what it is given."""
 

@@ -321,6 +321,9 @@ def test_error_feedback_can_be_saved(rank: int, world_size: int) -> None:
     other = minddp.DistributedDataParallel(Given(), wire="int8")
     step(other, 0)
     minddp.load_wire_state(other, state)
+    for wrong in (None, [*state]):
+        with pytest.raises(TypeError, match=r"load_wire_state: state must be what minddp.wire_state\(ddp\) returned"):
+            minddp.load_wire_state(other, wrong)  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="'small'"):
         minddp.load_wire_state(other, {name: state[name] for name in ("wide", "square")})
     for wrong in (state["wide"], ((2, 2), *state["small"][1:])):
