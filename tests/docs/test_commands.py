@@ -1,7 +1,8 @@
 """Every command that the docs show, taken from the pages, in a copy of the sources as a fresh clone has them.
 
-A command that takes seconds is run. Of the others it is tested that what they name is there and takes these
-arguments: scripts parse them and stop, make shows what it would do, pytest finds the tests that are meant.
+Every command of README is run as a reader types it, or stands in ``NOT_RUN`` with the reason. Of the other pages'
+commands it is tested that what they name is there and takes these arguments: scripts parse them and stop, make shows
+what it would do, pytest finds the tests that are meant.
 """
 
 from __future__ import annotations
@@ -14,22 +15,54 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
+from tests.ranks_pool import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "csrc/README.md", "benchmarks/README.md", "exercises/README.md"]
-FIRST = ("make", "python", "torchrun", "minddp", "pip", "pytest", ".ci/run")
+FIRST = ("make", "python", "torchrun", "minddp", "pip", "pytest", "source", ".ci/run")
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:" + "|".join(map(re.escape, FIRST)) + r")(?: |$)")
 # The reader's own.
 THEIRS = {"train.py", "replica.py", "script.py", "trace.json", "mine:make"}
-# Cheap enough to be run as they stand.
+# Of other pages than README, and cheap enough to be run as they stand.
 RUN = [
     "python tutorials/00_autograd_for_ddp.py",
-    "minddp doctor",
     "make demo RANKS=3 TORCH_DDP=1",
 ]
+# README's commands that are not run here: the line of .ci/run that runs them, or what they need.
+NOT_RUN = {
+    "make test": "CI: step test",
+    "make site": "CI: step docs",
+    "minddp timeline": "the command's name; README runs it on a file",
+    "python tutorials/05_mean_or_sum.py": "CI: step tutorials",
+    "python tutorials/12_break_it.py": "CI: step tutorials",
+    "python tutorials/13_fewer_bytes.py": "CI: step tutorials",
+    "python tutorials/16_a_rank_is_killed.py": "CI: step tutorials",
+    "pip install dist/minddp-*+torch2.13.0*.whl": "CI: .ci/wheel_alone",
+    "pip install torch": "a network; make's first step does it",
+    'pip install torch "setuptools>=77" wheel ninja && pip install --no-build-isolation .': "tests/lab/package",
+    "make wheels": "a network, and ten minutes for each of two more torches",
+    "make check-torch": "a network, and an hour",
+    "make lab ARGS=faults": "an hour or two",
+    "python benchmarks/straggler.py": "ten minutes",
+    "python benchmarks/memory.py": "minutes",
+    "python benchmarks/overhead.py": "an hour",
+    "python benchmarks/shm.py": "minutes",
+    "python benchmarks/bucket_size.py --link 1gbit": "root, and an hour",
+    "python benchmarks/wire.py --link 1gbit": "root, and an hour",
+    "python benchmarks/gpu_check.py --ranks 2": "two GPUs; CI runs the parts that need none",
+}
+# What README leaves to the reader.
+GIVEN = """
+import torch
+
+MyModel, loss_function = lambda: torch.nn.Linear(4, 1), torch.nn.MSELoss()
+x, y = torch.ones(2, 4), torch.ones(2, 1)
+"""
 
 
 def texts() -> dict[str, str]:
@@ -62,6 +95,8 @@ def commands_of(text: str) -> list[str]:
     return found
 
 
+README = (ROOT / "README.md").read_text()
+OF_README = list(dict.fromkeys(commands_of(README)))
 ALL = sorted({(command, page) for page, text in texts().items() for command in commands_of(text)})
 
 
@@ -97,14 +132,38 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def built(clone: Path) -> Path:
+    """The clone after ``make build``. Its environment is its own, the packages in it are this Python's."""
+    python = clone / ".venv/bin/python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=clone, check=True)
+    (site,) = clone.glob(".venv/lib/python*/site-packages")
+    (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
+    torchrun = python.with_name("torchrun")
+    torchrun.write_text(f"#!{python}\nfrom torch.distributed.run import main\n\nmain()\n")
+    torchrun.chmod(0o755)
+    (clone / "build").mkdir()
+    stamps = [".venv/.base", ".venv/.extra-demo", ".venv/.extra-test", f"build/built{str(python).replace('/', '-')}-"]
+    for stamp in stamps:  # make goes by them
+        (clone / stamp).touch()
+    run(["make", "build"], clone)
+    return clone
+
+
 def run(command: list[str], folder: Path, timeout: float = 170, **variables: str) -> str:
     """The output; the command must end well. Where it finds the package is its own business."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS")}
     environment |= {"OMP_NUM_THREADS": "1", **variables}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(command, cwd=folder, env=environment, text=True, timeout=timeout, **streams)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}"
     return str(done.stdout)
+
+
+def type_in(command: str, folder: Path) -> str:
+    """As a reader does in a built clone. Two of them on one machine need other ports."""
+    line = f"source .venv/bin/activate && {command}"
+    return run(["bash", "-c", line], folder, timeout=900, PET_MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
 
 
 def test_there_are_commands():
@@ -230,16 +289,26 @@ def test_torchrun_takes_these_arguments(clone):
 
 
 @pytest.mark.parametrize("command", RUN)
-def test_runs_as_written(clone, command):
-    variables, parts = words(command)
-    if parts[0] == "make":
-        # As if it had been built here: make goes by its stamp.
-        stamp = f"build/built{sys.executable.replace('/', '-')}-"
-        (clone / "build").mkdir(exist_ok=True)
-        (clone / stamp).touch()
-        parts.append(f"PYTHON={sys.executable}")
-    elif parts[0] == "python":
-        parts[0] = sys.executable
-    elif parts[0] == "minddp":
-        parts = [sys.executable, "-m", *parts]
-    run(parts, clone, **variables)
+def test_runs_as_written(built, command):
+    type_in(command, built)
+
+
+def test_what_readme_does_not_run_has_a_reason():
+    indented = re.findall(r"^    (.*)", re.sub(r"```.*?```", "", README, flags=re.DOTALL), re.MULTILINE)
+    assert [line for line in indented if not COMMAND.match(line)] == []
+    assert set(NOT_RUN) <= set(OF_README)
+    steps = (ROOT / ".ci/run").read_text()
+    assert [why for why in NOT_RUN.values() if why.startswith("CI: ") and why.removeprefix("CI: ") not in steps] == []
+
+
+def test_readme_runs_as_written(built):
+    """In its order: later commands read what earlier ones have written. Its Python is the program that is traced."""
+    *_, example = blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    step = example.splitlines()[-1]
+    shown = re.findall(r"`(print\(.*?)`", README)
+    program = [GIVEN, *blocks, f"for _ in range(4):\n    {step}", "import minddp", *shown]
+    (built / "train.py").write_text("\n".join(program))
+    (built / "my_models.py").write_text("import torch\n\n\ndef make():\n    return torch.nn.Linear(1024, 8)\n")
+    printed = {command: type_in(command, built) for command in OF_README if command not in NOT_RUN}
+    traced = printed["MINDDP_TRACE=trace.json torchrun --nproc-per-node 2 -m minddp.run train.py"]
+    assert "1 bucket, 2 gradients" in traced, traced
