@@ -49,6 +49,9 @@ SYSTEM_PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; 
 EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*project["optional-dependencies"][sys.argv[1]], sep="\n")
 
+# Of pip's lines each file, with its size where it is fetched, and the last step.
+FETCHED := s~^ *(Downloading|Using cached|Processing) (.*/)?([^ /]*\.whl)( \(.*\))?$$~   \3\4~p; s~^Installing coll.*~   installing~p
+
 .venv/bin/python:
 	@test -n "$(SYSTEM_PYTHON)" || { echo "minddp needs Python 3.11 or newer: none found on PATH"; exit 1; }
 	@echo "1. An environment of its own, in .venv"
@@ -56,7 +59,8 @@ EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb")
 
 .venv/.base: | .venv/bin/python
 	@echo "2. $(TORCH), numpy and ninja"
-	@.venv/bin/python -m pip install -q "$(TORCH)" numpy "setuptools>=77" wheel ninja
+	@set -o pipefail; .venv/bin/python -m pip install --disable-pip-version-check "$(TORCH)" numpy "setuptools>=77" wheel ninja \
+	  | sed -unE '$(FETCHED)'
 	@touch $@
 
 # Scripts find the package built in place, and the command `minddp` is there.
@@ -67,7 +71,7 @@ EXTRA = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb")
 .venv/.extra-%: pyproject.toml | $(BASE)
 	@.venv/bin/python -c '$(EXTRA)' $* > .venv/extra-$*.txt
 	@echo "What \"$*\" needs: $$(sed 's/[^A-Za-z0-9_-].*//' .venv/extra-$*.txt | paste -sd ' ')"
-	@.venv/bin/python -m pip install -q -r .venv/extra-$*.txt
+	@set -o pipefail; .venv/bin/python -m pip install --disable-pip-version-check -r .venv/extra-$*.txt | sed -unE '$(FETCHED)'
 	@touch $@
 
 # --- the extension -----------------------------------------------------------------------------------
