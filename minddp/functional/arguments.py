@@ -31,7 +31,14 @@ def member(group: Any) -> Any:
     inside = group is not dist.GroupMember.NON_GROUP_MEMBER
     if inside:
         group = group_of(group, "minddp.functional", "group")
-    if not inside or dist.get_rank(group) < 0:
+        try:
+            inside = dist.get_rank(group) >= 0
+        except (ValueError, TypeError):  # a class of the program's may have no hash, by which torch looks it up
+            raise CollectiveError(
+                f"minddp.functional: torch.distributed has no table of group, a {type(group).__name__} of the "
+                "program's own: pass one that torch.distributed.new_group() returns"
+            ) from None
+    if not inside:
         raise CollectiveError(
             f"rank {dist.get_rank()} (of the default group) is outside the group of this collective; "
             "only the members of a group may call it"

@@ -277,9 +277,16 @@ def _require_two_values(x: Tensor, count: Tensor, group: Any) -> None:
 
 
 def _given(group: Any, function: str) -> Any:
-    """``group``; raises if it is neither a process group nor None, nor what a rank outside of one gets for it."""
-    unused = group is None or group is dist.GroupMember.NON_GROUP_MEMBER  # on this rank: forward says so
-    return group if unused else group_of(group, function)
+    """``group``; raises if it is neither a process group nor None, nor what a rank outside of one gets for it; or if
+    torch's collectives cannot look it up."""
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:  # unused on this rank: forward says so
+        return group
+    if type(group_of(group, function)).__hash__ is None:
+        raise TypeError(
+            f"{function}: process_group is a {type(group).__name__}, whose class has no hash, by which "
+            "torch.distributed's collectives look it up: give it __hash__ = torch.distributed.ProcessGroup.__hash__"
+        )
+    return group
 
 
 class SyncBatchNorm(_BatchNorm, CommunicatesInForward):

@@ -69,7 +69,7 @@ def _one_is_stopped_for_a_while(rank, world_size, port):
     late = [text for text in told if "has waited" in text and "rank 0 (" in text and "is stopped" in text]
     waits = [text.partition("s for ")[2] for text in late]
     # Two threads have waited. Each is logged after 10 and 60 looks.
-    assert rank == 0 or len({*waits}) == 2 and max(map(waits.count, waits)) <= 2, told
+    assert rank == 0 or (len({*waits}) == 2 and max(map(waits.count, waits)) <= 2), told
 
 
 def test_a_rank_that_is_only_late_is_waited_for_and_logged():

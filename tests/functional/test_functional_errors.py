@@ -13,6 +13,7 @@ from minddp import functional as F
 from minddp.functional import control
 from minddp.functional.agreement import Call, agree, message
 from tests.on_ranks import on_ranks
+from tests.ranks.own_group import OwnGroup, made_by_hand
 from tests.ranks_pool import run_ranks
 
 
@@ -242,6 +243,14 @@ def test_a_rank_outside_the_group_is_told_so(rank, size):
     else:
         outside = "rank 1 (of the default group) is outside the group"
         assert outside in _error_of(lambda: F.all_reduce(x, group=group))
+
+
+@on_ranks(2)
+def test_a_group_that_torchs_tables_do_not_hold_is_told_so(rank, size):
+    without_hash = type("WithoutHash", (OwnGroup,), {"__hash__": None})
+    for group in (OwnGroup("own"), without_hash("without hash"), made_by_hand()):
+        told = f"torch.distributed has no table of group, a {type(group).__name__} of the program's own: pass one"
+        assert told in _error_of(lambda group=group: F.all_reduce(torch.ones(1), group=group))
 
 
 @on_ranks(2, 3)
