@@ -214,7 +214,7 @@ NVCC = $(shell PATH="$$PATH:/usr/local/cuda/bin" command -v nvcc)
 CUDA_BUILD := build/cuda
 
 CHECK_CUDA = import minddp; print(minddp.__config__()); \
-	from minddp import _C; assert hasattr(_C, "cuda_scaled_copy"), "built without CUDA"
+	from minddp._extension import build_record; assert build_record()["cuda"], "built without CUDA"
 
 check-cuda:
 ifeq ($(NVCC),)

@@ -216,7 +216,7 @@ def bandwidth(device: str) -> dict[str, Any]:
         like = [torch.empty(2, moved // 2, dtype=torch.uint8, device=device) for _ in range(SETS)]
         calls: dict[str, list[Callable[[], None]]] = {"copy": [lambda a=a, b=b: a.copy_(b) for a, b in like]}
         for name, count in SEGMENTS.items():
-            calls[name] = [_pack_call(device, a, b, scale, count) for a, b in zip(sources, targets, strict=True)]
+            calls[name] = [_pack_call(a, b, scale, count) for a, b in zip(sources, targets, strict=True)]
         seconds = _interleaved_seconds(calls, device)
         for name in SEGMENTS:
             rows.append(
@@ -249,7 +249,7 @@ def blocks(device: str) -> dict[str, Any]:
         for piece in pair:
             extension.quantize(gradient, 0.5, None, piece)
     calls: dict[str, list[Callable[[], None]]] = {
-        "packing without": [_pack_call(device, g, b, 0.5, 1) for g, b in zip(gradients, buffers, strict=True)],
+        "packing without": [_pack_call(g, b, 0.5, 1) for g, b in zip(gradients, buffers, strict=True)],
         "packing": [lambda g=g, c=c: extension.quantize(g, 0.5, None, c[0]) for g, c in zip(gradients, codes)],
         "packing, error feedback": [
             lambda g=g, c=c, e=e: extension.quantize(g, 0.5, e, c[0]) for g, c, e in zip(gradients, codes, lost)
@@ -267,20 +267,13 @@ def blocks(device: str) -> dict[str, Any]:
     return {"seconds": seconds, "table": lines}
 
 
-def _pack_call(device: str, source: Any, target: Any, scale: float, count: int) -> Callable[[], None]:
+def _pack_call(source: Any, target: Any, scale: float, count: int) -> Callable[[], None]:
     from minddp import _extension
 
     extension = _extension.load()
     size = -(-source.numel() // count)
     pieces, targets = list(source.split(size)), list(target.split(size))
-    if device == "cuda":
-        return lambda: extension.cuda_scaled_copy(pieces, targets, source.dtype, scale)
-
-    def on_cpu() -> None:
-        for piece, to in zip(pieces, targets, strict=True):
-            extension.scaled_copy(piece, to, scale)
-
-    return on_cpu
+    return lambda: extension.scaled_copy(pieces, targets, source.dtype, scale)
 
 
 def _interleaved_seconds(calls: dict[str, list[Callable[[], None]]], device: str) -> dict[str, float]:

@@ -8,12 +8,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
-#include <pybind11/chrono.h>
-
 namespace minddp {
-#ifdef MINDDP_WITH_CUDA
-void bind_cuda(py::module_& module);
-#endif
 void bind_stamps(py::module_& module);
 namespace {
 
@@ -34,10 +29,10 @@ py::object without_gil(const Start& start) {
 std::string type_name(const py::object& object) { return py::str(py::type::of(object).attr("__name__")); }
 
 // Runs on an autograd thread and takes the GIL; see reducer.h for the order of locks.
-class PythonCommHook : public GradBucketHook {
+class PythonCommHook : public CommHook {
  public:
   PythonCommHook(const ReducerState& reducer, py::object state, py::object hook)
-      : GradBucketHook(reducer), state_(std::move(state)), hook_(std::move(hook)) {}
+      : CommHook(reducer), state_(std::move(state)), hook_(std::move(hook)) {}
 
   ~PythonCommHook() override {
     py::gil_scoped_acquire gil;
@@ -270,16 +265,16 @@ void bind_cases(py::module_& module) {
 
 void bind_reducer(py::module_& module) {
   using Parameters = std::vector<at::Tensor>;
-  py::class_<ReducerOptions>(module, "ReducerOptions", "What a reducer is, as long as it lives.")
-      .def(py::init([](GraphMode graph_mode, std::vector<at::ScalarType> wire_dtypes, bool always_reduce) {
-        return ReducerOptions{graph_mode, std::move(wire_dtypes), always_reduce};
-      }),
-          py::arg("graph_mode") = GraphMode::kAllUsed, py::arg("wire_dtypes") = std::vector<at::ScalarType>(),
-          py::arg("always_reduce") = false);
   py::class_<Reducer, std::shared_ptr<Reducer>>(
       module, "Reducer", "Averages gradients over ranks during backward; see csrc/reducer/reducer.h.")
-      .def(py::init<Parameters, std::vector<std::string>, c10::intrusive_ptr<c10d::ProcessGroup>, ReducerOptions>(),
-          py::arg("parameters"), py::arg("names"), given("group"), py::arg("options"))
+      .def(py::init(
+               [](Parameters parameters, std::vector<std::string> names, c10::intrusive_ptr<c10d::ProcessGroup> group,
+                   GraphMode graph_mode, std::vector<at::ScalarType> wire_dtypes, bool always_reduce) {
+                 return std::make_shared<Reducer>(std::move(parameters), std::move(names), std::move(group),
+                     ReducerOptions{graph_mode, std::move(wire_dtypes), always_reduce});
+               }),
+          py::arg("parameters"), py::arg("names"), given("group"), py::arg("graph_mode") = GraphMode::kAllUsed,
+          py::arg("wire_dtypes") = std::vector<at::ScalarType>(), py::arg("always_reduce") = false)
       .def("__getattr__", &of_a_case, py::arg("name"))
       .def_readonly("names", &Reducer::names)
       .def_readonly("rank", &Reducer::rank)
@@ -352,20 +347,28 @@ void bind_reducer(py::module_& module) {
       .def("position", &position);
 }
 
-// Of the group's backend for CPU tensors: torch's Python interface has only Gloo's.
-std::chrono::milliseconds cpu_timeout(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  return group->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
-}
-
-// For tests: the copy, and its readable version.
-void scaled_copy_tensors(const at::Tensor& src, const at::Tensor& dst, double scale, bool reference) {
-  TORCH_CHECK(src.numel() == dst.numel() && src.is_contiguous() && dst.is_contiguous());
-  TORCH_CHECK(lies_in_memory(src) && lies_in_memory(dst) && src.device() == dst.device());
-  CopySegment segment{src.const_data_ptr(), dst.mutable_data_ptr(), src.numel()};
-  if (reference)
-    scaled_copy_reference(segment, src.device(), src.scalar_type(), dst.scalar_type(), scale);
-  else
-    scaled_copy({segment}, src.device(), src.scalar_type(), dst.scalar_type(), scale);
+// For tests and benchmarks: each source to the destination beside it, zeros if there is none. `reference`: by the
+// readable version.
+void scaled_copy_tensors(const std::vector<std::optional<at::Tensor>>& sources,
+    const std::vector<at::Tensor>& destinations, at::ScalarType src_type, double scale, bool reference) {
+  TORCH_CHECK(
+      !sources.empty() && sources.size() == destinations.size(), "as many sources as destinations, one or more");
+  const at::Device device = destinations[0].device();
+  const at::ScalarType dst_type = destinations[0].scalar_type();
+  const auto check = [&](const at::Tensor& tensor, at::ScalarType type, int64_t numel) {
+    TORCH_CHECK(lies_in_memory(tensor) && tensor.is_contiguous() && tensor.device() == device &&
+            tensor.scalar_type() == type && tensor.numel() == numel,
+        "expected ", numel, " elements of ", type, " on ", device, ", found ", tensor.toString(), tensor.sizes());
+  };
+  std::vector<CopySegment> segments;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const at::Tensor& dst = destinations[i];
+    check(dst, dst_type, dst.numel());
+    if (sources[i]) check(*sources[i], src_type, dst.numel());
+    segments.push_back({sources[i] ? sources[i]->const_data_ptr() : nullptr, dst.mutable_data_ptr(), dst.numel()});
+  }
+  if (!reference) return scaled_copy(segments, device, src_type, dst_type, scale);
+  for (const CopySegment& s : segments) scaled_copy_reference(s, device, src_type, dst_type, scale);
 }
 
 }  // namespace
@@ -379,8 +382,6 @@ PYBIND11_MODULE(_C, module) {
   bind_cases(module);
   bind_stamps(module);
   bind_reducer(module);
-  module.def("backward_looks_ahead", [] { return current_graph_task() != -1 && GraphTaskNodes().looks_ahead(); });
-  module.def("cpu_timeout", &cpu_timeout, given("group"));
   module.def("set_look_seconds", [](double seconds) { look_seconds = seconds; }, py::arg("seconds"));
   module.def("wait_for", &wait_for, Release(), given("work"), py::arg("on_stall") = nullptr);
   module.def("wait_for_future", &wait_for_future, given("future"), py::arg("on_stall") = nullptr);
@@ -389,11 +390,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("group_broadcast", &group_broadcast, Release(), given("group"), py::arg("tensor"), py::arg("src"),
       py::arg("on_stall") = nullptr);
   module.def("unreadable", &unreadable, py::arg("tensors"));
-  module.def("scaled_copy", &scaled_copy_tensors, py::arg("src"), py::arg("dst"), py::arg("scale"),
-      py::arg("reference") = false);
-#ifdef MINDDP_WITH_CUDA
-  bind_cuda(module);
-#endif
+  module.def("scaled_copy", &scaled_copy_tensors, Release(), py::arg("sources"), py::arg("destinations"),
+      py::arg("src_type"), py::arg("scale") = 1.0, py::arg("reference") = false);
   for (const auto& [name, bind] : Companion::all()) {
     py::module_ companion = module.def_submodule(name);
     bind(companion);

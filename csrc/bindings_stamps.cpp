@@ -53,10 +53,8 @@ py::list recent_steps(const Stamps& stamps, size_t at_most) {
   const Trace& trace = stamps.trace();
   const size_t kept = trace.earlier.size() + trace.whole;
   py::list steps;
-  for (size_t i = kept > at_most ? kept - at_most : 0; i < trace.earlier.size(); ++i) {
-    const StepStamps& step = trace.earlier[(trace.oldest + i) % trace.earlier.size()];
-    steps.append(as_dict(stamps.reducer(), step, step.step));
-  }
+  for (size_t i = kept > at_most ? kept - at_most : 0; i < trace.earlier.size(); ++i)
+    steps.append(as_dict(stamps.reducer(), trace.earlier[i], trace.earlier[i].step));
   if (trace.whole && at_most > 0) steps.append(last_step(stamps));
   return steps;
 }

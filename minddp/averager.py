@@ -124,7 +124,7 @@ class Averager:
             self.group,
             self.config,
             always_reduce=self.has_foreign_group or environment.always_reduce(),
-            reduce_dtype=None if self.hook is None else builtin_dtype(self.hook),
+            reduce_dtype=None if self.hook is None else builtin_dtype(self.hook[1]),
         )
         for call in self.observers.planning:
             call(plan)
@@ -155,10 +155,9 @@ class Averager:
         self.order_of_arrival: list[int] = []
         self.divisor = self.group.size()
         self._rule: ScaleRule = _mean
-        options = _C.ReducerOptions(
-            graph_mode=self.config.graph_mode, wire_dtypes=dtypes, always_reduce=plan.always_reduce
+        self.reducer = _C.Reducer(
+            plan.parameters, plan.names, self.group, self.config.graph_mode, dtypes, plan.always_reduce
         )
-        self.reducer = _C.Reducer(plan.parameters, plan.names, self.group, options)
         self._program, self.stamps, callbacks = _C.ProgramCollectives(), _C.Stamps(), _C.Callbacks()
         # Kept: C++ keeps of a case no more than its C++ half.
         self._cases = [case for _, case in sorted(plan.cases, key=lambda staged: staged[0])]
@@ -328,18 +327,15 @@ class Averager:
         if self.hook is None or self.has_builtin_hook:
             return self.reducer._run_allreduce_hook(bucket)
         state, hook = self.hook
-        future = self._run_hook(state, hook, bucket)
+        try:
+            future = hook(state, bucket)
+        except Exception as error:
+            self.failed(error, "backward")
+            raise
         if self.parameters.device.type == "cpu" and waits_in_callbacks(state):
             watch, index = self.watch, bucket.index()
             _C.wait_for_future(future, watch and (lambda waited, error: watch(waited, index, error)))
         return future
-
-    def _run_hook(self, state: object, hook: Callable[..., Any], bucket: Any) -> Any:
-        try:
-            return hook(state, bucket)
-        except Exception as error:
-            self.failed(error, "backward")
-            raise
 
     # --- iterations ---
 

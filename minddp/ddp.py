@@ -34,7 +34,7 @@ from .join import DDPJoinHook, WatchedJoin, agree_on_sync
 from .messages import wait_for, work_on
 from .options import Options
 from .outputs import find_tensors, join_outputs
-from .parameters import Parameters, all_parameters
+from .parameters import Parameters, all_parameters, asked_to_ignore
 from .start import broadcast_coalesced, sync_module_states, verify_same_start
 from .torch_base import TorchBase
 
@@ -151,12 +151,13 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         )
         torchs = {
             "delay_all_reduce_named_params": delay_all_reduce_named_params,
+            "param_to_hook_all_reduce": param_to_hook_all_reduce,
             "mixed_precision": mixed_precision,
         }
-        torchs |= {"param_to_hook_all_reduce": param_to_hook_all_reduce}
         given = {name: value for name, value in torchs.items() if value is not None}
-        self._minddp_observe(events.parse({**given, **options}, _argument_names()))
-        self._minddp_wrapped = Parameters(module, self._minddp_apart)
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        self._minddp_observe(events.parse({**given, **options}, known))
+        self._minddp_wrapped = Parameters(module, asked_to_ignore(module), self._minddp_apart)
         work_on(self.process_group, self._minddp_wrapped.device)
         self.device_ids, self.output_device = self._minddp_wrapped.check_devices(device_ids, output_device)
         self.require_forward_param_sync = self.require_backward_grad_sync = True
@@ -386,19 +387,14 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        location = _BufferCommHookLocation.PRE_FORWARD
-        return self.will_sync_module_buffers() and self._minddp_buffer_hook_location(location) == location
+        return self.will_sync_module_buffers() and not self._minddp_syncs_after()
 
     def _check_sync_bufs_post_fwd(self) -> bool:
-        location = _BufferCommHookLocation.POST_FORWARD
-        return (
-            self.will_sync_module_buffers()
-            and self._minddp_buffer_hook_location(_BufferCommHookLocation.PRE_FORWARD) == location
-        )
+        return self.will_sync_module_buffers() and self._minddp_syncs_after()
 
-    def _minddp_buffer_hook_location(self, default: Any) -> Any:
+    def _minddp_syncs_after(self) -> bool:
         hook = self.__dict__.get("buffer_hook")
-        return default if hook is None else hook.buffer_comm_hook_location
+        return hook is not None and hook.buffer_comm_hook_location == _BufferCommHookLocation.POST_FORWARD
 
     def _sync_buffers(self) -> None:
         vmap = torch._C._functorch.TransformType.Vmap
@@ -566,11 +562,6 @@ class DistributedDataParallel(TorchBase):  # type: ignore[override,misc]
     def _minddp_let_go(self) -> None:
         """Of the process group and all that works with it; nothing can be done with the wrapper any more."""
         self.__dict__.update(dict.fromkeys(_GIVEN_UP))
-
-
-def _argument_names() -> list[str]:
-    """Those of the constructor, for whoever has mistyped one."""
-    return [name for name in inspect.signature(DistributedDataParallel.__init__).parameters if name != "self"]
 
 
 def complete_signature() -> None:

@@ -25,7 +25,7 @@ import difflib
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -63,7 +63,7 @@ class Observer:
 
     @property
     def averager(self) -> Any:
-        """The wrapper's, or ``None`` before it is made, and if all of the module's parameters are reduced apart."""
+        """The wrapper's, or ``None`` before it is made."""
         return None if self._averager is None else self._averager()
 
     def listens(self, event: str) -> bool:
@@ -246,7 +246,7 @@ class Observers:
             yield
 
 
-def parse(options: Mapping[str, Any], known: Sequence[str] = ()) -> dict[str, Any]:
+def parse(options: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
     """The constructor's further arguments, by companion, as each of them reads its own.
 
     Args:

@@ -3,23 +3,21 @@
 The class has the names of torch's class and no other public ones, so that ``hasattr(ddp, name)`` answers as it does
 with torch's. What minddp adds is a function of the package that takes the wrapper, such as ``minddp.report(ddp)``.
 
-All public functions and classes look at what they are given here: at wrappers, groups, modules, and paths of files.
+All public functions and classes look at what they are given here: at wrappers, groups and modules.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .documents import refuse_device
 from .messages import was_destroyed
 
 __all__ = [
-    "FUNCTIONS", "abort_iteration", "averager_of", "group_of", "module_of", "path_of", "refresh", "refuse_left",
+    "FUNCTIONS", "abort_iteration", "averager_of", "group_of", "module_of", "refresh", "refuse_left",
     "release_buckets", "wrapper_of",
 ]  # fmt: skip
 
@@ -124,34 +122,6 @@ def module_of(module: Any, function: str, argument: str = "module") -> torch.nn.
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{function}: {argument} must be a torch.nn.Module, got {type(module).__name__}")
     return module
-
-
-def path_of(path: Any, function: str, argument: str = "path") -> str:
-    """The path of a file that ``function`` is to write later, which it was given as ``argument``.
-
-    Raises:
-        TypeError: it is no path.
-        ValueError: it is empty, or holds what no path does.
-        OSError: its folder does not exist, or it is a folder, a device or a pipe.
-    """
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(text := os.fspath(path), str):
-        raise TypeError(f"{function}: {argument} must be a path, as text or os.PathLike, got {path!r}")
-    if not text or "\0" in text or not _encodes(text):
-        raise ValueError(f"{function}: {argument} must name a file, got {text!r}")
-    folder = os.path.dirname(text) or "."
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"{function}: the folder {folder!r} of {argument} {text!r} does not exist")
-    if os.path.isdir(text):
-        raise IsADirectoryError(f"{function}: {argument} {text!r} is a folder; name a file in it")
-    refuse_device(text, f"{function}: {argument} ")
-    return text
-
-
-def _encodes(text: str) -> bool:
-    try:
-        return bool(os.fsencode(text))
-    except UnicodeEncodeError:
-        return False
 
 
 def refuse_left(function: str, given: Iterable[str], left: Mapping[str, str]) -> None:

@@ -14,20 +14,15 @@ from . import _C
 BUILTIN_HOOK_DTYPES = {"FP16_COMPRESS": torch.float16, "ALLREDUCE": None}
 
 
-def builtin_dtype(hook: tuple[Any, Any] | None) -> torch.dtype | None:
-    """The dtype in which gradients travel with torch's built-in hook; None: no such hook, or their own."""
-    if hook is None or not isinstance(hook[1], dist.BuiltinCommHookType):
-        return None
-    return BUILTIN_HOOK_DTYPES[hook[1].name]
+def builtin_dtype(hook: Any) -> torch.dtype | None:
+    """The dtype in which gradients travel with one of torch's built-in hooks; None: another hook, or their own."""
+    return BUILTIN_HOOK_DTYPES[hook.name] if isinstance(hook, dist.BuiltinCommHookType) else None
 
 
 def name_of(hook: Any) -> str:
     """A hook's name, for the log and messages."""
-    return (
-        str(hook)
-        if isinstance(hook, dist.BuiltinCommHookType)
-        else getattr(hook, "__qualname__", type(hook).__name__)
-    )
+    is_builtin = isinstance(hook, dist.BuiltinCommHookType)
+    return str(hook) if is_builtin else getattr(hook, "__qualname__", type(hook).__name__)
 
 
 def waits_in_callbacks(state: object) -> bool:

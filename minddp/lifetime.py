@@ -41,15 +41,14 @@ _LONGEST = 120.0  # if the system gives a thread no processor at all
 _MOMENT_FOR_CALLBACKS = 0.1
 
 _leaving: set[threading.Thread] = set()
-_wrappers: dict[int, weakref.ref[Any]] = {}  # by id: a program's own may have no hash
+_wrappers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id: one may have no hash
 _ever = threading.Event()
 
 
 def end_in_order(wrapper: Any) -> None:
     """When the interpreter ends, ``wrapper`` releases its group in time, and threads of groups come to rest."""
     _ever.set()
-    key = id(wrapper)
-    _wrappers[key] = weakref.ref(wrapper, lambda _: _wrappers.pop(key, None))
+    _wrappers[id(wrapper)] = wrapper
 
 
 def outlive(reducer: _C.Reducer, group: dist.ProcessGroup) -> None:
@@ -117,8 +116,7 @@ def cut_connections(port: int) -> None:
 def _settle_groups() -> None:
     """Before the interpreter goes: groups that were destroyed end, and the threads of all groups come to rest, also
     of those whose wrappers are gone."""
-    found = [wrapper() for wrapper in list(_wrappers.values())]
-    modules = [ddp for ddp in found if ddp is not None]  # kept by global variables or reference cycles
+    modules = list(_wrappers.values())  # kept by global variables or reference cycles
     destroyed = [ddp for ddp in modules if not is_torchs(ddp.process_group)]
     if _ever.is_set():
         _rest()

@@ -69,10 +69,10 @@ class Parameters:
 
     Args:
         module: the module to wrap.
+        left_alone: names of what no rank's training depends on: see :func:`asked_to_ignore`.
         apart: names of parameters that a companion averages by itself.
 
     Attributes:
-        left_alone: names of what no rank's training depends on.
         ignored: names that are not the buckets': those left alone, and those apart.
         module_parameters: all that are not ignored.
         names, reduced: of those, the ones that require gradients, in the module's order.
@@ -83,31 +83,14 @@ class Parameters:
         ValueError: parameters on several types of devices.
     """
 
-    def __init__(self, module: torch.nn.Module, apart: Iterable[str] = ()):
-        left_alone = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
-        known = all_names(module) if left_alone else set()
-        if unknown := sorted(name if isinstance(name, str) else type(name).__name__ for name in left_alone - known):
-            # Libraries prefix names they cannot know to be there. Torch takes them all.
-            told = "_ddp_params_and_buffers_to_ignore names %s, but the module has no such parameter or buffer."
-            log.warning(told, unknown)
-        self._take(module, left_alone, apart)
-
-    @classmethod
-    def like(cls, module: torch.nn.Module, left_alone: Iterable[str], apart: Iterable[str]) -> Parameters:
-        """Those of a copy of a module of which ``left_alone`` are ignored."""
-        itself = cls.__new__(cls)
-        itself._take(module, left_alone, apart)
-        return itself
-
-    def _take(self, module: torch.nn.Module, left_alone: Iterable[str], apart: Iterable[str]) -> None:
-        self._module = module
-        self._apart = set(apart)
-        self.left_alone = set(left_alone) - self._apart
-        self.ignored = self.left_alone | self._apart
+    def __init__(self, module: torch.nn.Module, left_alone: set[str], apart: set[str]):
+        self._module, self._apart = module, apart
+        self.left_alone = left_alone - apart
+        self.ignored = left_alone | apart
         self._left: dict[int, torch.nn.Parameter] = {}  # alive, so that no other object gets one's id
         if self.ignored:
-            named = {id(p) for _, p in all_parameters(self._module, self.ignored)}
-            self._left = {id(p): p for _, p in all_parameters(self._module) if id(p) not in named}
+            named = {id(p) for _, p in all_parameters(module, self.ignored)}
+            self._left = {id(p): p for _, p in all_parameters(module) if id(p) not in named}
         self.collect()
 
     def named(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -234,3 +217,14 @@ def all_names(module: torch.nn.Module) -> set[str]:
     """Every name of every parameter and buffer; a tied one has several."""
     buffers = torch.nn.Module.named_buffers(module, remove_duplicate=False)
     return {name for name, _ in itertools.chain(every_name(module), module.named_buffers(), buffers)}
+
+
+def asked_to_ignore(module: torch.nn.Module) -> set[str]:
+    """The names in what ``_set_params_and_buffers_to_ignore_for_model`` has left in the module."""
+    names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ())
+    known = all_names(module) if names else set()
+    if unknown := sorted(name if isinstance(name, str) else type(name).__name__ for name in names - known):
+        # Libraries prefix names they cannot know to be there. Torch takes them all.
+        told = "_ddp_params_and_buffers_to_ignore names %s, but the module has no such parameter or buffer."
+        log.warning(told, unknown)
+    return names

@@ -11,11 +11,10 @@ import hashlib
 import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from . import _C
 from .messages import gather_objects, wait_for
@@ -130,12 +129,6 @@ def _difference(kind: str, signatures: Sequence[list[Any]], by_name: bool) -> st
     )
 
 
-def module_states(module: torch.nn.Module, ignored: set[str], buffers: bool) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, with their names, detached, without the ignored names and without repeats."""
-    named = [(name, buffer) for name, buffer in module.named_buffers() if name not in ignored] if buffers else []
-    return [(name, tensor.detach()) for name, tensor in (*all_parameters(module, ignored), *named)]
-
-
 def sync_module_states(
     module: torch.nn.Module,
     group: dist.ProcessGroup,
@@ -144,10 +137,13 @@ def sync_module_states(
     ignored: set[str],
     buffers: bool,
 ) -> None:
-    """Copies rank ``src``'s parameters (and buffers) to every rank of ``group``. Collective."""
+    """Copies rank ``src``'s parameters (and buffers) to every rank of ``group``, but for ``ignored``. Collective."""
+    named: list[tuple[str, torch.Tensor]] = [*all_parameters(module, ignored)]
+    if buffers:
+        named += [(name, buffer) for name, buffer in module.named_buffers() if name not in ignored]
     with torch.no_grad():
-        states = module_states(module, ignored, buffers)
-        broadcast_coalesced(group, [tensor for _, tensor in states], buffer_bytes, src, states)
+        detached = [(name, tensor.detach()) for name, tensor in named]
+        broadcast_coalesced(group, [tensor for _, tensor in detached], buffer_bytes, src, detached)
 
 
 # --- one rank's tensors to all ranks, many in one message: parameters at construction, buffers before each forward
@@ -164,14 +160,14 @@ def broadcast_coalesced(
 
     A message holds tensors of one dtype on one device, in their order, and travels as bytes, so that any dtype
     (complex, bool, 8-bit floats) moves on any backend. Takes time in proportion to their number and bytes; two
-    messages are under way at a time. Rank ``src``'s tensors are only read, but for those of a class of the program's
-    (quantized weights): their ``copy_`` may lose something, so rank ``src`` copies back what it has sent. Where it
-    refuses plain values, the tensors that ``__tensor_flatten__`` names are sent.
+    messages are under way at a time. Of a tensor whose class tells by ``__tensor_flatten__`` what it is made of
+    (quantized weights), that is sent. Rank ``src``'s tensors are only read, but for those of another class of the
+    program's: their ``copy_`` may lose something, so rank ``src`` copies back what it has sent.
 
     Args:
         group: the process group; ``src`` is a rank in it.
-        tensors: dense, any strides (expanded ones among them), any number of elements; same number, shapes and
-            dtypes on every rank; written in place except on ``src``.
+        tensors: dense, any strides (expanded ones among them), any number of elements; same number, shapes, dtypes
+            and classes on every rank; written in place except on ``src``.
         buffer_bytes: a message is sent once it holds this many bytes.
         src: rank in ``group``.
         named: with their names, for errors.
@@ -181,92 +177,97 @@ def broadcast_coalesced(
         RuntimeError: a tensor is sparse, or has no memory; before anything is sent, so on every rank whose
             tensors are such.
     """
-    with plainly():  # a class of the program's is not to see all tensors in one
-        refused = _broadcast(group, tensors, buffer_bytes, src, named)
-    # Only now, since all ranks send the same messages before one of them raises.
-    inner = [part for tensor, error in refused for part in _inner(tensor, error, named)]
-    if inner:
-        broadcast_coalesced(group, inner, buffer_bytes, src)
-
-
-_Named = Iterable[tuple[str, torch.Tensor]]
-_Refused = list[tuple[torch.Tensor, Exception]]
-
-
-def _broadcast(
-    group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer_bytes: int, src: int, named: _Named
-) -> _Refused:
-    """Returns the tensors whose class refuses plain values, which it does on all ranks, with its errors."""
     options = dist.BroadcastOptions()
     options.rootRank = src
-    receives = group.rank() != src
-    kinds: set[Any] = set(map(type, tensors))
-    own = {kind for kind in kinds if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__}
-    refused: _Refused = []
-    what = f"the broadcast of rank {src}'s parameters or buffers"
-    under_way: deque[tuple[Any, torch.Tensor, _Message]] = deque()
+    takes = group.rank() != src or any(map(_is_own, tensors))
+    refused: list[tuple[torch.Tensor, Exception]] = []
+    under_way: deque[tuple[Any, torch.Tensor, _Tensors, _Tensors]] = deque()
 
-    def finish(work: Any, flat: torch.Tensor, message: _Message) -> None:
-        wait_for(work, group, what)
-        if receives or own:
-            refused.extend(_receive(flat, message, own, receives))
+    def finish(work: Any, sent: torch.Tensor, message: _Tensors, flat: _Tensors) -> None:
+        wait_for(work, group, f"the broadcast of rank {src}'s parameters or buffers")
+        if takes:
+            refused.extend(_receive(sent, message, flat, group.rank() == src))
 
-    for message in _messages(tensors, buffer_bytes, named):
-        flat = torch.cat(message.flat)
-        under_way.append((group.broadcast([flat.view(torch.uint8)], options), flat, message))
-        if len(under_way) == 2:
+    with plainly():  # a class of the program's is not to see all tensors in one
+        for message in _messages(tensors, buffer_bytes, named):
+            # Views of those that are contiguous, else copies.
+            flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in message]
+            sent = torch.cat(flat)
+            under_way.append((group.broadcast([sent.view(torch.uint8)], options), sent, message, flat))
+            if len(under_way) == 2:
+                finish(*under_way.popleft())
+        while under_way:
             finish(*under_way.popleft())
-    while under_way:
-        finish(*under_way.popleft())
-    return refused
+    for tensor, error in refused:  # only now, since all ranks send the same messages before one of them raises
+        raise TypeError(_refusal(tensor, error, named)) from error
 
 
-class _Message(NamedTuple):
-    """Tensors of one dtype and device, and their elements: flat views of those that are contiguous, else copies."""
-
-    tensors: list[torch.Tensor]
-    flat: list[torch.Tensor]
-    sizes: list[int]
+_Tensors = list[torch.Tensor]
+_Named = Iterable[tuple[str, torch.Tensor]]
 
 
-def _receive(received: torch.Tensor, message: _Message, own: set[type], all_of_it: bool) -> _Refused:
-    """``all_of_it``: otherwise only tensors of the classes ``own``, on the rank that has sent it."""
-    pieces = received.split(message.sizes)
-    if all_of_it and all(type(t) not in own and _is_plain(t) for t in message.tensors):
-        torch._foreach_copy_(message.flat, pieces)
-        return []
-    refused: _Refused = []
-    for tensor, piece in zip(message.tensors, pieces):
-        if type(tensor) in own:
-            try:
-                tensor.copy_(piece.view(tensor.shape))
-            except Exception as error:
-                refused.append((tensor, error))
-        elif all_of_it:
+def _messages(tensors: Sequence[torch.Tensor], buffer_bytes: int, named: _Named) -> Iterator[_Tensors]:
+    """The tensors in messages of one dtype and device each, closed once full. Nothing is sent for what is empty."""
+    groups: dict[Any, _Tensors] = {}
+    for tensor in tensors:
+        for part in _parts(tensor) if _is_own(tensor) else (tensor,):
+            if part.layout is not torch.strided:
+                raise RuntimeError(_not_dense(part, named))
+            groups.setdefault((part.dtype, part.device), []).append(part)
+    for group in groups.values():
+        for index in _C.unreadable(group):
+            raise RuntimeError(_without_memory(group[index], named))
+    for group in groups.values():
+        message: _Tensors = []
+        held = 0
+        for tensor in group:
+            message.append(tensor)
+            held += tensor.nbytes
+            if held >= buffer_bytes:
+                yield message
+                message, held = [], 0
+        if held:
+            yield message
+
+
+def _is_own(tensor: torch.Tensor) -> bool:
+    """Of a class of the program's, which decides what torch's operators do."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a tensor is made of, however deep; itself, if its class does not tell."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
+def _receive(
+    sent: torch.Tensor, message: _Tensors, flat: _Tensors, is_src: bool
+) -> Iterator[tuple[torch.Tensor, Exception]]:
+    """Writes what has come; on rank ``src`` only where it may have lost something. Returns the tensors whose class
+    refuses plain values, which it does on all ranks, with its errors."""
+    pieces = sent.split([piece.numel() for piece in flat])
+    if not is_src and all(map(_is_plain, message)):
+        torch._foreach_copy_(flat, pieces)
+        return
+    for tensor, piece in zip(message, pieces):
+        own = _is_own(tensor)
+        if is_src and not own:
+            continue
+        try:
             _once(tensor, tensor).copy_(_once(piece.view(tensor.shape), tensor))
-    return refused
+        except Exception as error:
+            if not own:
+                raise
+            yield tensor, error
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """What may be written through a flat view."""
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _name(tensor: torch.Tensor, named: _Named) -> str:
-    name = next((name for name, one in named if one is tensor), None)
-    return f"a tensor of shape {list(tensor.shape)}" if name is None else f"'{name}'"
-
-
-def _inner(tensor: torch.Tensor, error: Exception, named: _Named) -> list[torch.Tensor]:
-    """The tensors of which one of the program's class is made, however deep; raises if it does not tell."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    raise TypeError(
-        f"DistributedDataParallel: {_name(tensor, named)} cannot become equal on all ranks: "
-        f"{type(tensor).__name__}.copy_ refuses plain values ({error}), and its class has no __tensor_flatten__, "
-        "whose tensors could be sent. Give it one of the two. Or make it equal yourself, and pass init_sync=False, "
-        "or name it in _ddp_params_and_buffers_to_ignore."
-    ) from error
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or _is_own(tensor))
 
 
 def _once(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -277,37 +278,18 @@ def _once(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _messages(tensors: Sequence[torch.Tensor], buffer_bytes: int, named: _Named) -> Iterator[_Message]:
-    """The tensors in messages of one dtype and device each, closed once full."""
-    for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise RuntimeError(_not_dense(tensor, named))
-    for index in _C.unreadable(tensors):
-        raise RuntimeError(_without_memory(tensors[index], named))
-    if not tensors:
-        return
-    groups = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True).values()
-    # In the order of their first tensors: the groups' own depends on the device's number.
-    for indices in sorted(indices for _, indices in groups):
-        group = [tensors[i] for i in indices]
-        sizes = [tensor.numel() for tensor in group]
-        for begin, end in _cuts(sizes, buffer_bytes / group[0].element_size()):
-            part = group[begin:end]
-            flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in part]
-            yield _Message(part, flat, sizes[begin:end])
+def _name(tensor: torch.Tensor, named: _Named) -> str:
+    name = next((name for name, one in named if one is tensor), None)
+    return f"a tensor of shape {list(tensor.shape)}" if name is None else f"'{name}'"
 
 
-def _cuts(sizes: list[int], limit: float) -> Iterator[tuple[int, int]]:
-    """(begin, end) of runs that end once they hold ``limit`` elements; a last one without elements is left out."""
-    if 0 < sum(sizes) <= limit:
-        yield 0, len(sizes)
-        return
-    begin, held = 0, 0
-    for end, size in enumerate(sizes, 1):
-        held += size
-        if held >= limit or (end == len(sizes) and held):
-            yield begin, end
-            begin, held = end, 0
+def _refusal(tensor: torch.Tensor, error: Exception, named: _Named) -> str:
+    return (
+        f"DistributedDataParallel: {_name(tensor, named)} cannot become equal on all ranks: "
+        f"{type(tensor).__name__}.copy_ refuses plain values ({error}), and its class has no __tensor_flatten__, "
+        "whose tensors could be sent. Give it one of the two. Or make it equal yourself, and pass init_sync=False, "
+        "or name it in _ddp_params_and_buffers_to_ignore."
+    )
 
 
 def _not_dense(tensor: torch.Tensor, named: _Named) -> str:

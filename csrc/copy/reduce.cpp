@@ -192,6 +192,22 @@ ReduceFunction pick_bool(RedOp op) {
   }
 }
 
+// Sums and products of integers wrap around; two's complement makes unsigned arithmetic do for both signs.
+template <class T, class Unsigned = std::make_unsigned_t<T>>
+ReduceFunction pick_integer(RedOp op, at::ScalarType dtype) {
+  switch (op) {
+    case RedOp::SUM: return pick<Sum, Unsigned>();
+    case RedOp::PRODUCT: return pick<Product, Unsigned>();
+    case RedOp::MIN: return pick<Min, T>();
+    case RedOp::MAX: return pick<Max, T>();
+    case RedOp::BAND: return pick<BitAnd, Unsigned>();
+    case RedOp::BOR: return pick<BitOr, Unsigned>();
+    case RedOp::BXOR: return pick<BitXor, Unsigned>();
+    default: throw_unsupported(op, dtype);
+  }
+}
+
+// Any number that is no integer has these.
 template <class T>
 ReduceFunction pick_complex(RedOp op, at::ScalarType dtype) {
   switch (op) {
@@ -204,30 +220,8 @@ ReduceFunction pick_complex(RedOp op, at::ScalarType dtype) {
 
 template <class T>
 ReduceFunction pick_real(RedOp op, at::ScalarType dtype) {
-  switch (op) {
-    case RedOp::SUM: return pick<Sum, T>();
-    case RedOp::AVG: return pick<Average, T>();
-    case RedOp::PRODUCT: return pick<Product, T>();
-    case RedOp::MIN: return pick<Min, T>();
-    case RedOp::MAX: return pick<Max, T>();
-    default: throw_unsupported(op, dtype);
-  }
-}
-
-template <class T>
-ReduceFunction pick_integer(RedOp op, at::ScalarType dtype) {
-  // Sums and products wrap around; two's complement makes unsigned arithmetic do for both signs.
-  using Unsigned = std::make_unsigned_t<T>;
-  switch (op) {
-    case RedOp::SUM: return pick<Sum, Unsigned>();
-    case RedOp::PRODUCT: return pick<Product, Unsigned>();
-    case RedOp::MIN: return pick<Min, T>();
-    case RedOp::MAX: return pick<Max, T>();
-    case RedOp::BAND: return pick<BitAnd, Unsigned>();
-    case RedOp::BOR: return pick<BitOr, Unsigned>();
-    case RedOp::BXOR: return pick<BitXor, Unsigned>();
-    default: throw_unsupported(op, dtype);
-  }
+  if (op == RedOp::MIN) return pick<Min, T>();
+  return op == RedOp::MAX ? pick<Max, T>() : pick_complex<T>(op, dtype);
 }
 
 }  // namespace

@@ -44,25 +44,19 @@ class GradBucket {
 // Stands in the place of the reducer's all-reduce.
 class CommHook {
  public:
+  explicit CommHook(const ReducerState& state) : state_(state) {}
   virtual ~CommHook() = default;
   // Starts the reduction of a packed bucket. Called once for each that is sent, in launch order, on the thread that
   // launches it.
-  virtual Flight start(size_t bucket, at::Tensor buffer) = 0;
-  // The reduced bucket: the tensor in the completed future's value.
-  virtual at::Tensor result(const c10::IValue& value) = 0;
-  // Devices only: Reducer::all_reduce() sets it if the hook calls that.
-  c10::intrusive_ptr<c10d::Work> work;
-};
-
-// A hook that gets a GradBucket.
-class GradBucketHook : public CommHook {
- public:
-  explicit GradBucketHook(const ReducerState& state) : state_(state) {}
-  Flight start(size_t bucket, at::Tensor buffer) override {
+  Flight start(size_t bucket, at::Tensor buffer) {
     GradBucket seen(state_, bucket, std::move(buffer));
     auto future = run(seen);  // may set `work`
     return {std::move(future), std::exchange(work, nullptr)};
   }
+  // The reduced bucket: the tensor in the completed future's value.
+  virtual at::Tensor result(const c10::IValue& value) = 0;
+  // Devices only: Reducer::all_reduce() sets it if the hook calls that.
+  c10::intrusive_ptr<c10d::Work> work;
 
  protected:
   virtual c10::intrusive_ptr<Future> run(GradBucket& bucket) = 0;

@@ -36,8 +36,6 @@ class GraphTaskNodes {
   }
   // Whether it goes to all leaves, and not to given inputs alone, as of autograd.grad().
   bool reaches_all_leaves() const { return notes_.empty(); }
-  // Whether it goes to given inputs, and keeps its graph for another backward.
-  bool looks_ahead() const { return !reaches_all_leaves() && torch::autograd::get_current_graph_task_keep_graph(); }
   // Whether it will run an AccumulateGrad node, as far as its own graph shows.
   bool accumulates(Node* node) const {
     const auto note = notes_.find(node);

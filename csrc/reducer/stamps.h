@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -45,12 +46,11 @@ struct StepStamps {
 struct Trace : StepStamps {
   static constexpr size_t kEarlier = 31;  // with the last step 32
 
-  std::vector<int64_t> ready;       // by parameter: its last arrival, when the gradient is whole
-  std::vector<StepStamps> earlier;  // finished steps with these buckets, a ring
-  size_t oldest = 0;                // in the ring
-  bool whole = false;               // the step has ended, and no other has begun its backward
-  Moments finished{};               // of a whole step: the next forward writes into `step`
-  Approach coming;                  // of the next step
+  std::vector<int64_t> ready;      // by parameter: its last arrival, when the gradient is whole
+  std::deque<StepStamps> earlier;  // finished steps with these buckets, the oldest first
+  bool whole = false;              // the step has ended, and no other has begun its backward
+  Moments finished{};              // of a whole step: the next forward writes into `step`
+  Approach coming;                 // of the next step
   int64_t optimizer_total = 0;
 
   static int64_t now() {
@@ -70,17 +70,17 @@ struct Trace : StepStamps {
   // Other buckets: what earlier ones have shown is forgotten.
   void resize(size_t parameter_count, size_t bucket_count) {
     earlier.clear();
-    oldest = 0;
     whole = false;
     ready.resize(parameter_count);
     buckets.resize(bucket_count);
     clear();
   }
   void begin_iteration(int64_t number) {
-    const size_t bucket_count = buckets.size();
-    if (whole) keep();
-    whole = false;
-    buckets.resize(bucket_count);
+    if (std::exchange(whole, false)) {
+      earlier.push_back(*this);
+      earlier.back().step = finished;
+      if (earlier.size() > kEarlier) earlier.pop_front();
+    }
     clear();
     iteration = number;
     coming.previous_end = at(StepEvent::kFinalizeEnd);
@@ -94,19 +94,6 @@ struct Trace : StepStamps {
   }
 
  private:
-  void keep() {
-    size_t place = earlier.size();
-    if (place < kEarlier)
-      earlier.emplace_back();
-    else
-      place = std::exchange(oldest, (oldest + 1) % kEarlier);
-    StepStamps& slot = earlier[place];
-    slot.iteration = iteration;
-    slot.step = finished;
-    slot.approach = approach;
-    slot.buckets.swap(buckets);  // memory goes round
-    slot.done = std::move(done);
-  }
   void clear() {
     BucketTimes never;
     never.fill(kNever);

@@ -20,6 +20,12 @@ class AnyGradDtype : public Case {
   }
 };
 
+// A backward runs that goes to given inputs, and keeps its graph for another one.
+bool backward_looks_ahead() {
+  return current_graph_task() != -1 && !GraphTaskNodes().reaches_all_leaves() &&
+      torch::autograd::get_current_graph_task_keep_graph();
+}
+
 const Companion torch_surface("torch_surface", [](py::module_& module) {
   bind_case<AnyGradDtype>(module, "AnyGradDtype").def(py::init());
   bind_case<ContextGradients>(module, "ContextGradients").def(py::init<std::string>(), py::arg("refusal"));
@@ -37,6 +43,7 @@ const Companion torch_surface("torch_surface", [](py::module_& module) {
           given("other"), py::arg("views"));
   bind_case<SparseBuckets>(module, "SparseBuckets").def(py::init<std::vector<bool>>(), py::arg("expect_sparse"));
   bind_case<TransportMemory>(module, "TransportMemory").def(py::init());
+  module.def("backward_looks_ahead", &backward_looks_ahead);
 });
 
 }  // namespace

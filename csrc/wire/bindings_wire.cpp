@@ -7,6 +7,8 @@
 #include "ordered_allreduce.h"
 #include "quantized_bucket.h"
 
+#include <pybind11/chrono.h>
+
 namespace minddp {
 namespace {
 
@@ -84,6 +86,11 @@ void bind_block_quantization(py::module_& module) {
       Release(), py::arg("pieces"), py::arg("lost"));
 }
 
+// Of the group's backend for CPU tensors: torch's Python interface has only Gloo's.
+std::chrono::milliseconds cpu_timeout(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  return group->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
+}
+
 const Companion wire("wire", [](py::module_& module) {
   py::class_<OrderedAllreduce, Ordered>(
       module, "OrderedAllreduce", "Sums in the order of ranks; see csrc/wire/ordered_allreduce.h.")
@@ -93,6 +100,7 @@ const Companion wire("wire", [](py::module_& module) {
   bind_case<HalfBuckets>(module, "HalfBuckets").def(py::init());
   bind_case<QuantizedBuckets>(module, "QuantizedBuckets").def(py::init<Residuals>(), py::arg("residuals"));
   bind_block_quantization(module);
+  module.def("cpu_timeout", &cpu_timeout, given("group"));
 });
 
 }  // namespace

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import environment, lifetime  # noqa: F401  registers its exit handler first, so that it runs after the trace's
-from ..functions import path_of
+from ..documents import refuse_device
 from ..logs import log
 from .chrome import write
 from .gathering import Ranks, this_process
@@ -77,6 +77,34 @@ class _ModuleRecord:
         return {**facts, "steps": self.steps}
 
 
+def path_of(path: Any) -> str:
+    """The path of the file that is to be written later.
+
+    Raises:
+        TypeError: it is no path.
+        ValueError: it is empty, or holds what no path does.
+        OSError: its folder does not exist, or it is a folder, a device or a pipe.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(text := os.fspath(path), str):
+        raise TypeError(f"minddp.trace: path must be a path, as text or os.PathLike, got {path!r}")
+    if not text or "\0" in text or not _encodes(text):
+        raise ValueError(f"minddp.trace: path must name a file, got {text!r}")
+    folder = os.path.dirname(text) or "."
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"minddp.trace: the folder {folder!r} of path {text!r} does not exist")
+    if os.path.isdir(text):
+        raise IsADirectoryError(f"minddp.trace: path {text!r} is a folder; name a file in it")
+    refuse_device(text, "minddp.trace: path ")
+    return text
+
+
+def _encodes(text: str) -> bool:
+    try:
+        return bool(os.fsencode(text))
+    except UnicodeEncodeError:
+        return False
+
+
 class Trace:
     """An open trace; a context manager. Made by :func:`trace`."""
 
@@ -85,7 +113,7 @@ class Trace:
             raise TypeError(f"minddp.trace: steps must be a number of steps, got {steps!r}")
         if steps < 1:
             raise ValueError(f"minddp.trace: steps must be at least 1, not {steps}")
-        self._path = path_of(path, "minddp.trace")
+        self._path = path_of(path)
         self._limit = steps
         self._patience = patience
         self._records: list[_ModuleRecord] = []

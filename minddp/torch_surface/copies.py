@@ -51,7 +51,7 @@ class _Copies:
         super(_TorchDDP, self).__setstate__(state)  # type: ignore[misc]
         self._minddp_observe(settings)
         self._minddp_observers.get("torch_surface").is_copied = True
-        self._minddp_wrapped = Parameters.like(self.module, left_alone, self._minddp_apart)
+        self._minddp_wrapped = Parameters(self.module, left_alone, self._minddp_apart)
         self._minddp_average(None)
         if hook is not None:
             self._minddp_averager.set_hook(*hook)

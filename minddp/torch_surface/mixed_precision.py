@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from .. import _C
+from .._C import torch_surface as native
 from ..parameters import every_name
 
 
@@ -125,7 +125,7 @@ class MixedPrecision:
     def _on_backward(self, grads: Any) -> None:
         if not self._low:  # another forward, or backward, has ended since
             self.lower()
-        if _C.backward_looks_ahead():  # a gradient penalty's, say: its graph is used again
+        if native.backward_looks_ahead():  # a gradient penalty's, say: its graph is used again
             return
         Variable._execution_engine.queue_callback(self.restore)
 

@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from .. import _C
 from .._C import wire as native
 from ..functions import averager_of, wrapper_of
 from ..messages import is_torchs
@@ -204,7 +203,7 @@ def _backend_name(group: Any, device: torch.device) -> str | None:
 def _companion(group: Any, purpose: str) -> Any:
     """A Gloo backend of the group's ranks. No process group: that would count among the program's own."""
     store = dist.PrefixStore(f"minddp/{purpose}", dist.distributed_c10d._world.pg_map[group][1])
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), _C.cpu_timeout(group))
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), native.cpu_timeout(group))
 
 
 def wire_state(ddp: torch.nn.Module) -> WireState:

@@ -64,7 +64,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compile_kernels("emulated_kernel.cpp", target, *flags, "-Wl,--exclude-libs,ALL")
     library = ctypes.CDLL(str(target))
     library.emulate.argtypes = [ctypes.POINTER(Segment), ctypes.c_int64, ctypes.c_int, ctypes.c_int]
-    library.emulate.argtypes += [ctypes.c_double, ctypes.c_void_p, ctypes.c_int64]
+    library.emulate.argtypes += [ctypes.c_double, ctypes.c_int64]
     library.error.restype = ctypes.c_char_p
     library.emulate_largest_table.restype = ctypes.c_int64
     pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -89,7 +89,6 @@ class Emulated:
         destinations: Sequence[torch.Tensor],
         src_dtype: torch.dtype,
         scale: float = 1.0,
-        nonfinite: torch.Tensor | None = None,
     ) -> None:
         segments = [
             Segment(None if src is None else src.data_ptr(), dst.data_ptr(), dst.numel())
@@ -101,7 +100,6 @@ class Emulated:
             SCALAR_TYPES[src_dtype],
             SCALAR_TYPES[destinations[0].dtype],
             scale,
-            None if nonfinite is None else nonfinite.data_ptr(),
             self.capacity,
         )
         if self.launches < 0:
@@ -115,7 +113,7 @@ class OnGpu:
     device: str = "cuda"
 
     def __call__(self, sources: Sequence[torch.Tensor | None], *arguments: Any) -> None:
-        _extension.load().cuda_scaled_copy(list(sources), *arguments)
+        _extension.load().scaled_copy(list(sources), *arguments)
 
 
 @pytest.fixture
@@ -130,6 +128,6 @@ def gpu() -> OnGpu:
 
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.cuda)])
 def kernel(request: pytest.FixtureRequest) -> Emulated | OnGpu:
-    """``kernel(sources, destinations, src_dtype, scale, nonfinite)`` for tensors on ``kernel.device``."""
+    """``kernel(sources, destinations, src_dtype, scale)`` for tensors on ``kernel.device``."""
     found: Emulated | OnGpu = request.getfixturevalue(request.param)
     return found

@@ -50,29 +50,29 @@ void for_each_block(int64_t count, auto&& work) {
 
 // One launch over pieces [begin, end), as the launcher makes it from a table or a part of one.
 template <typename Src, typename Dst, bool kScaled>
-void launch(const SegmentTable& table, size_t begin, size_t end, double scale, uint32_t* flags) {
+void launch(const SegmentTable& table, size_t begin, size_t end, double scale) {
   const DeviceTable part{static_cast<uint32_t>(end - begin), table.pieces.data() + begin};
   const int64_t last = end == table.pieces.size() ? table.chunks : table.pieces[end].first_chunk;
   const int64_t blocks = last - table.pieces[begin].first_chunk;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
     for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x)
-      scaled_copy_kernel<Src, Dst, kScaled>(part, scale, flags);
+      scaled_copy_kernel<Src, Dst, kScaled>(part, scale);
 }
 
 }  // namespace
 
 // `capacity`: pieces to a launch. Returns the number of launches, or -1 and sets the error.
 extern "C" int emulate(const CopySegment* segments, int64_t count, int src_type, int dst_type, double scale,
-    uint32_t* flags, int64_t capacity) {
+    int64_t capacity) {
   try {
     int launches = 0;
     dispatch(std::vector<CopySegment>(segments, segments + count), static_cast<at::ScalarType>(src_type),
-        static_cast<at::ScalarType>(dst_type), scale, flags,
+        static_cast<at::ScalarType>(dst_type), scale,
         [&](auto src, auto dst, auto scaled, const SegmentTable& table) {
           const size_t pieces = table.pieces.size();
           for (size_t begin = 0; begin < pieces; begin += capacity, ++launches) {
             launch<typename decltype(src)::type, typename decltype(dst)::type, decltype(scaled)::value>(
-                table, begin, std::min<size_t>(begin + capacity, pieces), scale, flags);
+                table, begin, std::min<size_t>(begin + capacity, pieces), scale);
           }
         });
     return launches;

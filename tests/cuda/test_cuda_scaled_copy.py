@@ -141,29 +141,6 @@ def test_a_table_in_several_launches(emulated: Any, capacity: int) -> None:
     assert emulated.launches > 1000 // capacity // 2
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_nonfinite_flags(kernel: Any, dtype: torch.dtype, scale: float) -> None:
-    """A segment's flag is set by one bad value wherever it lies, and by nothing else."""
-    sizes = [1, 8, 4096, 5000, 0, 17, 9000, 33]
-    sources = [random_tensor(numel, dtype, kernel.device, 0) for numel in sizes]
-    bad = {1: (7, float("nan")), 3: (4999, float("inf")), 6: (4096, -float("inf"))}
-    for segment, (position, value) in bad.items():
-        sources[segment][position] = value
-    flags = torch.zeros(len(sizes), dtype=torch.int32, device=kernel.device)
-    kernel(sources, [torch.empty_like(source) for source in sources], dtype, scale, flags)
-    assert flags.tolist() == [int(segment in bad) for segment in range(len(sizes))]
-
-
-def test_overflow_in_the_cast_is_flagged(kernel: Any) -> None:
-    """1e6 is finite as float32 and infinite as the float16 that is written."""
-    sources = [torch.full((10,), value, device=kernel.device) for value in (1.0, 1e6)]
-    destinations = [torch.empty(10, dtype=torch.float16, device=kernel.device) for _ in sources]
-    flags = torch.zeros(2, dtype=torch.int32, device=kernel.device)
-    kernel(sources, destinations, torch.float32, 1.0, flags)
-    assert flags.tolist() == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("src", "dst", "scale", "message"),
     [

@@ -35,8 +35,7 @@ class Fitting:
 
     def reducer(self, *cases: Any, wire: torch.dtype = torch.float32) -> Any:
         parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-        options = _C.ReducerOptions(wire_dtypes=[wire] * 2, always_reduce=True)
-        reducer = _C.Reducer(parameters, ["a", "b"], self.group, options)
+        reducer = _C.Reducer(parameters, ["a", "b"], self.group, wire_dtypes=[wire] * 2, always_reduce=True)
         for case in cases:
             reducer.add(case)
         reducer.set_buckets([[0], [1]])
@@ -66,7 +65,6 @@ class Fitting:
         (r"(?i:list)\[.*bool", lambda self: [False, False]),
         (r"(?i:list)\[", lambda self: []),
         (r"Reducer$", lambda self: self.reducer()),
-        (r"ReducerOptions", lambda self: _C.ReducerOptions()),
         (r"GradBucket", lambda self: self.reducer()._get_zeros_like_grad_buckets()[0]),
         (r"OrderedAllreduce", lambda self: _C.wire.OrderedAllreduce.on_device(self.group, 1024)),
         (r"Case$", lambda self: _C.ProgramCollectives()),

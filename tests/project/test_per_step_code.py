@@ -23,7 +23,7 @@ PER_STEP: dict[str, set[str] | None] = {
     "functional/control.py": None,
     "functional/linear.py": None,
     "functional/transport.py": None,
-    "start.py": {"broadcast_coalesced", "_receive", "_once", "_messages", "_cuts"},
+    "start.py": {"broadcast_coalesced", "_receive", "_once", "_messages"},
 }
 ALLOWED = {
     (

@@ -18,8 +18,6 @@ FOLDER = Path(minddp.__file__).parent
 STUBS = {"_C": FOLDER / "_C" / "__init__.pyi", "_shm": FOLDER / "_shm.pyi"} | {
     f"_C.{path.stem}": path for path in (FOLDER / "_C").glob("[a-z]*.pyi")
 }
-# In the extension only when it is built with CUDA.
-CUDA_ONLY = {"cuda_scaled_copy"}
 # What pybind11 adds to every class, and to enums.
 PYBIND11 = {"_pybind11_conduit_v1_", "name", "value"}
 
@@ -64,8 +62,6 @@ def test_the_stub_names_what_the_extension_has(name: str) -> None:
     if companion:
         module = getattr(module, companion)
     stub = stub_names(STUBS[name])
-    for cuda_only in CUDA_ONLY & set(stub) - set(vars(module)):
-        del stub[cuda_only]
     for members in stub.values():
         members -= {"__init__", "__getattr__"}
     names = extension_names(module)

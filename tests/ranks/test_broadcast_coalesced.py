@@ -175,6 +175,12 @@ class Flattens(Refuses):
         return ["codes", "scale"], None
 
 
+class FlattensToo(Rounded):
+    """Takes plain values, and would lose something."""
+
+    __tensor_flatten__ = Flattens.__tensor_flatten__
+
+
 @on_ranks(2)
 def test_tensors_of_a_class_that_copies_in_its_own_way(rank, world_size):
     """As a parameter at construction, as a buffer before a forward too, beside others in one message."""
@@ -188,7 +194,7 @@ def test_tensors_of_a_class_that_copies_in_its_own_way(rank, world_size):
     def held(module):
         return [part.clone() for t in (module.weight, module.codes) for part in (t.codes, t.scale)] + [module.mean]
 
-    for wrap, kind in ((TORCH, Rounded), (OURS, Rounded), (OURS, Flattens)):
+    for wrap, kind in ((TORCH, Rounded), (OURS, Rounded), (OURS, Flattens), (OURS, FlattensToo)):
         ddp = wrap(made(kind, rank))
         seen = [held(ddp.module)]
         ddp.module.codes = made(kind, 10 + rank).codes
@@ -198,7 +204,7 @@ def test_tensors_of_a_class_that_copies_in_its_own_way(rank, world_size):
         dist.all_gather_object(everyone, seen)
         for mine, theirs in zip(seen, everyone[0], strict=True):
             assert all(map(torch.equal, mine, theirs))
-        if kind is Flattens:  # nothing is lost
+        if kind in (Flattens, FlattensToo):  # nothing is lost
             assert torch.equal(seen[0][0], made(kind, 0).weight.codes)
     with pytest.raises(NotImplementedError, match="no plain values"):
         TORCH(made(Refuses, 0))

@@ -22,7 +22,7 @@ def _values(dtype, size):
 
 def _copy(src, dst_dtype, scale, reference):
     dst = torch.full((src.numel(),), 77.0).to(dst_dtype)
-    _C.scaled_copy(src, dst, scale, reference)
+    _C.scaled_copy([src], [dst], src.dtype, scale, reference)
     return dst
 
 
@@ -61,7 +61,7 @@ def test_special_values_survive(dtype):
 def test_in_place():
     values = _values(torch.float32, 100)
     expected = values * 0.25
-    _C.scaled_copy(values, values, 0.25)
+    _C.scaled_copy([values], [values], values.dtype, 0.25)
     assert torch.equal(values, expected)
 
 
@@ -75,9 +75,9 @@ def test_large_copies_at_any_alignment(dtype, scale):
         for shift in (0, 1, 2):
             src = values[start : start + size]
             dst = torch.full((size + 8,), 77.0).to(dtype)
-            _C.scaled_copy(src, dst[shift : shift + size], scale, False)
+            _C.scaled_copy([src], [dst[shift : shift + size]], dtype, scale)
             assert torch.equal(dst[shift : shift + size], _copy(src, dtype, scale, True)), (start, shift)
             assert (dst[:shift] == 77).all() and (dst[shift + size :] == 77).all()
             in_place = src.clone()
-            _C.scaled_copy(in_place, in_place, scale, False)
+            _C.scaled_copy([in_place], [in_place], dtype, scale)
             assert torch.equal(in_place, _copy(src, dtype, scale, True))

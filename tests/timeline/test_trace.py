@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 from minddp import documents, timeline
 from minddp.straggler import command as straggler_command
 from minddp.timeline import RankStep, Trace, draw, rank_steps, recording, step_times, table
-from minddp.timeline.recording import after_step
+from minddp.timeline.recording import after_step, path_of
 from tests.faults.logged import logged
 from tests.straggler.test_analysis import shifted
 
@@ -190,6 +191,20 @@ def test_bad_arguments_are_named_at_once(tmp_path):
     for wrong in ({"path": 3}, {"path": tmp_path / "t.json", "steps": "3"}):
         with pytest.raises(TypeError, match=r"minddp.trace: (path must be a path|steps must be a number of steps)"):
             recording.trace(**wrong)
+
+
+def test_paths(tmp_path: Path) -> None:
+    assert path_of(tmp_path / "a.json") == str(tmp_path / "a.json") and path_of("a.json") == "a.json"
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    refused = [("", ValueError, "file, got ''"), ("a\0b", ValueError, "file"), ("\ud800", ValueError, "file")]
+    refused += [(3, TypeError, "as text or os.PathLike, got 3"), (b"a", TypeError, "as text or os.PathLike")]
+    refused += [(tmp_path / "no" / "a", FileNotFoundError, "does not exist")]
+    refused += [(tmp_path, IsADirectoryError, "is a folder; name a file in it")]
+    refused += [(tmp_path / name, OSError, "path is a device, a pipe or a socket") for name in ("pipe", "link")]
+    for path, kind, words in refused:
+        with pytest.raises(kind, match=f"minddp.trace: .*{re.escape(words)}"):
+            path_of(path)
 
 
 def test_an_exception_in_the_block_still_writes_the_file(tmp_path):

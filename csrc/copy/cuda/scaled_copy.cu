@@ -17,9 +17,8 @@ namespace {
 
 // Older toolkits compile no larger one.
 constexpr size_t kLargestTable = CUDART_VERSION >= kLargeTablesFrom ? kLargeTable : kSmallTable;
-constexpr size_t kOtherParameters = sizeof(double) + sizeof(uint32_t*);
-static_assert(sizeof(InlineTable<kSmallTable>) + kOtherParameters <= 4096);
-static_assert(sizeof(InlineTable<kLargeTable>) + kOtherParameters <= 32764);
+static_assert(sizeof(InlineTable<kSmallTable>) + sizeof(double) <= 4096);
+static_assert(sizeof(InlineTable<kLargeTable>) + sizeof(double) <= 32764);
 
 // By the driver, which may be older than the toolkit that this was built with.
 size_t most_in_parameters(c10::DeviceIndex device) {
@@ -43,7 +42,6 @@ bool is_capturing(cudaStream_t stream) {
 template <typename Src, typename Dst, bool kScaled>
 struct Launcher {
   double scale;
-  uint32_t* nonfinite_flags;
   c10::cuda::CUDAStream stream;
   size_t most;  // pieces that fit into the parameters
 
@@ -62,7 +60,7 @@ struct Launcher {
   template <typename Table>
   void launch(const Table& table, int64_t blocks) const {
     scaled_copy_kernel<Src, Dst, kScaled, Table>
-        <<<static_cast<unsigned>(blocks), kThreads, 0, stream.stream()>>>(table, scale, nonfinite_flags);
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream.stream()>>>(table, scale);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
@@ -133,13 +131,12 @@ bool covers(c10::DeviceIndex device) {
 }
 
 void scaled_copy(const std::vector<CopySegment>& segments, at::ScalarType src_type, at::ScalarType dst_type,
-    double scale, c10::DeviceIndex device, uint32_t* nonfinite_flags) {
+    double scale, c10::DeviceIndex device) {
   const c10::cuda::CUDAGuard guard(device);
-  dispatch(segments, src_type, dst_type, scale, nonfinite_flags,
-      [&](auto src, auto dst, auto scaled, const SegmentTable& table) {
-        using Launch = Launcher<typename decltype(src)::type, typename decltype(dst)::type, decltype(scaled)::value>;
-        Launch{scale, nonfinite_flags, c10::cuda::getCurrentCUDAStream(device), most_in_parameters(device)}(table);
-      });
+  dispatch(segments, src_type, dst_type, scale, [&](auto src, auto dst, auto scaled, const SegmentTable& table) {
+    using Launch = Launcher<typename decltype(src)::type, typename decltype(dst)::type, decltype(scaled)::value>;
+    Launch{scale, c10::cuda::getCurrentCUDAStream(device), most_in_parameters(device)}(table);
+  });
 }
 
 }  // namespace cuda

@@ -22,14 +22,11 @@ bool covers(c10::DeviceIndex device);
 // returns at once: the host never waits. Computed in float, or in double where either type is double;
 // scale == 1 without a cast is a bit-exact copy. Legal while the stream is captured into a CUDA graph.
 //
-// `nonfinite_flags`, if given, points to a word per segment, on `device`; the word of a segment in
-// which any *written* value is infinite or NaN becomes 1, the others are left as they were.
-//
 // REQUIRES: covers(device); both types floating, or both complex, or equal with scale == 1;
 //   segments' memory on `device`, and alive until the stream has passed this point;
 //   src and dst of a segment are equal (then the types' sizes are too) or do not overlap.
 void scaled_copy(const std::vector<CopySegment>& segments, at::ScalarType src_type, at::ScalarType dst_type,
-    double scale, c10::DeviceIndex device, uint32_t* nonfinite_flags = nullptr);
+    double scale, c10::DeviceIndex device);
 
 }  // namespace cuda
 }  // namespace minddp

@@ -11,7 +11,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
@@ -53,22 +52,11 @@ __device__ Dst convert(Src value, double scale) {
   }
 }
 
-template <typename T>
-__device__ bool is_nonfinite(T value) {
-  if constexpr (std::is_integral_v<T>)
-    return false;
-  else if constexpr (std::is_same_v<T, double>)
-    return !(std::fabs(value) <= 1.7976931348623157e308);
-  else
-    return !(std::fabs(static_cast<float>(value)) <= 3.402823466e38f);
-}
-
-// Copies `count` vectors of kWidth elements; true if a written value is not finite.
+// Copies `count` vectors of kWidth elements.
 template <typename Src, typename Dst, bool kScaled, int kWidth>
-__device__ bool copy_vectors(const Src* src, Dst* dst, int count, double scale) {
+__device__ void copy_vectors(const Src* src, Dst* dst, int count, double scale) {
   const auto* in = reinterpret_cast<const Vector<Src, kWidth>*>(src);
   auto* out = reinterpret_cast<Vector<Dst, kWidth>*>(dst);
-  bool nonfinite = false;
   for (int first = static_cast<int>(threadIdx.x); first < count; first += kBatch * kThreads) {
     Vector<Src, kWidth> loaded[kBatch] = {};  // zeros stand for a src that does not exist
 #pragma unroll
@@ -79,15 +67,11 @@ __device__ bool copy_vectors(const Src* src, Dst* dst, int count, double scale) 
       if (first + b * kThreads < count) {
         Vector<Dst, kWidth> result;
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          result.values[i] = convert<Src, Dst, kScaled>(loaded[b].values[i], scale);
-          nonfinite |= is_nonfinite(result.values[i]);
-        }
+        for (int i = 0; i < kWidth; ++i) result.values[i] = convert<Src, Dst, kScaled>(loaded[b].values[i], scale);
         out[first + b * kThreads] = result;
       }
     }
   }
-  return nonfinite;
 }
 
 template <typename T, int kWidth>
@@ -101,17 +85,15 @@ __device__ bool is_aligned(const T* pointer) {
 // makes several accesses of 16 bytes.
 template <typename Src, typename Dst, bool kScaled,
     int kWidth = 16 / (sizeof(Src) < sizeof(Dst) ? sizeof(Src) : sizeof(Dst))>
-__device__ bool copy_chunk(const Src* src, Dst* dst, int count, double scale) {
+__device__ void copy_chunk(const Src* src, Dst* dst, int count, double scale) {
   if constexpr (kWidth > 1) {
     if (!is_aligned<Src, kWidth>(src) || !is_aligned<Dst, kWidth>(dst))
       return copy_chunk<Src, Dst, kScaled, kWidth / 2>(src, dst, count, scale);
   }
   const int vectors = count / kWidth;
-  bool nonfinite = copy_vectors<Src, Dst, kScaled, kWidth>(src, dst, vectors, scale);
+  copy_vectors<Src, Dst, kScaled, kWidth>(src, dst, vectors, scale);
   const int done = vectors * kWidth;
-  nonfinite |=
-      copy_vectors<Src, Dst, kScaled, 1>(src == nullptr ? nullptr : src + done, dst + done, count - done, scale);
-  return nonfinite;
+  copy_vectors<Src, Dst, kScaled, 1>(src == nullptr ? nullptr : src + done, dst + done, count - done, scale);
 }
 
 // The last piece whose first chunk is not after `chunk`.
@@ -125,7 +107,7 @@ __device__ inline uint32_t find_piece(const Piece* pieces, uint32_t count, uint3
 }
 
 template <typename Src, typename Dst, bool kScaled, typename Table>
-__global__ void scaled_copy_kernel(const __grid_constant__ Table table, double scale, uint32_t* nonfinite_flags) {
+__global__ void scaled_copy_kernel(const __grid_constant__ Table table, double scale) {
   const uint32_t chunk = table.pieces[0].first_chunk + blockIdx.x;
   const Piece& piece = table.pieces[find_piece(table.pieces, table.count, chunk)];
   const int64_t begin = static_cast<int64_t>(chunk - piece.first_chunk) * kChunk;
@@ -133,8 +115,7 @@ __global__ void scaled_copy_kernel(const __grid_constant__ Table table, double s
   const Src* src = piece.src == nullptr ? nullptr : static_cast<const Src*>(piece.src) + begin;
   Dst* dst = static_cast<Dst*>(piece.dst) + begin;
   const int count = static_cast<int>(left < kChunk ? left : kChunk);
-  if (copy_chunk<Src, Dst, kScaled>(src, dst, count, scale) && nonfinite_flags != nullptr)
-    nonfinite_flags[piece.segment] = 1;  // a race of equal values
+  copy_chunk<Src, Dst, kScaled>(src, dst, count, scale);
 }
 
 // --- the choice of types ------------------------------------------------------------------------------
@@ -186,11 +167,11 @@ void visit_types(at::ScalarType src_type, at::ScalarType dst_type, double scale,
 // Calls launch(Src, Dst, scaled, table), once, or never when there is nothing to do.
 template <typename Launch>
 void dispatch(const std::vector<CopySegment>& segments, at::ScalarType src_type, at::ScalarType dst_type,
-    double scale, const uint32_t* nonfinite_flags, Launch&& launch) {
+    double scale, Launch&& launch) {
   const bool complex = c10::isComplexType(src_type);
   TORCH_CHECK(complex == c10::isComplexType(dst_type), "scaled_copy cannot cast ", src_type, " to ", dst_type);
   const bool copies_bits = src_type == dst_type && scale == 1.0;
-  const SegmentTable table = make_segment_table(segments, complex ? 2 : 1, copies_bits && nonfinite_flags == nullptr);
+  const SegmentTable table = make_segment_table(segments, complex ? 2 : 1, copies_bits);
   TORCH_CHECK(table.chunks <= std::numeric_limits<int>::max(), "scaled_copy: more elements than one launch takes");
   const auto real = [&](at::ScalarType type) { return complex ? c10::toRealValueType(type) : type; };
   if (!table.pieces.empty()) {

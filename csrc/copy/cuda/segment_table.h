@@ -33,7 +33,6 @@ struct Piece {
   void* dst;
   int64_t numel;
   uint32_t first_chunk;  // chunks in all pieces before this one
-  uint32_t segment;      // the caller's index, in which empty segments count too
 };
 static_assert(sizeof(Piece) == 32, "the capacity of a launch is computed from this");
 
@@ -48,12 +47,10 @@ inline SegmentTable make_segment_table(
     const std::vector<CopySegment>& segments, int values_per_element, bool skip_in_place) {
   SegmentTable table;
   table.pieces.reserve(segments.size());
-  for (size_t i = 0; i < segments.size(); ++i) {
-    const CopySegment& segment = segments[i];
+  for (const CopySegment& segment : segments) {
     const int64_t numel = segment.numel * values_per_element;
     if (numel > 0 && !(skip_in_place && segment.src == segment.dst)) {
-      table.pieces.push_back(
-          {segment.src, segment.dst, numel, static_cast<uint32_t>(table.chunks), static_cast<uint32_t>(i)});
+      table.pieces.push_back({segment.src, segment.dst, numel, static_cast<uint32_t>(table.chunks)});
       table.chunks += (numel + kChunk - 1) / kChunk;
     }
   }

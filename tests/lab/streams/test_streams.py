@@ -410,9 +410,9 @@ def _copies(rank: int, world_size: int) -> list[str]:
     different = []
     for src, dst, scale in itertools.product(floats, floats, (1.0, 0.5, 1 / 3)):
         want, found = torch.zeros(100, dtype=dst), torch.zeros(100, dtype=dst, device=extension.NAME)
-        _C.scaled_copy(values.to(src), want, scale, True)
+        _C.scaled_copy([values.to(src)], [want], src, scale, True)
         on_device = values.to(src).to(extension.NAME)
-        _C.scaled_copy(on_device, found, scale, False)
+        _C.scaled_copy([on_device], [found], src, scale)
         if not torch.equal(found.cpu(), want):
             different.append(f"{src} to {dst} by {scale}")
     return different
