@@ -21,7 +21,9 @@ import statistics
 import sys
 from collections.abc import Callable
 
-from minddp.planner import LinearCost, capped_buckets, optimal_plan, plan_finish
+from optimum import capped
+
+from minddp.planner import LinearCost, optimal_plan, plan_finish
 
 MIB = 1 << 20
 CAPS = [MIB // 4, MIB // 2, MIB, 2 * MIB, 5 * MIB, 10 * MIB, 25 * MIB, 50 * MIB]
@@ -59,13 +61,13 @@ def merged_greedily(ready: list[float], nbytes: list[int], cost: LinearCost) -> 
 
 def best_uniform(ready: list[float], nbytes: list[int], cost: LinearCost) -> Buckets:
     return min(
-        (capped_buckets(nbytes, cap) for cap in CAPS),
+        (capped(nbytes, [cap]) for cap in CAPS),
         key=lambda buckets: plan_finish(buckets, ready, nbytes, cost),
     )
 
 
 RULES: dict[str, Callable[[list[float], list[int], LinearCost], Buckets]] = {
-    "torch's caps, 1 and 25 MiB": lambda ready, nbytes, cost: capped_buckets(nbytes, 25 * MIB, MIB),
+    "torch's caps, 1 and 25 MiB": lambda ready, nbytes, cost: capped(nbytes, [MIB, 25 * MIB]),
     "best of eight uniform caps": best_uniform,
     "MG-WFBP's greedy": merged_greedily,
     "one bucket": lambda ready, nbytes, cost: [list(range(len(nbytes)))],

@@ -27,11 +27,12 @@ from typing import Any
 import harness
 from harness import BenchmarkError, Ranks, run_main
 from links import parse_rate
+from optimum import capped
 from optimum.backward_profile import BackwardProfile, Burst, StepTimes, bursts, fit_bursts, simulate_step
 from optimum.collective_cost import measure_allreduce
 from topologies import Hierarchy, Ring, ScalingPoint, Stragglers, Topology, Tree, scaling, slowed
 
-from minddp.planner import LinearCost, capped_buckets, optimal_plan
+from minddp.planner import LinearCost, optimal_plan
 
 MIB = 1 << 20
 CAPS_MB = [0.25, 0.5, 1, 2, 3, 5, 8, 12, 18, 25, 50]
@@ -83,7 +84,7 @@ def bucket_choices(ddp: Any, caps_mb: list[float]) -> dict[str, list[list[int]]]
     kinds = [ddp._minddp_wrapped.reduced[index].dtype for index in order]
     choices = {"default": default}
     for cap in caps_mb:
-        buckets = [[order[p] for p in bucket] for bucket in capped_buckets(nbytes, int(cap * MIB), kinds=kinds)]
+        buckets = [[order[p] for p in bucket] for bucket in capped(nbytes, [int(cap * MIB)], kinds)]
         if buckets not in choices.values():
             choices[f"{cap:g} MiB"] = buckets
     return choices
@@ -139,7 +140,7 @@ class Sweep:
 
     def predicted_uniform(self, cap_mb: float) -> float:
         """The simulated step seconds of a uniform cap."""
-        buckets = capped_buckets(self.profile.nbytes, max(1, int(cap_mb * MIB)))
+        buckets = capped(self.profile.nbytes, [max(1, int(cap_mb * MIB))])
         return simulate_step(self.profile, buckets, self.cost).step_seconds
 
     def error(self, name: str) -> float:

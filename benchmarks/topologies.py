@@ -22,9 +22,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from optimum import capped
 from optimum.backward_profile import BackwardProfile, simulate_step
 
-from minddp.planner import Cost, LinearCost, capped_buckets, optimal_plan
+from minddp.planner import Cost, LinearCost, optimal_plan
 
 MIB = 1 << 20
 _FIRST_CAP, _CAP = MIB, 25 * MIB  # torch's default caps
@@ -227,8 +228,8 @@ def _scaling_point(
     return ScalingPoint(
         ranks=ranks,
         local_seconds=profile.local_seconds,
-        default_seconds=step(capped_buckets(profile.nbytes, _CAP, _FIRST_CAP)),
-        uniform_seconds={cap: step(capped_buckets(profile.nbytes, cap)) for cap in caps},
+        default_seconds=step(capped(profile.nbytes, [_FIRST_CAP, _CAP])),
+        uniform_seconds={cap: step(capped(profile.nbytes, [cap])) for cap in caps},
         planned_seconds=step(plan.buckets),
         planned_buckets=len(plan.buckets),
     )

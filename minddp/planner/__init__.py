@@ -5,7 +5,7 @@ which no training step runs. Not here: the command ``minddp tune``; cutting buck
 measured step and a link cost, and the optimum for them (``benchmarks/optimum``).
 """
 
-from .optimal import Cost, LinearCost, bucket_spans, capped_buckets, optimal_plan, plan_finish
+from .optimal import Cost, LinearCost, bucket_spans, optimal_plan, plan_finish
 from .plan import BucketPlan, ParameterInfo
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "LinearCost",
     "ParameterInfo",
     "bucket_spans",
-    "capped_buckets",
     "optimal_plan",
     "plan_finish",
 ]

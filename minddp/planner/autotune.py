@@ -28,11 +28,12 @@ import time
 import weakref
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..averager import Averager
 from ..buckets import assign_buckets, ready_order
 from ..logs import log
 from ..messages import backend_of, broadcast_from, wait_for
@@ -210,14 +211,6 @@ def _beats(trial: Trial, other: Trial) -> bool:
 # The tuner: every rank's ----------------------------------------------------------------------------
 
 
-class Tunable(Protocol):
-    """The part of the averager that the tuner uses: its reducer's ``buckets()`` and ``last_step()``, and this."""
-
-    reducer: Any
-
-    def set_buckets(self, buckets: list[list[int]]) -> None: ...
-
-
 @dataclass(frozen=True)
 class _Move:
     """What rank 0 tells all: the buckets to use from now on; the plan to keep, or why there is none."""
@@ -238,50 +231,26 @@ class _Move:
 
 
 class AutoTuner:
-    """Tunes one wrapper's buckets on all ranks of ``group`` together.
+    """Tunes one wrapper's buckets on all ranks of its group together.
 
-    Every rank makes one with the same arguments and calls :meth:`before_forward` at the start of each
-    forward whose backward will be synchronized. Now and then that call is a collective, at the same
-    iteration on every rank; so ranks that run out of data early (``join``) must not be tuned: stop
-    calling it, on all ranks, from the first step in which a rank may be missing.
+    Every rank makes one and calls :meth:`before_forward` at the start of each forward whose backward will be
+    synchronized. Now and then that call is a collective, at the same iteration on every rank; so ranks that run
+    out of data early (``join``) must not be tuned: stop calling it, on all ranks, from the first step in which a
+    rank may be missing.
 
     Args:
-        averager: whose buckets to tune.
-        group: the process group of its collectives.
-        parameter_names: names by parameter index; ``nbytes``, ``shapes`` and ``dtypes`` belong to them.
-        nbytes: bytes of each parameter's gradient, as caps count them.
-        shapes: shapes of the parameters.
-        dtypes: dtypes of the parameters.
-        kinds: what may not share a bucket, such as (dtype, device); parameters with sparse gradients
-            each need a kind of their own. The dtypes when None.
-        device: where the tuner's own messages lie: the parameters' device.
+        averager: whose buckets to tune, of the reducer that it has now.
         model: what the plan calls the model.
         settings: how long and how widely to search; may be replaced before the first step, on all ranks.
     """
 
-    def __init__(
-        self,
-        averager: Tunable,
-        group: Any,
-        parameter_names: Sequence[str],
-        nbytes: Sequence[int],
-        *,
-        shapes: Sequence[Sequence[int]],
-        dtypes: Sequence[torch.dtype],
-        kinds: Sequence[Hashable] | None = None,
-        device: torch.device | str = "cpu",
-        model: str = "",
-        settings: TunerSettings | None = None,
-    ):
-        self._device = torch.device(device)
+    def __init__(self, averager: Averager, model: str = "", settings: TunerSettings | None = None):
         self.settings = settings if settings is not None else TunerSettings()
         self.plan: BucketPlan | None = None
-        self.settled = group.size() == 1  # nothing to communicate, nothing to tune
+        self.settled = averager.group.size() == 1  # nothing to communicate, nothing to tune
         self._averager, self._reducer = weakref.proxy(averager), averager.reducer
-        self._group = group
-        self._names, self._shapes, self._dtypes = list(parameter_names), list(shapes), list(dtypes)
-        self._nbytes, self._model = list(nbytes), model
-        self._kinds = list(kinds if kinds is not None else dtypes)
+        self._group, self._device = averager.group, averager.parameters.device  # where the tuner's own messages lie
+        self._facts, self._model = averager.parameters.facts(), model
         self._seen_iteration = 0
         self._forward_begin_ns = 0
         self._skip = -1  # not begun
@@ -354,7 +323,8 @@ class AutoTuner:
 
     def _advance(self, seconds: list[float], ready_ns: Sequence[int]) -> _Move:
         if self._search is None or self._run is None:
-            self._search = PlanSearch(self._nbytes, self._kinds, ready_ns, self._reducer.buckets(), self.settings)
+            averager, default = self._averager, self._reducer.buckets()
+            self._search = PlanSearch(averager.nbytes, averager.kinds, ready_ns, default, self.settings)
             self._run = self._search.run()
             next(self._run)
         try:
@@ -376,4 +346,4 @@ class AutoTuner:
             "default_step_seconds": self._search.default.median,
             "trials": [trial.summary() for trial in self._search.trials],
         }
-        return BucketPlan.of_indices(winner.buckets, self._names, self._shapes, self._dtypes, notes)
+        return BucketPlan.of_indices(winner.buckets, *self._facts, notes)

@@ -57,21 +57,7 @@ class Planner(events.Observer):
             plan.buckets = self._pinned.parameter_buckets(*self.averager.parameters.facts())
 
     def reducer_made(self, reducer: Any, before: Any) -> None:
-        averager = self.averager
-        self.tuner = None
-        if self._auto:
-            names, shapes, dtypes = averager.parameters.facts()
-            self.tuner = AutoTuner(
-                averager,
-                averager.group,
-                names,
-                averager.nbytes,  # as caps count them, whatever travels
-                shapes=shapes,
-                dtypes=dtypes,
-                kinds=averager.kinds,
-                device=averager.parameters.device,
-                model=self._model,
-            )
+        self.tuner = AutoTuner(self.averager, self._model) if self._auto else None
 
     def before_forward(self, joining: bool) -> None:
         if self.tuner is not None and not joining:  # a joined rank would not take part in its collectives

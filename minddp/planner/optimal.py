@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from .plan import BucketPlan
 
-__all__ = ["Cost", "LinearCost", "bucket_spans", "capped_buckets", "optimal_plan", "plan_finish"]
+__all__ = ["Cost", "LinearCost", "bucket_spans", "optimal_plan", "plan_finish"]
 
 Cost = Callable[[int], float]  # the seconds of an all-reduce of so many bytes
 
@@ -103,40 +103,6 @@ def optimal_plan(
     lanes = _lanes(kinds if kinds is not None else [None] * len(sizes))
     buckets = _buckets_of_kinds(ready, sizes, cost, slack, lanes)
     return BucketPlan(buckets, plan_finish(buckets, ready, sizes, cost))
-
-
-def capped_buckets(
-    nbytes: Sequence[int],
-    cap_nbytes: int,
-    first_cap_nbytes: int | None = None,
-    kinds: Sequence[Hashable] | None = None,
-) -> list[list[int]]:
-    """Buckets filled in order and closed once they hold a cap's bytes: the rule of fixed caps.
-
-    A bucket may so exceed the cap by less than its last gradient. Buckets are listed in the order in
-    which their last gradients come.
-
-    Args:
-        nbytes: bytes of each gradient, in ready order.
-        cap_nbytes: the cap, in bytes.
-        first_cap_nbytes: the cap of each kind's first bucket, if another.
-        kinds: what may not share a bucket; one kind when None.
-    """
-    cap = plain_number("cap_nbytes", cap_nbytes)
-    first_cap = cap if first_cap_nbytes is None else plain_number("first_cap_nbytes", first_cap_nbytes)
-    if not (cap > 0 and first_cap > 0):
-        raise ValueError(f"caps must be above 0 bytes, got {cap_nbytes} and {first_cap_nbytes}")
-    filling: dict[Hashable, list[int]] = {}
-    room: dict[Hashable, float] = {}
-    buckets = []
-    for position, size in enumerate(nbytes):
-        kind = kinds[position] if kinds is not None else None
-        filling.setdefault(kind, []).append(position)
-        room[kind] = room.get(kind, first_cap) - plain_number("nbytes", size)
-        if room[kind] <= 0:
-            buckets.append(filling.pop(kind))
-            room[kind] = cap
-    return sorted(buckets + list(filling.values()), key=lambda bucket: bucket[-1])
 
 
 def bucket_spans(

@@ -1,6 +1,7 @@
 """The tuner's agreement over real ranks, on a reducer whose times are made up and differ by rank."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ SETTINGS = TunerSettings(measured_iterations=2, laps=2)
 class FakeReducer:
     """Reports the step that its buckets would take; rank 1 computes a tenth slower than rank 0."""
 
-    def __init__(self, rank, cost=None):
-        self.cost = cost or LinearCost(1e-3, 1e-8)
+    def __init__(self, rank, group=None):
+        self.cost = LinearCost(1e-3, 1e-8)
+        self.group, self.nbytes, self.kinds = group, NBYTES, DTYPES
+        self.parameters = SimpleNamespace(facts=lambda: (NAMES, SHAPES, DTYPES), device=torch.device("cpu"))
         self.ready = [0.02 * (N - index) * (1 + 0.1 * rank) for index in range(N)]
         self._buckets = [list(range(N))]
         self.iteration = 0
@@ -70,10 +73,8 @@ class FakeReducer:
 
 
 def make(rank, group=None):
-    reducer = FakeReducer(rank)
-    return reducer, AutoTuner(
-        reducer, group or dist.group.WORLD, NAMES, NBYTES, shapes=SHAPES, dtypes=DTYPES, settings=SETTINGS
-    )
+    reducer = FakeReducer(rank, group or dist.group.WORLD)
+    return reducer, AutoTuner(reducer, settings=SETTINGS)
 
 
 def train(reducer, tuner, forwards=1, limit=400):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from minddp.buckets import assign_buckets
-from minddp.planner import LinearCost, capped_buckets, optimal_plan, plan_finish
+from minddp.planner import LinearCost, optimal_plan, plan_finish
 from minddp.planner.autotune import PlanSearch, Trial, TunerSettings
 
 MIB = 1 << 20
@@ -46,10 +46,10 @@ class World:
         shaken = [1 + self.rng.uniform(-1, 1) * self.noise for _ in range(settings.measured_iterations)]
         return [self.step(trial.buckets) * factor for factor in shaken]
 
-    def capped(self, cap, kinds=None):
-        """As ``bucket_cap_mb`` cuts them."""
+    def capped(self, caps, kinds=None):
+        """As ``bucket_cap_mb`` cuts them; several caps: in turn."""
         nbytes, by_index = self.by_index(kinds)
-        return assign_buckets(nbytes, by_index, self.order, [cap])
+        return assign_buckets(nbytes, by_index, self.order, caps)
 
     def by_index(self, kinds=None):
         positions = [self.order.index(i) for i in range(len(self.order))]
@@ -60,7 +60,7 @@ def search(world, settings=None, kinds=None):
     settings = settings or TunerSettings()
     nbytes, by_index = world.by_index(kinds)
     ready_ns = [world.order.index(i) for i in range(len(world.order))]
-    default = world.indices(capped_buckets(world.profile.nbytes, 25 * MIB, MIB, kinds))
+    default = world.capped([MIB, 25 * MIB, 25 * MIB], kinds)
     found = PlanSearch(nbytes, by_index, ready_ns, default, settings)
     return found, run(found, lambda trial: world.measure(trial, settings))
 
@@ -88,7 +88,7 @@ def test_the_winner_is_as_fast_as_any_uniform_cap_and_near_the_optimum(seed):
     found, winner = search(world)
     profile = world.profile
     optimum = optimal_plan(profile.ready, profile.nbytes, world.cost)
-    assert world.step(winner.buckets) <= min(world.step(world.capped(cap << 18)) for cap in range(1, 120)) * 1.02
+    assert world.step(winner.buckets) <= min(world.step(world.capped([cap << 18])) for cap in range(1, 120)) * 1.02
     assert world.step(winner.buckets) <= world.step(world.indices(optimum.buckets)) * 1.04
     assert world.step(winner.buckets) < world.step(found.default.buckets) * 0.97
 

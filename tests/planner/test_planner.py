@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minddp
-from minddp.planner import BucketPlan, LinearCost, capped_buckets, optimal, optimal_plan, plan_finish
+from minddp.planner import BucketPlan, LinearCost, optimal, optimal_plan, plan_finish
 from tests.on_ranks import on_ranks
 
 NAMES = ["a.weight", "a.bias", "b.weight"]
@@ -111,6 +111,11 @@ def test_slack_is_kept_with_several_kinds():
         assert loose.finish_seconds <= tight.finish_seconds + slack + 1e-9
         assert len(loose.buckets) <= len(tight.buckets)
     assert len(loose.buckets) == 8 < len(tight.buckets), "those of each kind are joined"
+    # Each kind alone would keep it in fewer buckets, all together would not.
+    ready, nbytes = [0.375, 3.25, 3.375, 4.125, 4.125, 4.875], [3, 6, 3, 1, 2, 1]
+    for slack, finish in ((0.0, 16.0), (0.5, 16.0), (0.75, 16.75)):
+        plan = optimal_plan(ready, nbytes, LinearCost(2.875, 0.25), kinds="zxzyxz", slack_seconds=slack)
+        assert plan.finish_seconds == finish
 
 
 def test_numpys_numbers_are_numbers(tmp_path):
@@ -124,8 +129,6 @@ def test_numpys_numbers_are_numbers(tmp_path):
     )  # fmt: skip
     assert same == plan
     assert optimal_plan(ready, numpy.array(nbytes, dtype=numpy.int32), cost) == optimal_plan(ready, nbytes, cost)
-    small = numpy.array([1, 9, 1, 1], dtype=numpy.int8)
-    assert capped_buckets(small, numpy.int64(4), numpy.int32(1)) == [[0], [1], [2, 3]]
     path = tmp_path / "plan.json"
     mine = BucketPlan(numpy.array([[0, 1], [2, 3]]), numpy.float32(0.5))
     mine.save(path)
@@ -136,14 +139,12 @@ def test_numpys_numbers_are_numbers(tmp_path):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: capped_buckets([1], "4"),
-        lambda: capped_buckets(["1"], 4),
         lambda: optimal_plan([0.0], [None], LinearCost(1, 1)),
         lambda: LinearCost("1", 1),
     ],
 )
 def test_what_is_no_number_is_named(call):
-    with pytest.raises(TypeError, match=r"(cap_nbytes|nbytes|latency_seconds) must be numbers, got"):
+    with pytest.raises(TypeError, match=r"(nbytes|latency_seconds) must be numbers, got"):
         call()
 
 
@@ -187,15 +188,6 @@ def test_linear_cost_is_a_line_and_refuses_nonsense():
     for bad in [(-1.0, 0.0), (0.0, float("nan")), (float("inf"), 1.0)]:
         with pytest.raises(ValueError, match=r"LinearCost: .* must be finite and at least 0"):
             LinearCost(*bad)
-
-
-def test_capped_buckets_close_when_full_and_keep_kinds_apart():
-    assert capped_buckets([1, 1, 1, 1, 1], 2) == [[0, 1], [2, 3], [4]]
-    assert capped_buckets([1, 9, 1, 1], 4, first_cap_nbytes=1) == [[0], [1], [2, 3]]
-    assert capped_buckets([1, 1, 1, 1], 2, kinds="xyxy") == [[0, 2], [1, 3]]
-    assert capped_buckets([], 4) == []
-    with pytest.raises(ValueError, match="caps must be above 0"):
-        capped_buckets([1], 0)
 
 
 def model_plan():
