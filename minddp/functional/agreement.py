@@ -28,7 +28,6 @@ from .control import CollectiveError, compare, everyone
 
 __all__ = ["Call", "CollectiveError", "agree", "require_replicated"]
 
-MAX_DIMS = 15
 _MOST_TEXT = 1024
 
 # Gradient modes of a rank.

@@ -74,8 +74,6 @@ def tensor(x: Any, group: Any, name: str = "x") -> Tensor:
         raise TypeError(f"{name} must be dense, not {x.layout}; use {name}.to_dense()")
     if reason := linear.why_not_differentiated(x):
         raise TypeError(f"{name} {reason}")
-    if x.dim() > agreement.MAX_DIMS:
-        raise ValueError(f"{name} has {x.dim()} dimensions; at most {agreement.MAX_DIMS} are supported")
     if not control.supports(group, x.device.type):
         raise ValueError(
             f"{name} is on {x.device}, which the group's backend {dist.get_backend(group)!r} cannot reach"

@@ -137,11 +137,8 @@ class SumToAll(LinearMap):
 
 
 @dataclass(frozen=True)
-class SumToReplica(LinearMap):
+class SumToReplica(SumToAll):
     """One replicated y = sum over s of x_s; dL/dx_s = dL/dy."""
-
-    def run(self, x: Tensor) -> Tensor:
-        return transport.sum_to_all(x, self.group)
 
     def adjoint(self) -> LinearMap:
         return ReplicaToAll(self.group)

@@ -32,7 +32,7 @@ class Binding:
 
     @property
     def reduced(self) -> Sequence[torch.Tensor]:
-        """The parameters that the wrapper reduces, the same on all ranks: another object once they have changed."""
+        """The parameters that the wrapper reduces, the same on all ranks."""
         return () if self._averager is None else self._averager.parameters.reduced
 
     def follow(self, module: torch.nn.Module) -> None:

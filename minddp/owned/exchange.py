@@ -23,43 +23,44 @@ class _Message(NamedTuple):
 
 
 class Exchange:
-    """All messages of a step: one for each owner, piece and dtype, the same ones in the same order on all ranks.
+    """The messages of one step: one for each owner, piece and dtype, the same ones in the same order on all ranks.
 
     Parameters are packed into a message when it leaves, and its memory lives until it has arrived. One that is alone
     in its message is sent from its own memory, which spares two copies.
 
     Args:
-        pieces: for each piece, for each rank, the parameters whose values it sends.
         group: the wrapper's process group.
     """
 
-    def __init__(self, pieces: Sequence[Sequence[Sequence[torch.Tensor]]], group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup):
         self._group, self._rank = group, group.rank()
-        self._pieces = [
-            [(owner, same) for owner, theirs in enumerate(piece) for same in _by_dtype(theirs)] for piece in pieces
-        ]
         self._under_way: deque[_Message] = deque()
         self._packed = 0  # bytes under way
 
-    def send(self, index: int) -> None:
-        """Piece ``index`` has been stepped: starts its broadcasts. Waits for earlier ones if much is under way."""
-        for owner, parameters in self._pieces[index]:
-            first, is_mine = parameters[0], owner == self._rank
-            alone = len(parameters) == 1 and first.is_contiguous()
-            if alone:  # as it is now: a program may have given it other memory (`p.data = ...`)
-                memory = first.detach().view(-1)
-            elif is_mine:
-                memory = torch.cat([p.reshape(-1) for p in parameters])
-            else:
-                memory = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-            options = dist.BroadcastOptions()
-            options.rootRank = owner
-            work = self._group.broadcast([memory.view(torch.uint8)], options)  # a backend need not know the dtype
-            packed = 0 if alone else memory.nbytes
-            self._under_way.append(_Message(work, memory, packed, [] if is_mine else parameters))
-            self._packed += packed
-            while self._packed > _PACKED_BYTES:
-                self._arrive()
+    def send(self, piece: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Starts the broadcasts of a piece: for each rank, the parameters that it has stepped. Waits for earlier ones
+        if much is under way."""
+        for owner, theirs in enumerate(piece):
+            for parameters in _by_dtype(theirs):
+                self._broadcast(owner, parameters)
+
+    def _broadcast(self, owner: int, parameters: list[torch.Tensor]) -> None:
+        first, is_mine = parameters[0], owner == self._rank
+        alone = len(parameters) == 1 and first.is_contiguous()
+        if alone:  # as it is now: a program may have given it other memory (`p.data = ...`)
+            memory = first.detach().view(-1)
+        elif is_mine:
+            memory = torch.cat([p.reshape(-1) for p in parameters])
+        else:
+            memory = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        options = dist.BroadcastOptions()
+        options.rootRank = owner
+        work = self._group.broadcast([memory.view(torch.uint8)], options)  # a backend need not know the dtype
+        packed = 0 if alone else memory.nbytes
+        self._under_way.append(_Message(work, memory, packed, [] if is_mine else parameters))
+        self._packed += packed
+        while self._packed > _PACKED_BYTES:
+            self._arrive()
 
     def finish(self) -> None:
         """Waits until every parameter is whole."""

@@ -109,9 +109,7 @@ class Owned(torch.optim.Optimizer):
         self._pieces: list[list[list[torch.Tensor]]] = []  # for each piece, for each rank, parameters
         self._steppers: list[list[_Stepper]] = []  # for each piece, this rank's
         self._known: list[int] = []  # `id` of each parameter that has an owner
-        self._exchange: Exchange | None = None
-        self._reduced: Any = None  # the parameters that the wrapper reduced when the exchange was made
-        self._sent: set[int] = set()  # `id` of each parameter whose values are sent
+        self._sent: set[int] = set()  # `id` of each parameter that the wrapper reduces or has reduced
         self._whole: states.Whole | None = None  # all ranks' states, as they were gathered
         self._has_state = False  # some rank may have states
         self._step_supports_amp_scaling = all(getattr(p, "_step_supports_amp_scaling", False) for p in plain)
@@ -161,7 +159,7 @@ class Owned(torch.optim.Optimizer):
             self._steppers.append([_Stepper(self, entry, theirs, ends) for entry, theirs in mine.items()])
         self._known = [id(p) for p in self._parameters()]
         self._has_state = self._has_state or bool(self.state)
-        self._whole = self._reduced = None
+        self._whole = None
 
     def _agree(self, binding: Binding) -> None:
         """Raises on every rank if the ranks' parameters differ, and on this one if no wrapper averages them."""
@@ -227,30 +225,26 @@ class Owned(torch.optim.Optimizer):
                 loss = closure()
         binding = self._bind()
         binding.follow(self._module)
-        exchange = self._exchange_of_now(binding)
+        self._sent.update(map(id, binding.reduced))  # the same on all ranks, also if one of them freezes some
         binding.report(lambda: self._check(binding))
         self._whole, self._has_state = None, True
-        try:
-            failed = binding.report(lambda: self._step_and_send(binding, exchange))
-        except BaseException:  # Ctrl-C, or a lost rank: what is under way is nobody's from now on
-            self._exchange = self._reduced = None
-            raise
-        if failed is not None:
+        if (failed := binding.report(lambda: self._step_and_send(binding))) is not None:
             raise failed
         return loss
 
-    def _step_and_send(self, binding: Binding, exchange: Exchange | None) -> Exception | None:
+    def _step_and_send(self, binding: Binding) -> Exception | None:
         """Returns what a parameter's step has raised: all is sent first, or the ranks would no longer be in step."""
         failed: Exception | None = None
+        exchange = None if binding.group is None or binding.ranks == 1 else Exchange(binding.group)
         with torch.no_grad(), binding.collective():
-            for index, steppers in enumerate(self._steppers):
+            for piece, steppers in zip(self._pieces, self._steppers):
                 for stepper in steppers:
                     try:
                         stepper.step()
                     except Exception as error:
                         failed = failed or error
                 if exchange is not None:
-                    exchange.send(index)
+                    exchange.send([[p for p in theirs if id(p) in self._sent] for theirs in piece])
             if exchange is not None:
                 exchange.finish()
         if isinstance(self.state, states.Share):
@@ -276,15 +270,6 @@ class Owned(torch.optim.Optimizer):
                 f"{where} {len(left)} parameters have a gradient that the wrapper does not average, of shapes "
                 f"{', '.join(left[:10])}. After unfreezing, call minddp.refresh(ddp) on every rank."
             )
-
-    def _exchange_of_now(self, binding: Binding) -> Exchange | None:
-        """Sends what the wrapper reduces or has reduced: the same on all ranks, also if one of them freezes some."""
-        if binding.group is not None and binding.ranks > 1 and binding.reduced is not self._reduced:
-            self._reduced = binding.reduced
-            self._sent |= {id(p) for p in self._reduced}
-            sent = [[[p for p in theirs if id(p) in self._sent] for theirs in piece] for piece in self._pieces]
-            self._exchange = Exchange(sent, binding.group)
-        return self._exchange
 
     # --- states ---
 

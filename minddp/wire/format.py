@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .._C import wire as native
-from ..functions import averager_of, wrapper_of
+from ..functions import averager_of
 from ..messages import is_torchs
 from . import DTYPES, Wire
 
@@ -257,7 +257,7 @@ def _blocks(state: WireState, name: str, mine: Residual) -> torch.Tensor:
 
 
 def _residuals(ddp: torch.nn.Module, function: str) -> dict[str, Residual]:
-    observer = wrapper_of(ddp, function)._minddp_observers.get("wire")
-    parameters = averager_of(ddp, function).parameters
+    averager = averager_of(ddp, function)
+    observer, parameters = averager.observers.get("wire"), averager.parameters
     names = dict(zip(parameters.reduced, parameters.names))
     return {} if observer is None else {names[p]: residual for p, residual in observer.format.residuals.items()}

@@ -129,7 +129,7 @@ def test_ranks_are_kept_where_all_ended_well_and_only_there(pool):
         before = after
 
 
-class _Interrupted(Exception):
+class _Interrupted(BaseException):
     """As Ctrl-C, or a test runner's timeout."""
 
 
@@ -192,11 +192,20 @@ def test_the_start_of_a_rank_is_no_part_of_the_call(monkeypatch, tmp_path):
         pool.close()
 
 
+_imported_by: list[int] = []  # of this module
+
+
+def _knows_its_parent(rank, world_size):
+    return bool(_imported_by)
+
+
 @pytest.mark.long
 def test_spawned_ranks_do_the_same():
     """Each imports what it needs, in place of being forked."""
     pool = RankPool(2, start=spawn)
+    _imported_by.append(os.getpid())
     try:
+        assert pool.run(_knows_its_parent) == [False, False]
         before = pool.run(_process)
         assert pool.run(_process) == before
         with pytest.raises(RankError, match="rank one fails"):
