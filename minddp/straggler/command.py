@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..documents import write_whole
-from ..timeline.gathering import named
+from ..messages import ranks_text
 from ..timeline.reader import TraceFileError, load, modules_of
 from .parts import part_of
 from .result import Report, make_report
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     arguments = _parse(argv)
     try:
-        report = report_of(load(arguments.trace, of_report=True), arguments.steps, arguments.module)
+        report = report_of(load(arguments.trace), arguments.steps, arguments.module)
         print(report)
         if arguments.json:
             write_whole(arguments.json, json.dumps(report.to_dict(), indent=1) + "\n")
@@ -41,7 +41,7 @@ def report_of(trace: dict[str, Any], steps: int = 20, module: int = 0) -> Report
     """The report of a trace's last steps.
 
     Args:
-        trace: what ``minddp.timeline.load`` gives, with ``of_report=True``.
+        trace: what ``minddp.timeline.load`` gives.
         steps: at most so many.
         module: which wrapped module, in order of first use; -1 is the last.
 
@@ -53,7 +53,7 @@ def report_of(trace: dict[str, Any], steps: int = 20, module: int = 0) -> Report
     found = modules_of(trace, module)
     steps_of = {rank: [s for s in record["steps"] if s["previous_end_ns"] >= 0] for rank, record in found.items()}
     missing = trace["missing_ranks"]
-    notes = [f"{named(missing).capitalize()} did not hand in their part."] if missing else []
+    notes = [f"{ranks_text(missing).capitalize()} did not hand in their part."] if missing else []
     report = make_report({rank: list(map(part_of, theirs)) for rank, theirs in steps_of.items()}, steps, notes)
     if not report.steps:
         raise TraceFileError(f"module {module}: the ranks have no finished step in common with another before it")

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..functions import averager_of, refuse_left
-from ..timeline.gathering import named
+from ..messages import ranks_text
 from ..timeline.store import ask, comes, forget
 from .parts import Part, part_of
 from .result import Report, make_report
@@ -82,7 +82,7 @@ def _exchanged(timeline: Any, iteration: int, rank: int, size: int, mine: list[P
         rows = {int(key.rpartition("/")[2]): _read(data) for key, data in found}
         parts = {0: mine} | {other: [Part(*row) for row in theirs] for other, theirs in rows.items()}
         missing = [other for other in range(size) if other not in parts]
-        notes = [f"{named(missing).capitalize()} did not come. {_HINT}"] if missing else []
+        notes = [f"{ranks_text(missing).capitalize()} did not come. {_HINT}"] if missing else []
         made = make_report(parts, steps, notes)
         store.set(f"{here}/0", _packed(made.to_dict()))
         return made

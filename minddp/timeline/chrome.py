@@ -8,7 +8,7 @@ from typing import Any
 
 from ..documents import write_or_log
 from ..logs import log
-from .gathering import named
+from ..messages import ranks_text
 from .step_times import Stamps, flight, launched_buckets, step_begin, waits
 
 
@@ -18,9 +18,9 @@ def write(path: str, parts: list[dict[str, Any]], world_size: int) -> None:
     others = [part["rank"] for part in parts if part["clock"] != parts[0]["clock"]]
     notes = []
     if missing:
-        notes.append(f"{named(missing)} did not hand in a part in time")
+        notes.append(f"{ranks_text(missing)} did not hand in a part in time")
     if others:
-        notes.append(f"{named(others)} read another clock, so their steps are not beside the others'")
+        notes.append(f"{ranks_text(others)} read another clock, so their steps are not beside the others'")
     for note in notes:
         log.warning("trace %s: %s", path, note)
     own = {"world_size": world_size, "missing_ranks": missing, "notes": notes, "ranks": parts}

@@ -7,23 +7,16 @@ import os
 import platform
 import time
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ..logs import log
-from ..messages import ranks_text
 from .step_times import wrong_part
 from .store import NoAnswer, ask, comes, forget
 
 _AT_ONCE = 1.0  # seconds that a trace's begin may take
 _HAND_IN = 10.0
-
-
-def this_process() -> dict[str, Any]:
-    """Where this process runs, and whose clock it reads."""
-    return {"host": platform.node(), "pid": os.getpid(), "clock": clock_identity()}
 
 
 def clock_identity() -> str:
@@ -34,12 +27,6 @@ def clock_identity() -> str:
         return f"{boot} {os.stat('/proc/self/ns/time').st_ino}"
     except OSError:  # no Linux: never taken for another process's clock
         return f"{platform.node()} {os.getpid()}"
-
-
-def named(ranks: Sequence[int]) -> str:
-    """ "ranks 0, 2"; of many the first eight."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return ranks_text(ranks[:8]) + more
 
 
 class Ranks:
@@ -71,9 +58,10 @@ class Ranks:
             log.warning("trace: rank %d does not reach the other ranks: %s", self.rank, error)
             return None
 
-    def gather(self, part: dict[str, Any], patience: float) -> list[dict[str, Any]]:
+    def gather(self, modules: list[dict[str, Any]], patience: float) -> list[dict[str, Any]]:
         """On rank 0 its own part, and those that came within ``patience`` seconds; nothing on the other ranks."""
-        part = {**part, "rank": self.rank}
+        place = {"host": platform.node(), "pid": os.getpid(), "clock": clock_identity()}
+        part: dict[str, Any] = {"rank": self.rank, **place, "modules": modules}
         if self.rank > 0:
             data = zlib.compress(json.dumps(part).encode())
             self._ask(lambda store: store.set(str(self.rank), data), _HAND_IN)
@@ -90,7 +78,7 @@ class Ranks:
                 continue
             try:
                 theirs = json.loads(zlib.decompress(store.get(str(rank))))
-                why = wrong_part(theirs, older="?")
+                why = wrong_part(theirs)
             except (ValueError, zlib.error) as error:
                 why = str(error)
             if why:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..documents import misfit, parse
-from .gathering import named
+from ..messages import ranks_text
 from .picture import draw
 from .step_times import BucketTimes, StepTimes, step_begin, step_times, wrong_part
 
@@ -61,11 +61,8 @@ class RankStep:
         return max(0.0, end - max(bucket.launched, bucket.end - (bucket.exposed_seconds or 0.0)))
 
 
-def load(path: str | Path, of_report: bool = False) -> dict[str, Any]:
+def load(path: str | Path) -> dict[str, Any]:
     """The part of a trace file that is minddp's own: ``world_size``, ``missing_ranks``, ``ranks``.
-
-    Args:
-        of_report: steps must have what a report reads, which older traces do not.
 
     Raises:
         TraceFileError: the file is not JSON, not a trace written by ``minddp.trace``, or damaged, and where.
@@ -79,8 +76,7 @@ def load(path: str | Path, of_report: bool = False) -> dict[str, Any]:
     why = misfit(document, {"minddp": shape})
     if not why:
         parts = enumerate(document["minddp"]["ranks"])
-        older = "" if of_report else "?"
-        why = next(filter(None, (wrong_part(part, f"it['minddp']['ranks'][{i}]", older) for i, part in parts)), "")
+        why = next(filter(None, (wrong_part(part, f"it['minddp']['ranks'][{i}]") for i, part in parts)), "")
     if why:
         raise TraceFileError(f"{refusal}, or of an older minddp, or damaged: {why}")
     return {key: document["minddp"][key] for key in shape}
@@ -217,7 +213,7 @@ def _report(arguments: argparse.Namespace) -> None:
     others = [part["rank"] for part in trace["ranks"] if part["clock"] != trace["ranks"][0]["clock"]]
     for ranks, what in ((others, "read another clock"), (trace["missing_ranks"], "did not hand in a part")):
         if ranks:
-            print(f"{named(ranks)} {what}: who is late is not known")
+            print(f"{ranks_text(ranks)} {what}: who is late is not known")
     if not arguments.no_picture:
         path = Path(arguments.trace)
         pictures = arguments.picture or [path.with_suffix(".svg"), path.with_suffix(".png")]

@@ -32,7 +32,7 @@ from .. import environment, lifetime  # noqa: F401  registers its exit handler f
 from ..documents import refuse_device
 from ..logs import log
 from .chrome import write
-from .gathering import Ranks, this_process
+from .gathering import Ranks
 from .step_times import ended, step_begin
 
 __all__ = ["Trace", "active", "after_step", "trace"]
@@ -147,10 +147,9 @@ class Trace:
         for record in self._records:
             record.reducer = None
         self._meet()
-        part = {**this_process(), "modules": [record.to_json() for record in self._records]}
         ranks = self._ranks or Ranks(self._path, alone=True)
         try:
-            if parts := ranks.gather(part, self._patience):
+            if parts := ranks.gather([record.to_json() for record in self._records], self._patience):
                 write(self._path, parts, ranks.world_size)
         except Exception as error:  # what observes goes on
             log.warning("the trace %s could not be written: %s", self._path, error)

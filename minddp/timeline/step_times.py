@@ -198,20 +198,13 @@ def step_begin(step: Stamps) -> int:
     return min(step["forward_begin_ns"], step["backward_begin_ns"])
 
 
-def wrong_part(part: Any, place: str = "it", older: str = "") -> str:
-    """Why ``part`` is no rank's part of a trace; empty if it is one.
-
-    Args:
-        place: where it lies, for the text.
-        older: "?" if steps need not have what older traces lack.
-    """
-    moments = ["ready_ns", "pack_begin_ns", "launch_ns", "done_ns", "unpack_begin_ns", "unpack_end_ns"]
-    bucket = {
-        "index": int, "nbytes": int, "parameters": [int], "on_device?": bool, f"launch_end_ns{older}": int,
-        **dict.fromkeys(moments, int),
-    }  # fmt: skip
-    newer = [f"{name}{older}" for name in ("previous_end_ns", "first_arrival_ns", "optimizer_ns", "arrival_ns")]
-    moments = ["forward_begin_ns", "backward_begin_ns", "backward_end_ns", "finalize_end_ns", *newer]
+def wrong_part(part: Any, place: str = "it") -> str:
+    """Why ``part``, which lies at ``place``, is no rank's part of a trace; empty if it is one."""
+    moments = ["ready_ns", "pack_begin_ns", "launch_ns", "launch_end_ns", "done_ns"]
+    moments += ["unpack_begin_ns", "unpack_end_ns"]
+    bucket = {"index": int, "nbytes": int, "parameters": [int], "on_device?": bool, **dict.fromkeys(moments, int)}
+    moments = ["previous_end_ns", "first_arrival_ns", "optimizer_ns", "arrival_ns"]
+    moments += ["forward_begin_ns", "backward_begin_ns", "backward_end_ns", "finalize_end_ns"]
     step = {"iteration": int, "ready_ns": [int], "buckets": [bucket], **dict.fromkeys(moments, int)}
     module = {"name": str, "parameter_names": [str], "steps": [step]}
     why = misfit(part, {"rank": int, "clock": str, "modules": [module]}, place)

@@ -12,7 +12,6 @@ from minddp.straggler import Report, Straggler, diagnosis, result
 from minddp.straggler.diagnosis import find_straggler
 from minddp.straggler.parts import PHASES, Part, RankTimes, part_of
 from minddp.straggler.parts import times_of as times_of_part
-from minddp.timeline.gathering import named
 
 MS = 1_000_000
 
@@ -278,4 +277,3 @@ def test_a_report_of_many_ranks_has_the_same_size_as_one_of_64():
     assert 7 in [row.rank for row in of_500.ranks]
     assert "on 500 ranks" in str(of_500) and "the 64 ranks whose own work takes longest" in str(of_500)
     assert len(json.dumps(of_500.to_dict())) < 1.1 * len(json.dumps(of_64.to_dict()))
-    assert named(range(500)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 492 more"

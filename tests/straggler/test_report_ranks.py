@@ -341,7 +341,7 @@ def test_a_trace_is_reported(tmp_path, capsys):
     assert "rank 1 holds the others up" in capsys.readouterr().out
     told = json.loads((tmp_path / "report.json").read_text())
     assert (told["straggler"]["rank"], told["straggler"]["phase"]) == (1, "input")
-    made = command.report_of(load(path, of_report=True), 5)
+    made = command.report_of(load(path), 5)
     assert isinstance(made, Report)
     assert made.steps == 5
 

@@ -28,8 +28,8 @@ def bucket(index: int, launch: int, done: int, unpack: tuple[int, int] | None, *
     """Stamps of one bucket in ms; packing takes 1 ms and begins when the bucket is ready."""
     begin, end = unpack or (-1 / MS, -1 / MS)
     stamps = {
-        "ready_ns": launch - 1, "pack_begin_ns": launch - 1, "launch_ns": launch, "done_ns": done,
-        "unpack_begin_ns": begin, "unpack_end_ns": end,
+        "ready_ns": launch - 1, "pack_begin_ns": launch - 1, "launch_ns": launch,
+        "launch_end_ns": launch, "done_ns": done, "unpack_begin_ns": begin, "unpack_end_ns": end,
     } | other  # fmt: skip
     return {
         "index": index, "nbytes": 1000 * (index + 1), "parameters": [index],
@@ -44,6 +44,7 @@ def step(iteration: int = 1, start: int = 0) -> dict[str, Any]:
         "iteration": iteration, "forward_begin_ns": 0, "forward_end_ns": 10 * MS,
         "backward_begin_ns": 10 * MS, "backward_end_ns": 30 * MS, "finalize_end_ns": 46 * MS,
         "ready_ns": [14 * MS, 21 * MS, 28 * MS],
+        **dict.fromkeys(("previous_end_ns", "first_arrival_ns", "arrival_ns", "optimizer_ns"), 0),
     }  # fmt: skip
     return shifted({**stamps, "buckets": buckets}, start)
 

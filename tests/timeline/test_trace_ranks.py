@@ -28,6 +28,7 @@ def _stamps(begin: int) -> dict[str, Any]:
     ends = {"forward_end_ns": 1, "backward_begin_ns": 1, "backward_end_ns": 3, "finalize_end_ns": 3}
     moments = {name: begin + value * 1_000_000 for name, value in ends.items()}
     moments |= {"forward_begin_ns": begin, "ready_ns": [begin + 2_000_000]}
+    moments |= dict.fromkeys(("previous_end_ns", "first_arrival_ns", "arrival_ns", "optimizer_ns"), begin)
     return {"iteration": 1, "buckets": [], **moments}
 
 
