@@ -305,7 +305,7 @@ def _name_the_lost(dog: Watchdog, group: dist.ProcessGroup, wait: Wait, seconds:
     if is_suspicious:
         dog.call_now()
     while True:
-        dog.waits(wait, seconds)
+        dog.waits(wait, seconds + max(time.monotonic() - begin, slept))
         verdict, suspects = dog.verdict(wait), dog.suspects(wait)
         # A rank's last words are still to be read, if nothing was read since the rank was seen to be gone.
         if verdict is None and suspects is not None and dog.has_read_since(suspects.ranks):

@@ -5,7 +5,8 @@ key             holds                                                 is read by
 ==============  ====================================================  ==============================================
 ``notices/<n>`` never changed: a rank does not finish a wait, its     all, once
                 program has ended by an exception, it is gone; or
-                what a call has found
+                what a call has found. Deleted when all are past that
+                wait
 ``end/<rank>``  how far a rank has come that has left, and why        who calls, or sees that its process is gone
 ``call/<n>``    for which wait; deleted when that is over             all, when the counter has moved
 ``at/<rank>``   where a rank is that a call concerns; overwritten     who has called
@@ -31,6 +32,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -96,13 +98,13 @@ class Place(NamedTuple):
     words: str
 
 
-def has_done(places: dict[str, Any], wait: Wait) -> bool:
-    """Whether a rank at these ``places`` has sent its part."""
-    place = places.get(wait.owner)
-    if place is None:
+def has_done(places: dict[str, Any], key: tuple[str, int]) -> bool:
+    """Whether a rank at these ``places`` has sent its part of the wait."""
+    (owner, kind), number = parted(key[0]), key[1]
+    if owner not in places:
         return False
-    _, done, collectives, _ = place
-    return 0 < wait.number <= {"backward": done, "collective": collectives}.get(parted(wait.name)[1], 0)
+    _, done, collectives, _ = places[owner]
+    return 0 < number <= {"backward": done, "collective": collectives}.get(kind, 0)
 
 
 class Roll:
@@ -137,6 +139,7 @@ class Roll:
         self._absent: dict[str, tuple[str, int]] = {}  # of each list, what was announced and not there, how often
         self.called: dict[tuple[str, int], int] = {}  # how many claims of a wait this rank has tried
         self._claims: list[str] = []
+        self._mine: list[tuple[tuple[str, int], int, float]] = []  # notices: of which wait, their numbers, and when
         for counter in (*_COUNTERS, self._host):
             self.store.add(counter, 0)
         self._append(self._host, {})
@@ -188,7 +191,19 @@ class Roll:
     # --- what this rank tells ---
 
     def tell(self, notice: Entry) -> None:
-        self._append("notices", notice)
+        number = self._append("notices", notice)
+        if notice["wait"] is not None:
+            self._mine.append((tuple(notice["wait"]), number, time.monotonic()))
+
+    def forget_notices(self, places: dict[str, Place]) -> None:
+        """Deletes what this rank has told of a wait, once it has done the next one, as all have, at these ``places``,
+        and some time after all have read it. Who was stopped meanwhile passes over it."""
+        before = time.monotonic() - max(times.FRESH * times.look, 3 * self.interval)
+        over = [each for each in self._mine if each[2] < before and has_done(places, (each[0][0], each[0][1] + 1))]
+        for key, number, _ in over:
+            self.delete(self.store, f"notices/{number}")
+            self.delete(self.store, f"first/{key}")
+        self._mine = [each for each in self._mine if each not in over]
 
     def leave(self, end: Entry) -> None:
         self.store.set(f"end/{self.rank}", self._signed(end))

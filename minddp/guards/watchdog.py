@@ -106,8 +106,8 @@ class Watchdog:
         self._port: int | None = getattr(bare(store), "port", None) if carries(store) else None
         self._lock, self._wake, self._done = threading.RLock(), threading.Event(), threading.Condition()
         self._outbox: list[Entry] = []
-        self._told: dict[str, str] = {}  # what this rank has told of each wait, and under "" of its program
-        self._later: dict[str, tuple[float, Entry]] = {}  # when what is to be told, by wait
+        self._told: dict[Any, str] = {}  # what this rank has told, by wait; under None of its program
+        self._later: dict[tuple[str, int], tuple[float, Entry]] = {}  # when what is to be told, by wait
         self._errands: list[Callable[[Roll], None]] = []
         self._watches: dict[int, weakref.ref[Any]] = {}  # one a wrapper
         self._past: dict[str, Place] = {}  # how far this rank came with wrappers that are gone, the last ones
@@ -176,11 +176,11 @@ class Watchdog:
             group: that this rank has given up: it takes part in nothing there any more.
             seconds: at most so many until it has been told: the process may be about to end.
         """
-        name = "" if wait is None else f"{wait.name} {wait.number}"
+        key = None if wait is None else wait.key
         with self._lock:
-            self._later.pop(name, None) if wait is not None else self._later.clear()
-            if name not in self._told and "" not in self._told:
-                self._told[name] = words
+            self._later.clear() if key is None else self._later.pop(key, None)
+            if key not in self._told and None not in self._told:
+                self._told[key] = words
                 self._outbox.append(self._notice(words, wait, because, group))
         self._wake.set()
         self._wait_until(lambda: not self._outbox, seconds)
@@ -188,7 +188,7 @@ class Watchdog:
     def tell_later(self, words: str, wait: Wait) -> None:
         """:meth:`tell`, unless more is known in a moment: the exception may end the program, and has a text then."""
         with self._lock:
-            self._later[f"{wait.name} {wait.number}"] = time.monotonic() + _TEXT_SECONDS, self._notice(words, wait)
+            self._later[wait.key] = time.monotonic() + _TEXT_SECONDS, self._notice(words, wait)
         self._wake.set()
 
     def _notice(self, words: str, wait: Wait | None, because: Sequence[int] = (), group: str = "") -> Entry:
@@ -215,7 +215,7 @@ class Watchdog:
     def waits(self, wait: Wait, seconds: float) -> None:
         """This rank has waited so long, and goes on."""
         now, mine = time.monotonic(), self._waits.get(threading.get_ident())
-        if mine is None or mine.wait.key != wait.key:
+        if mine is None or mine.wait.key != wait.key or now - seconds > mine.seen + times.look:
             mine = self._waits[threading.get_ident()] = _Waiting(wait, now, now)
             self._wake.set()
         mine.wait, mine.since, mine.seen = wait, now - seconds, now
@@ -239,7 +239,7 @@ class Watchdog:
             of_wait = self._notices.get(wait.key, [])
             told = [each for each in of_wait if "found" not in each] + self._notices.get(wait.group, [])
             for rank in wait.others:
-                ends = [each for each in self._notices.get(rank, []) if not has_done(each["places"], wait)]
+                ends = [each for each in self._notices.get(rank, []) if not has_done(each["places"], wait.key)]
                 for notice in [*(each for each in told if each["by"] == rank), *ends]:
                     lost = sorted({*notice["because"]} - {self.rank} or {rank})
                     return Verdict([rank], lost, texts.says(rank, self.processes.get(rank), notice["words"]))
@@ -317,7 +317,7 @@ class Watchdog:
                 pause = 0.1 * times.look if self._outbox or self._errands else min(max(due, 0.0), roll.interval)
                 self._wake.wait(pause)
                 self._wake.clear()
-            if not self._stopping and "" not in self._told:
+            if not self._stopping and None not in self._told:
                 self._leave("it has destroyed its process group")
             if self._outbox and listens(client):
                 self._send(roll)
@@ -344,7 +344,7 @@ class Watchdog:
 
     def _turn(self, roll: Roll) -> None:
         now = self._turn_began = time.monotonic()
-        if self._trains is threading.main_thread() and not (self._trains.is_alive() or "" in self._told):
+        if self._trains is threading.main_thread() and not (self._trains.is_alive() or None in self._told):
             self._tell_of_exception()
         self._tell_what_is_due(now)
         self._send(roll)
@@ -353,6 +353,8 @@ class Watchdog:
         roll.look()
         self._hear(roll.notices())
         self.heard = now
+        if self._notices or self._told:
+            self._forget_what_is_over(roll)
         if roll.ends() > self._left:
             self._left, self._left_at = roll.ends(), now
         for call in roll.calls():
@@ -383,6 +385,15 @@ class Watchdog:
             if watch.has_streams:
                 watch.heed()
 
+    def _forget_what_is_over(self, roll: Roll) -> None:
+        """What was told of waits that this rank is past: it has taken part in the wrapper's next one since."""
+        places = self.places()
+        with self._lock:
+            for known in (self._notices, self._told):
+                for key in [key for key in known if isinstance(key, tuple) and has_done(places, key)]:
+                    del known[key]
+        roll.forget_notices(places)
+
     def told_of(self, name: str) -> list[int]:
         """The numbers of waits of this name that others have said they do not finish."""
         with self._lock:
@@ -390,19 +401,19 @@ class Watchdog:
 
     def _tell_what_is_due(self, now: float) -> None:
         with self._lock:
-            for name, (due, notice) in list(self._later.items()):
+            for key, (due, notice) in list(self._later.items()):
                 if due <= now:
-                    del self._later[name]
-                    if name not in self._told and "" not in self._told:
-                        self._told[name] = notice["words"]
+                    del self._later[key]
+                    if key not in self._told and None not in self._told:
+                        self._told[key] = notice["words"]
                         self._outbox.append(notice)
 
     def _leave(self, words: str) -> None:
         """Without an exception; after one that the program has caught, that has a part in it."""
         self._tell_what_is_due(math.inf)
         with self._lock:
-            self._told.setdefault("", "")
-            before = list(dict.fromkeys(self._told[name] for name in self._told if name))
+            self._told.setdefault(None, "")
+            before = list(dict.fromkeys(self._told[key] for key in self._told if key is not None))
             self._outbox.append(
                 {"end": "; before, ".join([words, *before]), "failed": False, "places": self.places()}
             )
@@ -503,7 +514,7 @@ class Watchdog:
         answers = roll.answers(wait.others)
         late = [rank for rank in wait.others if not self._is_there(answers.get(rank), call.number, wait)]
         self._ends.update(roll.left(late))
-        late = [rank for rank in late if rank not in self._ends or not has_done(self._ends[rank]["places"], wait)]
+        late = [rank for rank in late if rank not in self._ends or not has_done(self._ends[rank]["places"], wait.key)]
         self._see(late)
         gone = [rank for rank in late if rank in self._ends or rank in self._gone]
         words = {rank: self._describe(rank, answers.get(rank), call.number, wait) for rank in late}
@@ -522,7 +533,7 @@ class Watchdog:
     def _is_there(self, answer: Entry | None, call: int, wait: Wait) -> bool:
         if answer is None:
             return False
-        if has_done(answer["places"], wait):
+        if has_done(answer["places"], wait.key):
             return True
         waits = answer["waits"] if answer["call"] >= call else []
         return any((name, number) == wait.key or joins or wait.joins for name, number, _, joins in waits)
@@ -550,7 +561,7 @@ class Watchdog:
         A thread that comes back from a request to a stopped host while Python shuts down would abort the process. So
         its connection is cut, and then it is waited for, however slow the machine is.
         """
-        if not self.lost and not self.store_is_silent() and "" not in self._told and not self._tell_of_exception():
+        if not self.lost and not self.store_is_silent() and None not in self._told and not self._tell_of_exception():
             first = "" if self._group_is_there() else "it has destroyed its process group, and "
             self._leave(f"{first}its program has ended")
         self._stopping = True

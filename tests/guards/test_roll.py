@@ -1,9 +1,11 @@
 """What ranks tell each other through the store, without processes: ranks take turns."""
 
+import time
+
 import pytest
 import torch.distributed as dist
 
-from minddp.guards import processes
+from minddp.guards import processes, times
 from minddp.guards.processes import Process, began, here
 from minddp.guards.roll import Place, Roll, Wait, carries, has_done, listed, runs
 
@@ -119,7 +121,27 @@ def test_ranks_travel_as_ranges(ranks, ranges):
 )  # fmt: skip
 def test_a_rank_has_sent_its_part_of_what_it_has_done(name, number, done):
     places = {"ddp": list(Place(4, 3, 7, "in backward of iteration 4"))}
-    assert has_done(places, WAIT._replace(name=name, number=number)) is done
+    assert has_done(places, (name, number)) is done
+
+
+def test_what_all_are_past_is_no_key_and_what_comes_later_is_read():
+    with times.faster(0.001):
+        store = dist.HashStore()
+        _, second, third = rolls(3, store)
+        keys = store.num_keys()
+        assert second.is_among_first(f"{WAIT.key}")
+        second.tell({"words": "no such file", "wait": WAIT.key})
+        time.sleep(0.05)
+        second.forget_notices({"ddp": Place(3, 3, 0, "")})
+        assert store.num_keys() > keys  # nobody knows yet that the others are past it
+        second.forget_notices({"ddp": Place(5, 4, 0, "")})
+        assert store.num_keys() == keys
+        second.tell({"words": "again", "wait": ("ddp backward", 6)})
+        found = []
+        for _ in range(6):  # a rank that was stopped meanwhile
+            third.look()
+            found += [each["words"] for each in third.notices()]
+        assert found == ["again"]
 
 
 def test_what_a_process_before_has_left_is_not_believed(monkeypatch):
