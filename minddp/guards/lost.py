@@ -193,11 +193,6 @@ class Watch:
         self._told = place.begun
         return self._told
 
-    def note_forward(self) -> None:
-        """A forward begins, on this thread."""
-        if self.dog is not None:
-            self.dog.note_forward()
-
     def note_words(self, error: BaseException) -> None:
         """An exception has ended forward. The program may handle it: said to those who ask where this rank is."""
         self._forward_ended_ns = time.monotonic_ns()

@@ -65,6 +65,7 @@ class Guards(events.Observer):
         self.finite: FiniteCheck | None = None
         self.steps = StepCheck(self)
         self._token: str | None = None
+        self._dog: Any = None  # by whom this rank hears of the others
         self._has_warned_of_graph = self._has_warned_of_change = False
         self._unchecked = 0  # iterations since replicas were compared
 
@@ -110,7 +111,8 @@ class Guards(events.Observer):
         before_it = self.watch if before is not None and self.watch.group is self._group else None
         self.watch = Watch(self._group, reducer, self._moments, streams, before_it)
         self.words = Words(self.watch)
-        if self.watch.dog is not None:
+        self._dog = self.watch.dog
+        if self._dog is not None:
             averager.watch_waits(self.watch.on_stall)
         reducer.set_callbacks(on_interrupted=weakly(self._on_interrupted))
         self.finite = self._finite(reducer)
@@ -154,7 +156,8 @@ class Guards(events.Observer):
             self.watch.check_lost()
 
     def before_forward(self, joining: bool) -> None:
-        self.watch.note_forward()
+        if self._dog is not None:
+            self._dog.note_forward()
         if self.settings.check_replicas_every is not None and not joining:
             self._unchecked += 1
             if self._unchecked >= self.settings.check_replicas_every:

@@ -157,7 +157,7 @@ class Watchdog:
     def note_forward(self) -> None:
         """A forward begins on this thread: where that is will be where this rank is. What it waited for is over."""
         self._trains = threading.current_thread()
-        self.waits_no_more()
+        self._waits.pop(threading.get_ident(), None)
 
     def tell(
         self,
