@@ -93,4 +93,4 @@ def test_every_rank_measures_the_same_cost():
     assert sizes == [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18]
     assert all(t > 0 for t in seconds)
     assert name in (LinearCost.__name__, TableCost.__name__)
-    assert 0 < times[0] <= times[1] <= times[2]
+    assert 0 <= times[0] <= times[1] <= times[2] != 0

@@ -225,6 +225,7 @@ def test_forward_mode_and_transforms_raise_instead_of_losing_derivatives(rank, s
 @on_ranks(2)
 def test_what_is_no_group_is_named(rank, size):
     destroyed = dist.new_group()
+    dist.barrier(destroyed)  # all have connected
     dist.destroy_process_group(destroyed)
     for group, error, text in [
         (torch.ones(1), TypeError, "minddp.functional: group must be a torch.distributed.ProcessGroup, .* tensor"),
