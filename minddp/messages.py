@@ -87,8 +87,9 @@ def is_torchs(group: Any) -> bool:
 
 
 def was_destroyed(group: Any) -> bool:
-    """Whether torch's tables held ``group`` once: torch describes the groups that it makes, and no others."""
-    return type(group) is dist.ProcessGroup and group.group_desc != "" and not is_torchs(group)
+    """Whether torch's tables held ``group`` once: torch names and describes the groups that it makes."""
+    is_described = type(group) is dist.ProcessGroup and "" not in (group.group_name, group.group_desc)
+    return is_described and not is_torchs(group)
 
 
 def global_ranks(group: Any) -> list[int] | None:

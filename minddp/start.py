@@ -211,8 +211,12 @@ def _messages(tensors: Sequence[torch.Tensor], buffer_bytes: int, named: _Named)
     groups: dict[Any, _Tensors] = {}
     for tensor in tensors:
         for part in _parts(tensor) if _is_own(tensor) else (tensor,):
+            if not isinstance(part, torch.Tensor):
+                raise RuntimeError(_no_tensor(tensor, part, named))
             if part.layout is not torch.strided:
                 raise RuntimeError(_not_dense(part, named))
+            if part.is_meta:  # on all ranks: it has no values
+                continue
             groups.setdefault((part.dtype, part.device), []).append(part)
     for group in groups.values():
         for index in _C.unreadable(group):
@@ -235,8 +239,9 @@ def _is_own(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor is made of, however deep; itself, if its class does not tell."""
+def _parts(tensor: Any) -> Iterator[Any]:
+    """What a tensor is made of, however deep; itself, if its class does not tell. Of classes of torch's (DTensor)
+    something is no tensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -292,6 +297,14 @@ def _refusal(tensor: torch.Tensor, error: Exception, named: _Named) -> str:
     )
 
 
+def _no_tensor(tensor: torch.Tensor, part: Any, named: _Named) -> str:
+    return (
+        f"DistributedDataParallel: {_name(tensor, named)} cannot be broadcast to other ranks: a "
+        f"{type(tensor).__name__} is made of a {type(part).__name__}, too, which is no tensor. Keep it elsewhere "
+        "than in a buffer, or name it in _ddp_params_and_buffers_to_ignore."
+    )
+
+
 def _not_dense(tensor: torch.Tensor, named: _Named) -> str:
     return (
         f"DistributedDataParallel: No support for sparse tensors ({_name(tensor, named)}, {tensor.layout}) among "
@@ -301,10 +314,9 @@ def _not_dense(tensor: torch.Tensor, named: _Named) -> str:
 
 
 def _without_memory(tensor: torch.Tensor, named: _Named) -> str:
-    there = 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
     return (
-        f"DistributedDataParallel: {_name(tensor, named)} has no values that could be broadcast to other ranks: "
-        f"its {tensor.numel()} elements have {there} bytes of memory on {tensor.device}. Give its storage the size "
-        "back before (parameters are broadcast at construction, buffers before each forward), or name it in "
-        "_ddp_params_and_buffers_to_ignore."
+        f"DistributedDataParallel: {_name(tensor, named)} has no values that could be broadcast to other ranks: its "
+        f"{tensor.numel()} elements have {tensor.untyped_storage().nbytes()} bytes of memory on {tensor.device}. "
+        "Give its storage the size back before (parameters are broadcast at construction, buffers before each "
+        "forward), or name it in _ddp_params_and_buffers_to_ignore."
     )

@@ -69,12 +69,14 @@ class Progress:
 
     Attributes:
         key: the name by which all ranks know the wrapper.
+        first_key: before they agreed on that.
         moments: its reducer's case that counts backwards.
         earlier: backwards of the reducers before.
         collectives: outside of backward, that are over.
     """
 
     key: str
+    first_key: str
     moments: Any
     earlier: int = 0
     collectives: int = 0
@@ -108,9 +110,11 @@ class Watch:
         self.group, self.has_streams, self.hook = group, has_streams, ""
         self._reducer = weakref.ref(reducer)
         if before is None:
-            self.progress = Progress(f"{name}/{next(_counters.setdefault(name, itertools.count()))}", moments)
+            key = f"{name}/{next(_counters.setdefault(name, itertools.count()))}"
+            self.progress = Progress(key, key, moments)
         else:
-            self.progress = Progress(before.key, moments, before.begun(), before.progress.collectives)
+            now = before.progress
+            self.progress = Progress(now.key, now.first_key, moments, before.begun(), now.collectives)
         self.earlier = self.progress.earlier
         self._told = self.earlier  # the last backward that is no concern any more: this rank does not finish it
         self._forward_ended_ns = -1  # by an exception, which the reducer does not see

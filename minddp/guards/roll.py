@@ -120,6 +120,7 @@ class Roll:
         store: below the era's prefix; for the questions before a step (``words.py``), too.
         interval: seconds between two looks.
         patience: seconds between two calls of a wait.
+        told: this rank's notices that are in the store: of which wait, their numbers, and when.
     """
 
     def __init__(self, client: Any, rank: int, size: int, known: dict[int, Process]):
@@ -139,7 +140,7 @@ class Roll:
         self._absent: dict[str, tuple[str, int]] = {}  # of each list, what was announced and not there, how often
         self.called: dict[tuple[str, int], int] = {}  # how many claims of a wait this rank has tried
         self._claims: list[str] = []
-        self._mine: list[tuple[tuple[str, int], int, float]] = []  # notices: of which wait, their numbers, and when
+        self.told: list[tuple[tuple[str, int], int, float]] = []
         for counter in (*_COUNTERS, self._host):
             self.store.add(counter, 0)
         self._append(self._host, {})
@@ -193,17 +194,17 @@ class Roll:
     def tell(self, notice: Entry) -> None:
         number = self._append("notices", notice)
         if notice["wait"] is not None:
-            self._mine.append((tuple(notice["wait"]), number, time.monotonic()))
+            self.told.append((tuple(notice["wait"]), number, time.monotonic()))
 
     def forget_notices(self, places: dict[str, Place]) -> None:
         """Deletes what this rank has told of a wait, once it has done the next one, as all have, at these ``places``,
         and some time after all have read it. Who was stopped meanwhile passes over it."""
         before = time.monotonic() - max(times.FRESH * times.look, 3 * self.interval)
-        over = [each for each in self._mine if each[2] < before and has_done(places, (each[0][0], each[0][1] + 1))]
+        over = [each for each in self.told if each[2] < before and has_done(places, (each[0][0], each[0][1] + 1))]
         for key, number, _ in over:
             self.delete(self.store, f"notices/{number}")
             self.delete(self.store, f"first/{key}")
-        self._mine = [each for each in self._mine if each not in over]
+        self.told = [each for each in self.told if each not in over]
 
     def leave(self, end: Entry) -> None:
         self.store.set(f"end/{self.rank}", self._signed(end))

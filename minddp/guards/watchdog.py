@@ -102,6 +102,7 @@ class Watchdog:
         self.rank, self._size = rank, size
         self.processes: dict[int, Process] = {rank: here()}
         self.lost = self._stopping = False
+        self._connects = True  # the thread, to the store
         self._store = weakref.ref(store, lambda _: self._end_with_the_store())
         self._port: int | None = getattr(bare(store), "port", None) if carries(store) else None
         self._lock, self._wake, self._done = threading.RLock(), threading.Event(), threading.Condition()
@@ -307,6 +308,7 @@ class Watchdog:
             if not is_there(stores[0]):
                 return  # a clone would make it anew
             client: Any = stores.pop().clone()  # type: ignore[attr-defined]  # torch's stub forgets it
+            self._connects = False
             roll = Roll(client, self.rank, self._size, self.processes)
             self.interval = roll.interval
             self._turn(roll)
@@ -353,7 +355,7 @@ class Watchdog:
         roll.look()
         self._hear(roll.notices())
         self.heard = now
-        if self._notices or self._told:
+        if self._notices or self._told or roll.told:
             self._forget_what_is_over(roll)
         if roll.ends() > self._left:
             self._left, self._left_at = roll.ends(), now
@@ -388,6 +390,9 @@ class Watchdog:
     def _forget_what_is_over(self, roll: Roll) -> None:
         """What was told of waits that this rank is past: it has taken part in the wrapper's next one since."""
         places = self.places()
+        for watch in self.watches():  # before it had its name
+            if watch.key in places:
+                places.setdefault(watch.progress.first_key, places[watch.key])
         with self._lock:
             for known in (self._notices, self._told):
                 for key in [key for key in known if isinstance(key, tuple) and has_done(places, key)]:
@@ -568,6 +573,9 @@ class Watchdog:
         self._wake.set()
         self._thread.join(_EXIT_SECONDS if self.lost or not self.store_is_silent() else 0.0)
         while self._thread.is_alive():
+            store = self._store()
+            if self._connects and (store is None or not listens(store)):
+                return  # it tries to reach a host that has died until the store's timeout: it does not come back
             if self._port is not None:
                 cut_connections(self._port)
             self._thread.join(_EXIT_SECONDS)

@@ -27,7 +27,10 @@ def test_a_name_may_be_any_bytes(rank: int, world_size: int) -> None:
     ctypes.CDLL(None).prctl(_SET_NAME, "ааааааааа".encode()[:15])
     ddp = minddp.DistributedDataParallel(nn.Linear(2, 2))
     ddp(torch.ones(1, 2)).sum().backward()
-    list(lifetime._running())
+    busy = threading.Thread(target=lambda: sum(range(10**7)))  # the program's own: the end does not wait for it
+    busy.start()
+    assert str(busy.native_id) not in dict(lifetime._running())
+    busy.join()
     assert processes.here().started
     assert processes.look(processes.here()).state == "running"
 

@@ -34,6 +34,7 @@ def made_by_hand() -> dist.ProcessGroup:
     store = _store(f"by hand {next(_numbers)}")
     group = dist.ProcessGroup(store, dist.get_rank(), dist.get_world_size())
     _give_gloo(group, store)
+    group._set_group_desc("mine")
     return group
 
 

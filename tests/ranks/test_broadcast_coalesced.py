@@ -147,7 +147,7 @@ def test_what_has_no_memory_is_named_on_every_rank(rank: int, world_size: int, l
     ddp.module.table.untyped_storage().resize_(left)
     with pytest.raises(RuntimeError, match=f"'table' has no values.* 9 elements have {left} bytes of memory on cpu"):
         ddp(torch.ones(1, 2))
-    module = Buffered()
+    module = Buffered(table=torch.ones(3, device="meta"))  # as with torch's class: no rank has values of it
     module.linear.weight.untyped_storage().resize_(left)
     ddp = OURS(module, init_sync=False)  # its values come later
     module.linear.weight.untyped_storage().resize_(16)
