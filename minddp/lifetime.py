@@ -92,7 +92,7 @@ def _rest() -> None:
 def _running() -> Iterator[tuple[str, float]]:
     """This process's threads that have or want the processor, with their seconds of it so far. Without those that the
     program has started in Python. Linux says so; elsewhere nobody is asked."""
-    threads = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("Dummy-")]
     pythons = {str(thread.native_id) for thread in threads}
     for stat in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # it has ended
