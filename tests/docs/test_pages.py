@@ -27,7 +27,6 @@ WORDED_ELSEWHERE = [
     "minddp/guards/lost.py: _given_up(dog, group, wait, seconds, verdict, '')",
     "minddp/guards/lost.py: _given_up(dog, group, wait, seconds, verdict, error)",
     "minddp/guards/lost.py: self.lost.with_traceback(None)",
-    "minddp/owned/optimizer.py: binding.report(lambda: self._step_and_send(binding, exchange))",
     "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
     "minddp/shm/__init__.py: dist.DistBackendError(f'shm: {reason}')",
     "minddp/timeline/store.py: NoAnswer(str(error))",
