@@ -214,7 +214,7 @@ class Watchdog:
                 self._done.wait_for(lambda: self.lost or is_over(), seconds)
 
     def waits(self, wait: Wait, seconds: float) -> None:
-        """This rank has waited so long, and goes on."""
+        """This thread has waited so long, and goes on."""
         now, mine = time.monotonic(), self._waits.get(threading.get_ident())
         if mine is None or mine.wait.key != wait.key or now - seconds > mine.seen + times.look:
             mine = self._waits[threading.get_ident()] = _Waiting(wait, now, now)
