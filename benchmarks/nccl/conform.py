@@ -190,16 +190,19 @@ def run_all(
         theirs.close()
         pipes.append(ours)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    while pipes and not stop.is_set():
-        for pipe in multiprocessing.connection.wait(pipes, 0.1):
-            try:
-                take(pipe.recv())
-            except EOFError:
-                pipes.remove(pipe)
-    if stop.is_set():
+    try:
+        while pipes and not stop.is_set():
+            for pipe in multiprocessing.connection.wait(pipes, 0.1):
+                try:
+                    take(pipe.recv())
+                except EOFError:
+                    pipes.remove(pipe)
+    finally:  # where nobody reads what is printed, too
         for job in jobs:
-            _end(job.pid)
+            if pipes:
+                _end(job.pid)
             job.join()
+    if stop.is_set():
         stopped()
         os._exit(124)
 
