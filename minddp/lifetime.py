@@ -94,6 +94,7 @@ def _running() -> Iterator[tuple[str, float]]:
     program has started in Python. Linux says so; elsewhere nobody is asked."""
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith("Dummy-")]
     pythons = {str(thread.native_id) for thread in threads}
+    pythons.add(str(threading.get_native_id()))  # in a forked process its object still has the parent's number
     for stat in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # it has ended
             state, *numbers = stat.read_bytes().rpartition(b")")[2].split()

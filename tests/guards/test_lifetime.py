@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 import minddp
 from minddp import lifetime
 from minddp.guards import location
+from tests import forked
 from tests.on_ranks import on_ranks
 from tests.ranks_pool import run_ranks
 
@@ -105,6 +106,12 @@ def test_the_end_counts_what_threads_had_of_the_processor(
     monkeypatch.setattr(lifetime, "_running", lambda: [("1", share * now)] if now < 30.0 else [])
     lifetime._rest()
     assert waited <= now < waited + 0.1
+
+
+def test_a_forked_process_does_not_wait_for_the_thread_that_ends_it() -> None:
+    """Python's object of its first thread has the parent's number."""
+    fork = "import os; from minddp import lifetime; os.fork() and os.wait(); print([*lifetime._running()])"
+    assert forked.run(fork).stdout == "[]\n[]\n"
 
 
 def _power_sgd(rank: int, world_size: int) -> None:
