@@ -1,5 +1,5 @@
 // How a companion binds its cases, without the core's knowing it: each has a static Companion in a file of its own,
-// csrc/<companion>/bindings_<companion>.cpp.
+// csrc/<companion>/bindings_<companion>.cpp. An extension of its own calls bind_case in its PYBIND11_MODULE instead.
 #pragma once
 
 #include "reducer/events.h"

@@ -4,7 +4,7 @@ The core averages gradients and knows no companion. A companion registers a clas
 observer of each class, and calls its methods at the moments that are listed below. Only methods that a class
 overrides are called, so an event that nobody listens to costs nothing.
 
-``python -m minddp.events`` prints which companion listens to which event. The smallest companion has 15 lines::
+``events.main()`` prints which companion listens to which event. The smallest companion::
 
     class Printer(minddp.events.Observer):
         name = "printer"
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -85,7 +84,8 @@ class Observer:
         """The module and the group are known, and no tensor has been looked at. May change the module; may raise."""
 
     def compared(self, parameters: Any) -> Mapping[str, Any]:
-        """What must be the same on all ranks, by argument. The ranks raise if it is not. May communicate."""
+        """What must be the same on all ranks, by argument. The ranks raise if it is not; what is not returned here
+        is not compared. May communicate."""
         return {}
 
     def exchange(self) -> Any:
@@ -288,7 +288,3 @@ def main() -> None:
     for event in EVENTS:
         names = [c.name for c in registered() if getattr(c, event) is not getattr(Observer, event)]
         print(f"{event:18} {', '.join(names) or '-'}")
-
-
-if __name__ == "__main__":
-    sys.modules["minddp.events"].main()  # the module that companions know, not this copy

@@ -88,7 +88,14 @@ enum class Moment {
   kGivenUp,         // abort_iteration() has ended it
 };
 
-enum class BucketMoment { kReady, kPack, kLaunch, kLaunched, kUnpack, kUnpacked };
+enum class BucketMoment {
+  kReady,     // its last gradient has come
+  kPack,      // its gradients are about to be copied into its buffer
+  kLaunch,    // its collective is about to begin
+  kLaunched,  // and has begun
+  kUnpack,    // it has ended; the averages are about to be written
+  kUnpacked,  // they are
+};
 
 class Case {
  public:
@@ -131,7 +138,8 @@ class Case {
   // The factor of all results, in place of the reducer's post_scale. Empty: the next case is asked. It may wait for
   // other ranks. If it raises on all ranks, the iteration is given up.
   virtual std::optional<double> scale_of_results() { return {}; }
-  // The averages of this bucket's parameters with used[index] != 0 have been written.
+  // The averages of this bucket's parameters with used[index] != 0 have been written: between its kUnpack and its
+  // kUnpacked. Not if the optimizer runs in backward, nor on a rank alone whose gradients need no buckets.
   virtual void averages_written(const Bucket&, const std::vector<int32_t>& /*used*/) {}
 
   // --- exceptions and waits

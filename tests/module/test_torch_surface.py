@@ -243,7 +243,7 @@ def test_what_minddp_adds_are_functions_of_the_package(rank: int, world_size: in
 
 def test_the_page_and_the_package_list_the_functions() -> None:
     page = (Path(__file__).parents[2] / "docs" / "wrapper.md").read_text()
-    assert set(re.findall(r"^\| `minddp\.(\w+)\(ddp", page, re.MULTILINE)) == set(FUNCTIONS)
+    assert set(re.findall(r"^\| `minddp\.(\w+)\(ddp", page, re.MULTILINE)) == set(FUNCTIONS), "docs/wrapper.md"
     assert set(FUNCTIONS) <= set(minddp.__all__) and set(minddp.__all__) <= set(dir(minddp))
     for name in FUNCTIONS:
         function = getattr(minddp, name)

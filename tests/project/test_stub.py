@@ -54,6 +54,12 @@ def extension_names(module: Any) -> dict[str, set[str]]:
     return names
 
 
+def test_each_module_has_a_stub() -> None:
+    modules = {f"_C.{name}" for name, value in vars(_extension.load()).items() if inspect.ismodule(value)}
+    lacking = sorted(modules - set(STUBS))
+    assert not lacking, f"write {', '.join(f'minddp/{name}.pyi'.replace('_C.', '_C/') for name in lacking)}"
+
+
 @pytest.mark.parametrize("name", STUBS)
 def test_the_stub_names_what_the_extension_has(name: str) -> None:
     _extension.load()
