@@ -263,6 +263,9 @@ class Watchdog:
                     found[rank] = texts.stopped(rank, process)
             late = [n for n in self._notices.get(wait.key, []) if n.get("found") == "late"]
         if found:
+            if self.lost:  # those that have died before they had said where they are may come first
+                unknown = [rank for rank in wait.others if rank not in self.processes]
+                found |= {rank: texts.late(rank, None, None, False, wait) for rank in unknown}
             words = texts.joined([*found.values()])
             return Verdict([*found], [*found], words, follows=False, left=self._has_left_well([*found]))
         if late:

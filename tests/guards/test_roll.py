@@ -1,5 +1,6 @@
 """What ranks tell each other through the store, without processes: ranks take turns."""
 
+import subprocess
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from minddp.guards import processes, times
 from minddp.guards.processes import Process, began, here
 from minddp.guards.roll import Place, Roll, Wait, carries, has_done, listed, runs
+from minddp.guards.watchdog import Watchdog
 
 ME = here()
 WAIT = Wait("ddp backward", 3, "the reduction of iteration 3", 0, (1, 2))
@@ -179,3 +181,13 @@ class _InPython(dist.Store):
 def test_which_stores_carry_it():
     prefixed = dist.PrefixStore("a", dist.PrefixStore("b", dist.HashStore()))
     assert carries(prefixed) and not carries(_InPython())
+
+
+def test_who_died_before_it_said_who_it_is_is_named_beside_those_that_it_took_along():
+    dog = Watchdog(dist.HashStore(), 1, 3)
+    dog._thread.join(60)  # there is no default group, so it hears of nobody
+    child = subprocess.Popen(["true"])
+    child.wait()
+    dog.know({2: ME._replace(pid=child.pid)})
+    verdict = dog.suspects(WAIT._replace(here=1, others=(0, 2)))
+    assert sorted(verdict.ranks) == [0, 2] and "rank 0 does not answer" in verdict.words.lower()
