@@ -11,6 +11,7 @@ pages anew.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -60,11 +61,15 @@ def run(name: str) -> int:
     """Makes one result; the command's exit status."""
     script, *words = shlex.split(COMMANDS[name])
     words += ["--output", str(harness.RESULTS / f"{name}.json")] if name in _ANOTHER_FILE else []
+    environment = {**os.environ, "MINDDP_RESULTS": str(harness.RESULTS)}
     print(f"--- {name}: python benchmarks/{COMMANDS[name]}", flush=True)
+    python, folder = sys.executable, _FOLDER
     if name in _WITH_NEWEST:
-        make = ["make", "-C", str(_FOLDER.parent), "check-newest", "TARGET=bench"]
-        return subprocess.call([*make, f"ARGS={shlex.join(words)}"])
-    return subprocess.call([sys.executable, str(_FOLDER / script), *words])
+        root = _FOLDER.parent
+        newest = (root / "requirements-newest.txt").read_text().split("torch==")[1].strip()
+        subprocess.run(["make", "-C", str(root), f"check-torch-{newest}", "TARGET=build"], check=True)
+        python, folder = str(root / f".venv-{newest}/bin/python"), root / f"build/torch-{newest}/benchmarks"
+    return subprocess.call([python, str(folder / script), *words], env=environment)
 
 
 def main() -> int:

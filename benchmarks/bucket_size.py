@@ -84,7 +84,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a visit")
     parser.add_argument("--no-auto", action="store_true", help='leave bucket_cap_mb="auto" out')
     parser.add_argument("--fresh", action="store_true", help="start over instead of going on")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS, help="folder for the results")
+    parser.add_argument("--output", type=Path, default=harness.OUTPUT, help="folder for the results")
     parser.add_argument("--draw-only", action="store_true", help="measure nothing; write the reports again")
     arguments = parser.parse_args(argv)
     check(arguments)

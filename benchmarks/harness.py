@@ -28,18 +28,20 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import provenance  # noqa: E402
 from links import Endpoint, LinkError, ShapedNetwork, enter  # noqa: E402
-from provenance import RESULTS  # noqa: E402
+from provenance import RESULTS, ROOT  # noqa: E402
 from result_json import as_json  # noqa: E402
 
 from tests.ranks_pool import RankError, RankPool  # noqa: E402
 
 __all__ = [
-    "ENGINES", "RESULTS", "BenchmarkError", "Ranks", "Spread", "command", "digits", "environment", "machine", "names",
-    "numbers", "parser", "prepare_engine", "rank_device", "read_json", "rounds", "run_main", "spread",
+    "ENGINES", "OUTPUT", "RESULTS", "BenchmarkError", "Ranks", "Spread", "command", "digits", "environment", "machine",
+    "names", "numbers", "parser", "prepare_engine", "rank_device", "read_json", "rounds", "run_main", "spread",
     "write_json", "write_text",
 ]  # fmt: skip
 
 ENGINES = ("gloo", "nccl", "shm")
+# Where results go: all_results.py puts those in RESULTS that the pages show.
+OUTPUT = Path(os.environ.get("MINDDP_RESULTS", ROOT / "build" / "results"))
 # For glibc in the ranks: keep freed memory. By default large blocks go back to the kernel, and come again page by
 # page: some 30 ms for 64 MB in one step, nothing in the next, as the heap happens to lie.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}

@@ -153,7 +153,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--baseline", default="torch", help="the variant that peaks are compared with")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--engine", default="gloo", choices=harness.ENGINES)
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "memory.json")
+    parser.add_argument("--output", type=Path, default=harness.OUTPUT / "memory.json")
     return parser.parse_args(argv)
 
 

@@ -296,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
         callgrind_child(arguments.callgrind_child, arguments.models[0], arguments.steps)
         return 0
     result = run_callgrind(arguments) if arguments.callgrind else run(arguments)
-    output = arguments.output or harness.RESULTS / f"{result['benchmark']}.json"
+    output = arguments.output or harness.OUTPUT / f"{result['benchmark']}.json"
     harness.write_json(output, {"command": harness.command(), "machine": harness.machine(), **result})
     print(f"written: {output}")
     return 0

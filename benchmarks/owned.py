@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=harness.numbers, default=[2, 4], metavar="NUMBERS")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--link", help="a tc rate such as 1gbit; default: loopback")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "owned.json")
+    parser.add_argument("--output", type=Path, default=harness.OUTPUT / "owned.json")
     options = parser.parse_args()
     rows = []
     for ranks in options.ranks:

@@ -371,7 +371,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="measured steps of a visit")
     parser.add_argument("--learning-steps", type=int, default=2000)
     parser.add_argument("--fresh", action="store_true", help="start over instead of going on")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS, help="folder for the results")
+    parser.add_argument("--output", type=Path, default=harness.OUTPUT, help="folder for the results")
     arguments = parser.parse_args(argv)
     if arguments.ranks < 2:
         raise BenchmarkError("--ranks must be at least 2: every question is about communication")

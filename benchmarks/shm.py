@@ -176,7 +176,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=15, help="rounds of the training steps; 0: leave them out")
     parser.add_argument("--model", default="mlp67", help="a model of benchmarks/models.py")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each half")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "shm.json", help="JSON file")
+    parser.add_argument("--output", type=Path, default=harness.OUTPUT / "shm.json", help="JSON file")
     return parser.parse_args(argv)
 
 

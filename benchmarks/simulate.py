@@ -320,7 +320,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--speedup", type=float, default=1.0, help="compute so many times faster")
     parser.add_argument("--wire", choices=WIRE_BYTES, help="what gradients travel as at other numbers of ranks")
     parser.add_argument("--sigma", type=float, default=0.02, help="spread of stragglers")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
+    parser.add_argument("--out", type=Path, default=harness.OUTPUT, help="folder of the results")
     parser.add_argument("--name", help="of the result files; simulate-MODEL")
     return parser.parse_args(argv)
 

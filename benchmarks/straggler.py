@@ -126,7 +126,7 @@ def main() -> None:
     print(f"rank named right: {found['rank_right']} of {found['delayed_runs']}")
     print(f"false alarms: {found['false_alarms']} of {found['balanced_runs']}")
     facts = {"command": harness.command(), "machine": harness.machine()}
-    harness.write_json(harness.RESULTS / "straggler.json", facts | found)
+    harness.write_json(harness.OUTPUT / "straggler.json", facts | found)
 
 
 if __name__ == "__main__":

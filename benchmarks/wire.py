@@ -231,7 +231,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning", action="store_true", help="train, instead of measuring steps")
     parser.add_argument("--learning-steps", type=int, default=2000)
     parser.add_argument("--fresh", action="store_true", help="start over instead of going on")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS, help="folder for the results")
+    parser.add_argument("--output", type=Path, default=harness.OUTPUT, help="folder for the results")
     arguments = parser.parse_args(argv)
     if arguments.ranks < 2:
         raise harness.BenchmarkError("--ranks must be at least 2: one rank sends nothing")
