@@ -217,5 +217,11 @@ def _report(arguments: argparse.Namespace) -> None:
     if not arguments.no_picture:
         path = Path(arguments.trace)
         pictures = arguments.picture or [path.with_suffix(".svg"), path.with_suffix(".png")]
-        draw(steps, pictures)
-        print("drawn:", ", ".join(str(picture) for picture in pictures))
+        try:
+            draw(steps, pictures)
+        except ImportError as error:
+            if arguments.picture:
+                raise
+            print(f"not drawn: {error}")
+        else:
+            print("drawn:", ", ".join(str(picture) for picture in pictures))

@@ -265,6 +265,16 @@ def test_the_command_prints_exposed_time_per_bucket_and_draws(tmp_path, capsys):
     assert "<svg" in (tmp_path / "t.svg").read_text()
 
 
+def test_without_matplotlib_the_command_prints_and_a_picture_that_was_asked_for_is_an_error(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    record(tmp_path / "t.json", 3)
+    assert timeline.main([str(tmp_path / "t.json")]) == 0
+    assert "not drawn: the picture needs matplotlib: install it" in capsys.readouterr().out
+    assert timeline.main([str(tmp_path / "t.json"), "--picture", str(tmp_path / "t.png")]) == 1
+
+
 def two_ranks(later: int = 12, clock: str = "one") -> dict[str, Any]:
     """Rank 1 does all that rank 0 does, so many ms later; ``clock``: which one it reads."""
     module = {"parameter_names": ["a.weight", "b.weight", "c.weight"]}
