@@ -6,8 +6,8 @@ it is there, it is compiled along, and binds itself into ``minddp._C``. csrc/shm
 A wheel says which torch it is for, in its version (``0.2.0+torch2.13.0.cpu``) and in what it requires
 (``torch==2.13.0``), since the extension loads into no other. A distribution of the sources names none.
 
-The CUDA sources are compiled when torch has CUDA, and an nvcc of its release (or with headers of its own) is found;
-``MINDDP_CUDA=0`` leaves them out and ``MINDDP_CUDA=1`` insists on them. What was chosen is recorded beside the extension in ``_build.json``,
+The CUDA sources are compiled when torch has CUDA and nvcc is found; ``MINDDP_CUDA=0`` leaves them out and
+``MINDDP_CUDA=1`` insists on them. What was chosen is recorded beside the extension in ``_build.json``,
 which ``minddp/_extension.py`` checks before it loads the extension.
 """
 
@@ -75,16 +75,10 @@ def use_cuda() -> bool:
     missing = []
     if torch.version.cuda is None:
         missing.append(f"torch {torch.__version__} has no CUDA")
-    if (nvcc := nvcc_release()) is None:
+    if nvcc() is None:
         missing.append("nvcc is not in CUDA_HOME, on PATH or in /usr/local/cuda")
-    elif not has_headers() and nvcc != torch.version.cuda:
-        missing.append(f"nvcc is of CUDA {nvcc}, without headers of its own, and torch's are of CUDA {torch.version.cuda}")
     if missing and choice == "1":
         sys.exit(f"MINDDP_CUDA=1 cannot be met: {' and '.join(missing)}")
-    if missing and torch.cuda.is_available() and choice == "":
-        sys.exit(f"minddp's kernels cannot be built: {' and '.join(missing)}. MINDDP_CUDA=0 leaves them out")
-    if missing and torch.version.cuda is not None:
-        print(f"minddp is built without its CUDA kernels: {' and '.join(missing)}", file=sys.stderr)
     return not missing
 
 
@@ -93,25 +87,18 @@ def use_shm() -> bool:
     return sys.platform == "linux" and os.environ.get("MINDDP_SHM", "1") != "0"
 
 
-def nvcc_release() -> str | None:
-    """As torch writes it: "13.0"."""
+def nvcc() -> str | None:
     home = cpp_extension.CUDA_HOME
-    nvcc = None if home is None else shutil.which("nvcc", path=os.path.join(home, "bin"))
-    if nvcc is None:
-        return None
-    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    return re.search(r"release ([\d.]+)", answer)[1]
-
-
-def has_headers() -> bool:
-    """Whether the toolkit is a whole one: those with nvcc alone lack the libraries' headers, which torch includes."""
-    return (Path(cpp_extension.CUDA_HOME or "") / "include/cusparse.h").exists()
+    return None if home is None else shutil.which("nvcc", path=os.path.join(home, "bin"))
 
 
 def toolkit_headers() -> list[str]:
-    """The CUDA toolkit's header folders that come with torch's wheels, where the toolkit has none."""
+    """The CUDA toolkit's headers: nvcc's own first, which must be of its release, and then those that come with
+    torch's wheels: a toolkit with nvcc alone lacks the libraries'."""
+    steps = subprocess.run([nvcc(), "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    own = re.findall(r'^#\$ INCLUDES="-I([^" ]+)', steps, re.MULTILINE)
     site = Path(torch.__file__).parent.parent
-    return [] if has_headers() else [str(path) for path in sorted(site.glob("nvidia/*/include"))]
+    return own + [str(path) for path in sorted(site.glob("nvidia/*/include"))]
 
 
 def cuda_archs() -> str:

@@ -34,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +284,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--callgrind", action="store_true", help="count instructions, first model, 1 rank")
     parser.add_argument("--steps", type=int, default=5, help="steps counted by --callgrind")
     parser.add_argument("--callgrind-child", metavar="VARIANT", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/results/overhead.json)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: build/results/overhead.json)")
     return parser.parse_args(argv)
 
 
@@ -292,6 +293,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments.variants = arguments.variants or default_variants()
     if arguments.baseline not in (BASELINE, *arguments.variants):
         raise BenchmarkError(f"--baseline {arguments.baseline} is none of {', '.join(arguments.variants)}")
+    if any(model.startswith("resnet") for model in arguments.models) and find_spec("transformers") is None:
+        raise BenchmarkError("resnet50 needs the package transformers: pip install it, or --models many-small,mlp67")
     if arguments.callgrind_child:
         callgrind_child(arguments.callgrind_child, arguments.models[0], arguments.steps)
         return 0

@@ -48,7 +48,7 @@ def _hidden() -> str:
         if installed != here and any((installed / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
             return (
                 f" These are the sources in {here}, and they hide the minddp that is installed in {installed}: run "
-                "`python -P`, or set PYTHONSAFEPATH=1, or go to another folder."
+                "`python -P`, or go to another folder."
             )
     return ""
 
@@ -62,8 +62,8 @@ def load() -> ModuleType:
     built = build_record()["torch"]
     if built != torch.__version__:
         raise ImportError(
-            f"minddp was built against torch {built}, but torch {torch.__version__} is installed: "
-            f"install torch {built}, or rebuild minddp for this torch: {_REBUILD}"
+            f"minddp in {Path(__file__).parent} was built against torch {built}, but torch {torch.__version__} is "
+            f"installed.{_hidden()} Install torch {built}, or rebuild that minddp for this torch: {_REBUILD}"
         )
     try:
         return importlib.import_module("minddp._C")

@@ -52,7 +52,7 @@ NOT_RUN = {
     "python benchmarks/memory.py": "minutes",
     "python benchmarks/overhead.py": "an hour",
     "python benchmarks/shm.py": "minutes",
-    "python benchmarks/bucket_size.py --link 1gbit": "root, and an hour",
+    "python benchmarks/bucket_size.py --link 1gbit --models gpt2-small": "root, and an hour",
     "python benchmarks/wire.py --link 1gbit": "root, and an hour",
     "python benchmarks/gpu_check.py --ranks 2": "two GPUs; CI runs the parts that need none",
 }

@@ -56,25 +56,3 @@ def test_no_architecture_is_left(cuda_archs: Callable[..., str]) -> None:
 def test_the_variable_decides(cuda_archs: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
     assert cuda_archs(TORCH_CU130, ((8, 0),)) == "9.0a"
-
-
-@pytest.mark.parametrize(
-    ("headers", "gpu", "choice", "built"),
-    [(False, False, "", False), (False, True, "", "MINDDP_CUDA=0"), (False, False, "1", "13.0"), (True, True, "1", True)],
-)
-def test_an_nvcc_of_another_release_needs_headers_of_its_own(
-    headers: bool, gpu: bool, choice: str, built: bool | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    monkeypatch.setenv("MINDDP_CUDA", "0")
-    use_cuda: Any = runpy.run_path(str(SETUP))["use_cuda"]
-    monkeypatch.setitem(use_cuda.__globals__, "nvcc_release", lambda: "13.0")
-    monkeypatch.setitem(use_cuda.__globals__, "has_headers", lambda: headers)
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setenv("MINDDP_CUDA", choice)
-    if isinstance(built, str):
-        with pytest.raises(SystemExit, match=built):
-            use_cuda()
-    else:
-        assert use_cuda() == built
