@@ -96,7 +96,7 @@ def _rebind_devices() -> None:
 
 
 def _rebind_cuda() -> None:
-    import torch.testing._internal.common_device_type  # noqa: F401  looks for devices when it is imported
+    import torch.testing._internal.common_device_type  # looks for devices when it is imported
 
     for name in ("set_device", "synchronize"):
         setattr(torch.cuda, name, lambda *args, **kwargs: None)

@@ -7,7 +7,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import minddp

@@ -476,7 +476,7 @@ def _hears_of_a_failure(rank: int, world_size: int, path: str) -> str:
     error = ""
     deadline = time.monotonic() + 30
     while not error and time.monotonic() < deadline:
-        model._minddp_observers.get("guards").watch.progress.key = "the ranks' name for it"  # on which they could not agree
+        model._minddp_observers.get("guards").watch.progress.key = "their name for it"  # they could not agree
         try:
             model(x, side_x).square().mean().backward()
         except (RuntimeError, ValueError) as raised:
@@ -510,7 +510,7 @@ def _waits_for_the_device(rank: int, world_size: int, path: str) -> tuple[list[i
         x, side_x = programs.batches(extension.NAME)[0]
         for _ in range(2):  # the second cuts the buckets anew
             model(x, side_x).square().mean().backward()
-        model._minddp_observers.get("guards").watch.progress.key = "the ranks' name for it"  # on which they could not agree
+        model._minddp_observers.get("guards").watch.progress.key = "their name for it"  # they could not agree
         looks: list[int] = []
         errors: list[str] = []
         if rank == 1:
