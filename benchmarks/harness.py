@@ -35,8 +35,8 @@ from tests.ranks_pool import RankError, RankPool  # noqa: E402
 
 __all__ = [
     "ENGINES", "OUTPUT", "RESULTS", "BenchmarkError", "Ranks", "Spread", "command", "digits", "environment",
-    "machine", "names", "numbers", "parser", "prepare_engine", "rank_device", "read_json", "rounds", "run_main", "spread",
-    "write_json", "write_text",
+    "machine", "names", "numbers", "parser", "prepare_engine", "rank_device", "read_json", "rounds", "run_main",
+    "spread", "write_json", "write_text",
 ]  # fmt: skip
 
 ENGINES = ("gloo", "nccl", "shm")
