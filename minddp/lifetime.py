@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +103,39 @@ def _running() -> Iterator[tuple[str, float]]:
                 yield stat.parent.name, sum(map(int, numbers[10:12])) / os.sysconf("SC_CLK_TCK")  # user and system
 
 
+def connections(port: int) -> set[int]:
+    """The descriptors of this process's connections to a port."""
+    found = set()
+    for fd in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError, LookupError), _borrowed(fd) as link:  # closed meanwhile, no socket, or without a port
+            if link.getpeername()[1] == port:
+                found.add(fd)
+    return found
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """As an object that neither closes the descriptor nor changes how it blocks."""
+    link = socket.socket(socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=fd)
+    try:
+        yield link
+    finally:
+        link.detach()
+
+
 def cut_connections(port: int) -> None:
     """Ends this process's connections to a port, and with them the requests that wait there for a stopped host."""
-    for fd in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError, LookupError):  # closed meanwhile, no socket, not connected, or one without a port
-            link = socket.socket(fileno=fd)
-            try:
-                if link.getpeername()[1] == port:
-                    link.shutdown(socket.SHUT_RDWR)
-            finally:
-                link.detach()
+    for fd in connections(port):
+        with suppress(OSError), _borrowed(fd) as link:
+            link.shutdown(socket.SHUT_RDWR)
+
+
+def hangs_up(fds: Iterable[int]) -> bool:
+    """Whether the other end of one of these connections is closed: its process has ended, or lets go of it."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, getattr(select, "POLLRDHUP", 0))  # Linux; elsewhere the next request finds it
+    return bool(poll.poll(0))
 
 
 @atexit.register

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from .. import environment
-from ..lifetime import cut_connections
+from ..lifetime import connections, cut_connections, hangs_up
 from ..logs import log
 from ..messages import is_torchs
 from . import location, texts, times
@@ -310,13 +310,16 @@ class Watchdog:
         try:
             if not is_there(stores[0]):
                 return  # a clone would make it anew
+            before = connections(self._port or 0)
             client: Any = stores.pop().clone()  # type: ignore[attr-defined]  # torch's stub forgets it
             self._connects = False
+            links = connections(self._port or 0) - before
+            links = links if len(links) == 1 else set()  # another thread may have made one, too
             roll = Roll(client, self.rank, self._size, self.processes)
             self.interval = roll.interval
             self._turn(roll)
             self._wake.wait(roll.interval * os.urandom(1)[0] / 256)  # so that ranks do not ask all at once
-            while not self._stopping and self._group_is_there() and is_there(client):
+            while not self._stopping and self._group_is_there() and is_there(client) and not hangs_up(links):
                 self._turn(roll)
                 due = min((at for at, _ in list(self._later.values())), default=math.inf) - time.monotonic()
                 pause = 0.1 * times.look if self._outbox or self._errands else min(max(due, 0.0), roll.interval)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import _thread
 import gc
 import hashlib
+import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 import weakref
 
@@ -21,7 +23,7 @@ from minddp import lifetime
 from minddp.guards import location
 from tests import forked
 from tests.on_ranks import on_ranks
-from tests.ranks_pool import run_ranks
+from tests.ranks_pool import free_port, run_ranks
 
 
 @on_ranks(2)
@@ -112,6 +114,42 @@ def test_a_forked_process_does_not_wait_for_the_thread_that_ends_it() -> None:
     """Python's object of its first thread has the parent's number."""
     fork = "import os; from minddp import lifetime; os.fork() and os.wait(); print([*lifetime._running()])"
     assert forked.run(fork).stdout == "[]\n[]\n"
+
+
+FIRST_ENDS = """
+import sys, time
+import torch, torch.distributed as dist
+import minddp
+from minddp.guards import times, watchdog
+
+times.set_look(0.05)
+rank = int(sys.argv[1])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 2, rank == 0)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+minddp.DistributedDataParallel(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+dog = watchdog.current(dist.group.WORLD)
+while rank == 1 and not dog.lost:  # rank 0 holds the store, and has ended
+    time.sleep(0.01)
+"""
+
+
+def test_who_outlives_the_stores_host_writes_nothing_to_stderr() -> None:
+    """Torch's client would write the frames of its C++ stack at the next request."""
+    port = str(free_port())
+    programs = [forked.Program(FIRST_ENDS, str(rank), port, rank=rank) for rank in (0, 1)]
+    assert [(program.communicate(120), program.returncode) for program in programs] == [(("", ""), 0)] * 2
+
+
+def test_a_connection_whose_other_end_is_closed_hangs_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        links = lifetime.connections(server.getsockname()[1])
+        assert links == {client.fileno()} and not lifetime.hangs_up(links)
+        accepted.close()
+        deadline = time.monotonic() + 120
+        while not lifetime.hangs_up(links) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert client.getblocking() and lifetime.hangs_up(links)
 
 
 def _power_sgd(rank: int, world_size: int) -> None:
