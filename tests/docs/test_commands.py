@@ -45,6 +45,7 @@ NOT_RUN = {
     "pip install dist/minddp-*+torch2.13.0*.whl": "CI: .ci/wheel_alone",
     "pip install torch": "a network; make's first step does it",
     'pip install torch "setuptools>=77" wheel ninja && pip install --no-build-isolation .': "tests/lab/package",
+    "pip install rich transformers": "a network; `make .venv/.extra-bench` does it",
     "make wheels": "a network, and ten minutes for each of two more torches",
     "make check-torch": "a network, and an hour",
     "make lab ARGS=faults": "an hour or two",
