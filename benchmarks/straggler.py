@@ -1,6 +1,7 @@
 """How often is the late rank named? Delays in each phase of each rank, and runs without any.
 
     python benchmarks/straggler.py                       # 5 runs of each case, and as many without a delay
+    python benchmarks/straggler.py --runs 1              # half a minute
 
 Three ranks train a network whose forward and backward sleep, so that two processors are enough. In each run one rank
 sleeps longer, by 10 % of the step, in its input, forward, backward or communication hook. ``minddp.report`` is right
@@ -102,7 +103,10 @@ def measure_delays(runs: int, share: float) -> dict[str, Any]:
             reports = ranks.run(_train, case, share * STEP, timeout=120)
             assert all(report == reports[0] for report in reports)
             results.append({"case": case and list(case), **_outcome(reports[0])})
-            print(f"{number + 1}/{len(cases)}: delayed {case}, {results[-1]}", flush=True)
+            delayed = f"rank {case[0]} is late in {case[1]}" if case else "nobody is late"
+            late = results[-1]["late"]
+            named = f"rank {late[0]}, {late[1]}" if late else "nobody"
+            print(f"{number + 1:3}/{len(cases)}  {delayed:26} named: {named}", flush=True)
     delayed = [r for r in results if r["case"]]
     balanced = [r for r in results if not r["case"]]
     return {

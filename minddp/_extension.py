@@ -31,7 +31,7 @@ def build_record() -> dict[str, str | None]:
     """
     spec = importlib.util.find_spec("minddp._C")
     if spec is None or spec.origin is None:
-        raise ImportError(f"minddp's extension is not built for this Python.{_hidden()} Build it: {_REBUILD}")
+        raise ImportError(f"minddp's extension is not built for this Python.{_hidden() or f' Build it: {_REBUILD}'}")
     # The record lies beside the real file: a checkout may link to another's extension.
     record = Path(spec.origin).resolve().with_name("_build.json")
     try:

@@ -18,6 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# torch imports this at the first optimizer, and its default arguments keep the default group of that moment. Imported
+# before there is one, it keeps none: the group's threads end in destroy_process_group(), and do not outlive Python.
+import torch.distributed.nn.functional
 import torch.multiprocessing
 from torch import nn
 from torch.autograd import Variable

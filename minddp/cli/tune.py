@@ -18,13 +18,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..ddp import DistributedDataParallel
 from ..planner import BucketPlan
@@ -141,8 +142,13 @@ def _check_workload(options: argparse.Namespace) -> None:
 def _start_ranks(ranks: int | None, arguments: list[str]) -> int:
     if ranks is None or ranks < 2:
         raise TuneError("start this under torchrun, or give --ranks with at least 2")
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.call([sys.executable, *launch, "-m", "minddp", "tune", *arguments])
+    try:
+        torch.distributed.run.main(
+            ["--standalone", f"--nproc-per-node={ranks}", "-m", "minddp", "tune", *arguments]
+        )
+    except ChildFailedError:  # the ranks have said why
+        return 2
+    return 0
 
 
 def _device(options: argparse.Namespace) -> torch.device:
@@ -186,6 +192,6 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             dist.destroy_process_group()
     except TuneError as error:
-        print(f"minddp tune: {error}", file=sys.stderr)
+        sys.stderr.write(f"minddp tune: {error}\n")  # in one piece: each rank writes it
         return 2
     return 0

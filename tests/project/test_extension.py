@@ -73,6 +73,7 @@ def test_unbuilt_sources_say_which_package_they_hide(monkeypatch: pytest.MonkeyP
     with pytest.raises(ImportError) as caught:
         _extension.load()
     assert f"hide the minddp that is installed in {installed}: run `python -P`" in str(caught.value)
+    assert "Build it" not in str(caught.value)  # it is built: a second time would not help
 
 
 def test_an_extension_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
