@@ -13,7 +13,7 @@ from typing import Any
 
 from .logs import log
 
-__all__ = ["misfit", "parse", "refuse_device", "write_or_log", "write_whole"]
+__all__ = ["misfit", "parse", "path_text", "refuse_device", "write_or_log", "write_whole"]
 
 _MOST = 2**63 - 1  # what the numbers are computed with has 64 bits
 
@@ -51,6 +51,13 @@ def misfit(value: Any, shape: Any, place: str = "it") -> str:
     if inside is None:
         return f"{place} is {repr(value)[:60]}"
     return next(filter(None, (misfit(*part) for part in inside)), "")
+
+
+def path_text(path: Any, argument: str) -> str:
+    """``path``, which a function was given as ``argument``, as text; TypeError if it is no path."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(text := os.fspath(path), str):
+        raise TypeError(f"{argument} must be a path, as text or os.PathLike, got {path!r}")
+    return text
 
 
 def refuse_device(path: str | os.PathLike[str], where: str = "") -> None:

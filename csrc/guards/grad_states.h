@@ -80,6 +80,7 @@ class GradStates : public Case {
     for (size_t i = 0; i < states_.size(); ++i)
       if (there[i] >= 0) states_[i] = older->states_[there[i]];
     interrupted_in_ = older->interrupted_in_;
+    ended_in_ = older->ended_in_;
   }
 
   // --- what is asked before optimizer.step()

@@ -13,7 +13,9 @@ Under torchrun: ``torchrun --nproc-per-node 2 -m minddp run script.py``.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -42,4 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__doc__, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     part = importlib.import_module(COMMANDS[words[0]], package=__name__.partition(".")[0])
-    return int(part.main(words[1:]) or 0)
+    if words[0] in ("run", "tune"):  # what a program raises is its own
+        return int(part.main(words[1:]) or 0)
+    try:
+        status = int(part.main(words[1:]) or 0)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        # Nobody reads the output any more, as behind `| head`, or it has no room: what is left of it goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"minddp {words[0]}: the output could not be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return status

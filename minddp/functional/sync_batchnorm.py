@@ -278,14 +278,18 @@ def _require_two_values(x: Tensor, count: Tensor, group: Any) -> None:
 
 def _given(group: Any, function: str) -> Any:
     """``group``; raises if it is neither a process group nor None, nor what a rank outside of one gets for it; or if
-    torch's collectives cannot look it up."""
+    torch's collectives, which look it up, do not find it."""
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:  # unused on this rank: forward says so
         return group
-    if type(group_of(group, function)).__hash__ is None:
+    group = group_of(group, function)
+    try:
+        if dist.is_initialized():
+            dist.get_rank(group)
+    except (ValueError, TypeError):  # a class of the program's may have no hash, by which torch looks it up
         raise TypeError(
-            f"{function}: process_group is a {type(group).__name__}, whose class has no hash, by which "
-            "torch.distributed's collectives look it up: give it __hash__ = torch.distributed.ProcessGroup.__hash__"
-        )
+            f"{function}: torch.distributed has no table of process_group, a {type(group).__name__} of the program's "
+            "own: pass one that torch.distributed.new_group() returns"
+        ) from None
     return group
 
 

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -191,7 +191,7 @@ class Owned(torch.optim.Optimizer):
         if len(self.param_groups) < len(self._entry_of_group):  # the constructor's, whose entry is known
             return super().add_param_group(param_group)
         entry = 0 if entry is None and len(self._entries) == 1 else entry
-        if entry is None or not 0 <= entry < len(self._entries):
+        if not isinstance(entry, int) or not 0 <= entry < len(self._entries):
             raise ValueError(
                 f"minddp.Owned.add_param_group: entry must say which of the optimizers steps the group, 0 to "
                 f"{len(self._entries) - 1}, got {entry!r}"
@@ -360,11 +360,13 @@ class Owned(torch.optim.Optimizer):
         once there is a wrapper: call it on every rank, with the same dictionary.
 
         Raises:
+            TypeError: it is no such dictionary.
             ValueError: it has other optimizers, other groups, or groups of another size.
             RuntimeError: it has states, and no wrapper says yet which rank owns which parameter.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
+        _check_given(state_dict)
         given, own = state_dict.get("optimizers"), self._by_entry(self.param_groups)
         if given is None:
             by_entry = self._by_entry(state_dict["param_groups"])
@@ -399,6 +401,21 @@ class Owned(torch.optim.Optimizer):
             "minddp.Owned cannot be pickled or copied: it belongs to a wrapper, and each rank has a part of it. Save "
             "state_dict() after consolidate_state_dict(), and load it into a new one."
         )
+
+
+def _check_given(state_dict: Any) -> None:
+    """Raises TypeError if it is nothing that ``state_dict()`` returns."""
+    parts = state_dict.get("optimizers", [state_dict]) if isinstance(state_dict, Mapping) else None
+    for part in parts if isinstance(parts, (list, tuple)) and parts else [None]:
+        state, groups = (part.get("state"), part.get("param_groups")) if isinstance(part, Mapping) else (None, None)
+        known = groups if isinstance(groups, list) else [None]
+        are_groups = [isinstance(group, Mapping) and "params" in group for group in known]
+        if not (isinstance(state, Mapping) and all(are_groups)):
+            raise TypeError(
+                "minddp.Owned.load_state_dict: state_dict must be what an optimizer's state_dict() returns, "
+                '{"state": ..., "param_groups": [...]}, or {"optimizers": [...]} of such dictionaries, got '
+                f"{state_dict!r:.200}"
+            )
 
 
 def _packed(groups: list[Group], state: Any) -> dict[str, Any]:

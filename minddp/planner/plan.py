@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..documents import misfit, parse, write_whole
+from ..documents import misfit, parse, path_text, write_whole
 
 __all__ = ["BucketPlan", "ParameterInfo"]
 
@@ -68,7 +68,14 @@ class BucketPlan:
 
     def __post_init__(self) -> None:
         # Python's own numbers, whatever came (NumPy's): JSON knows no others.
-        object.__setattr__(self, "buckets", [[operator.index(p) for p in bucket] for bucket in self.buckets])
+        try:
+            buckets = [[operator.index(position) for position in bucket] for bucket in self.buckets]
+        except TypeError:
+            raise TypeError(
+                "BucketPlan: buckets must be a list of lists of positions, such as [[0, 1], [2]], got "
+                f"{self.buckets!r:.200}"
+            ) from None
+        object.__setattr__(self, "buckets", buckets)
         if self.finish_seconds is not None:
             object.__setattr__(self, "finish_seconds", float(self.finish_seconds))
         positions = sorted(position for bucket in self.buckets for position in bucket)
@@ -239,16 +246,17 @@ class BucketPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; a reader sees the old file or the new one, never half of it."""
-        write_whole(path, self.to_json())
+        write_whole(path_text(path, "BucketPlan.save: path"), self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BucketPlan:
         """The plan that ``save`` wrote; OSError when there is no file, ValueError when it is no plan."""
+        text = path_text(path, "BucketPlan.load: path")
         try:
-            with open(path, encoding="utf-8") as stream:
+            with open(text, encoding="utf-8", errors="replace") as stream:
                 return cls.from_json(stream.read())
         except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+            raise ValueError(f"{text}: {error}") from error
 
 
 def _quartiles(trial: Mapping[str, Any]) -> str:

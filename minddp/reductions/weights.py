@@ -81,10 +81,14 @@ def add_weight(ddp: torch.nn.Module, weight: float) -> None:
 
     Raises:
         RuntimeError: ``reduction`` is not ``"weighted"``.
+        TypeError: ``weight`` is no number.
         ValueError: ``weight`` is negative or not finite.
     """
     weights = _weights_of(ddp, "add_weight")
-    weight = float(weight)
+    try:
+        weight = float(weight)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise TypeError(f"minddp.add_weight: weight must be a number, got {weight!r:.99}") from None
     if not 0 <= weight < math.inf:
         raise ValueError(f"minddp.add_weight: weight must be finite and not negative, got {weight}")
     weights.add(weight)

@@ -2,7 +2,8 @@
 
 Each rank writes its parts of the last steps under one key. Rank 0 reads the keys that are there within one bounded
 wait, makes the report, and writes it under one key, which the others read. So a rank reads one key, however many
-there are, and rank 0 one of each rank, of some ten numbers a step. There is no collective.
+there are, and rank 0 one of each rank, of some ten numbers a step. There is no collective. Rank 0 returns when the
+others have read, or the time is over: the store may be in its process, and end with it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _exchanged(timeline: Any, iteration: int, rank: int, size: int, mine: list[P
     if timeline.key is None:
         raise LookupError("this wrapper is a copy, or has init_sync=False: the ranks have no name for it yet")
     here, patience = f"{timeline.key}/{iteration}", _PATIENCE + size / _RANKS_A_SECOND
-    old, timeline.keys = timeline.keys, [f"{here}/{rank}"]
+    has_read = f"{here}/{rank}/has read"
+    old, timeline.keys = timeline.keys, [f"{here}/{rank}", has_read] if rank else [f"{here}/0"]
 
     def lead(store: Any) -> Report:
         keys = [f"{here}/{other}" for other in range(1, size)]
@@ -85,13 +87,17 @@ def _exchanged(timeline: Any, iteration: int, rank: int, size: int, mine: list[P
         notes = [f"{ranks_text(missing).capitalize()} did not come. {_HINT}"] if missing else []
         made = make_report(parts, steps, notes)
         store.set(f"{here}/0", _packed(made.to_dict()))
+        if there:
+            comes(store, [f"{key}/has read" for key in there], (1 - _FOR_THE_OTHERS) * patience, 1)
         return made
 
     def follow(store: Any) -> Report:
         store.set(f"{here}/{rank}", _packed(mine))
         if not comes(store, [f"{here}/0"], patience, size):
             raise TimeoutError(f"rank 0, which makes the report, did not come. {_HINT[:-1]}")
-        return Report.from_dict(_read(store.get(f"{here}/0")))
+        made = Report.from_dict(_read(store.get(f"{here}/0")))
+        store.set(has_read, b"")
+        return made
 
     def errand(store: Any) -> Report:
         made = (lead if rank == 0 else follow)(store)

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import environment, lifetime  # noqa: F401  registers its exit handler first, so that it runs after the trace's
-from ..documents import refuse_device
+from ..documents import path_text, refuse_device
 from ..logs import log
 from .chrome import write
 from .gathering import Ranks
@@ -85,8 +85,7 @@ def path_of(path: Any) -> str:
         ValueError: it is empty, or holds what no path does.
         OSError: its folder does not exist, or it is a folder, a device or a pipe.
     """
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(text := os.fspath(path), str):
-        raise TypeError(f"minddp.trace: path must be a path, as text or os.PathLike, got {path!r}")
+    text = path_text(path, "minddp.trace: path")
     if not text or "\0" in text or not _encodes(text):
         raise ValueError(f"minddp.trace: path must name a file, got {text!r}")
     folder = os.path.dirname(text) or "."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import runpy
@@ -92,6 +93,21 @@ def test_the_clones_command_runs_each_of_its_parts(tmp_path: Path, monkeypatch: 
         if line == "doctor":
             assert "shm, 2 ranks: ok, the same gradients" in done.stdout
             assert done.stdout.count("one step, beside torch's class") == 1  # not once more on each rank
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_an_output_that_nobody_reads_ends_the_command(
+    full: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As behind `| head -1`; or on a full disk."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(OSError), open("/dev/full" if full else writer, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert command.main(["doctor", "--no-step"]) == 1
+        print("what comes after goes nowhere", flush=True)
+    said = ["minddp doctor: the output could not be written: No space left on device"]
+    assert capfd.readouterr().err.splitlines() == said * full
 
 
 def _no_route(rank: int, device: str) -> list[str]:

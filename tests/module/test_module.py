@@ -197,6 +197,9 @@ def _weight_errors(rank, world_size):
         zero.zero_grad()
     with pytest.raises(ValueError, match="weight must be finite"):
         minddp.add_weight(zero, -1)
+    for weight in ("x", None, 1j, [3], torch.ones(2), 10**400):
+        with pytest.raises(TypeError, match="minddp.add_weight: weight must be a number"):
+            minddp.add_weight(zero, weight)
     with pytest.raises(RuntimeError, match='needs reduction="weighted"'):
         minddp.add_weight(_ddp(), 1)
 

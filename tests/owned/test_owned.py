@@ -142,7 +142,7 @@ def test_steps_give_the_plain_optimizers_bits(rank, world_size, steps):
         twins.compare_states()
 
 
-ACTS = ("accumulate", "evaluate", "average", "checkpoint", "schedule", "freeze", "restart", "swap", "forget", "none")
+ACTS = "accumulate evaluate average checkpoint schedule freeze restart swap forget refresh none".split()
 
 
 def forget(optimizer, how, parameters):
@@ -180,6 +180,9 @@ def test_anything_may_come_between_two_steps(rank, world_size):
                 with twins.ddps[0].no_sync(), twins.ddps[1].no_sync():
                     twins.backward()
             twins.backward(skip=own.choice([None, 0, 2]))
+            if act == "refresh":
+                for ddp in twins.ddps:
+                    minddp.refresh(ddp)
             if draw.random() < 0.3:
                 for module in twins.modules:
                     nn.utils.clip_grad_norm_(module.parameters(), 0.5)
@@ -360,6 +363,9 @@ def test_what_does_not_fit_is_refused_by_name(rank, world_size):
     refused("Call opt.consolidate_state_dict(to=rank) on every rank first", owned.state_dict)
     refused("to must be a rank, 0 to 1", lambda: owned.consolidate_state_dict(to=9))
     refused("groups of [[]]", lambda: owned.load_state_dict({"state": {}, "param_groups": []}))
+    for wrong in (None, {}, {"state": {}, "param_groups": 3}, {"state": {}, "param_groups": [{}]}, {"optimizers": 3}):
+        refused("load_state_dict: state_dict must be what", lambda wrong=wrong: owned.load_state_dict(wrong))
+    refused("entry must say which", lambda: owned.add_param_group({"params": []}, entry="x"))
     refused("cannot be pickled or copied", lambda: copy.deepcopy(owned))
     owned.state[next(iter(owned.state))]["made"] = object()
     refused("a state or a group holds what is not sent", owned.consolidate_state_dict)

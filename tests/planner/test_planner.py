@@ -279,6 +279,19 @@ def test_a_file_that_is_no_plan_is_refused_by_path(tmp_path, text, complaint):
     assert str(path) in str(refusal.value)
 
 
+def test_what_is_no_path_and_no_list_of_buckets_is_named(tmp_path):
+    for path in (None, 3, b"plan.json"):
+        for act, name in ((BucketPlan.load, "load"), (model_plan().save, "save")):
+            with pytest.raises(TypeError, match=f"BucketPlan.{name}: path must be a path"):
+                act(path)
+    (tmp_path / "plan.json").write_bytes(b"\x80")
+    with pytest.raises(ValueError, match="not a bucket plan"):
+        BucketPlan.load(tmp_path / "plan.json")
+    for buckets in (None, 3, "x", [3], [[0.5]]):
+        with pytest.raises(TypeError, match="BucketPlan: buckets must be a list of lists of positions"):
+            BucketPlan(buckets)
+
+
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "plan.json"
     model_plan().save(path)

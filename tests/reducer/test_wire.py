@@ -484,6 +484,30 @@ def test_with_every_mode_of_the_reducer(rank: int, world_size: int) -> None:
 # --- what is refused ---
 
 
+class Shy(nn.Parameter):
+    """It answers what autograd's functions ask, and refuses the rest."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.dim, Tensor.is_floating_point, Tensor.stride, Tensor.numel, torch.empty_like):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@on_ranks(2)
+def test_a_parameter_that_refuses_functions_travels_like_another(rank: int, world_size: int) -> None:
+    for wire in ("bf16", "fp16", "int8"):
+        found = []
+        for kind in (nn.Parameter, Shy):
+            module = Given()
+            module.square = kind(module.square.detach())
+            ddp = minddp.DistributedDataParallel(module, wire=wire)
+            for iteration in range(2):
+                ddp({name: 1e-3 * g for name, g in gradients(rank, iteration).items()}).backward()
+            found.append(averages(ddp))
+        assert all(torch.equal(found[0][name], found[1][name]) for name in SHAPES)
+
+
 @on_ranks(2)
 def test_what_makes_no_sense_is_refused(rank: int, world_size: int) -> None:
     ddp = minddp.DistributedDataParallel

@@ -351,3 +351,9 @@ def test_every_rank_raises(rank, world_size):
     assert "rank 0: 3 channels, float32 statistics, rank 1: 4 channels, float32 statistics" in channels
     assert "rank 0: 3 channels, float32 statistics, rank 1: 3 channels, float64 statistics" in dtype
     assert "expected more than one value per channel in the group's batch" in single
+    in_python = type("InPython", (dist.ProcessGroup,), {})
+    without_hash = type("WithoutHash", (in_python,), {"__hash__": None})
+    for group in (in_python(rank, world_size), without_hash(rank, world_size)):
+        for make, layer in ((SyncBatchNorm, 3), (convert_sync_batchnorm, nn.Identity())):
+            with pytest.raises(TypeError, match=f"no table of process_group, a {type(group).__name__} of the"):
+                make(layer, process_group=group)

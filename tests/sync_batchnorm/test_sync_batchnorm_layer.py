@@ -19,13 +19,6 @@ class OwnGroup(dist.ProcessGroup):
 A_GROUP = OwnGroup(0, 1)
 
 
-def test_a_group_that_torchs_tables_cannot_hold_is_refused_by_name():
-    group = type("WithoutHash", (OwnGroup,), {"__hash__": None})(0, 1)
-    for make in (SyncBatchNorm, convert_sync_batchnorm):
-        with pytest.raises(TypeError, match="process_group is a WithoutHash, whose class has no hash"):
-            make(3 if make is SyncBatchNorm else nn.Identity(), process_group=group)
-
-
 class Twice(nn.Module):
     """The same layer under two names, and inside a child as well."""
 
