@@ -27,7 +27,7 @@ WORDED_ELSEWHERE = [
     "minddp/guards/lost.py: _given_up(dog, group, wait, seconds, verdict, '')",
     "minddp/guards/lost.py: _given_up(dog, group, wait, seconds, verdict, error)",
     "minddp/guards/lost.py: self.lost.with_traceback(None)",
-    "minddp/planner/plan.py: ValueError(f'{os.fspath(path)}: {error}')",
+    "minddp/planner/plan.py: ValueError(f'{text}: {error}')",
     "minddp/shm/__init__.py: dist.DistBackendError(f'shm: {reason}')",
     "minddp/timeline/store.py: NoAnswer(str(error))",
     "minddp/timeline/store.py: NoAnswer(str(errors[0]))",
