@@ -427,5 +427,4 @@ def _mean(divisor: int, ranks: int, hooked: bool) -> tuple[float, float]:
 def _detach(reducer: _C.Reducer) -> None:
     """Lets go of the parameters: another reducer takes them, or none."""
     reducer.remove_hooks()
-    if reducer.phase() != _C.Phase.IDLE:  # otherwise the next one takes over what is known of gradients
-        reducer.abort_iteration()
+    reducer.abort_iteration()

@@ -48,7 +48,7 @@ class GradStates : public Case {
       std::exchange(on_graph_, nullptr)();
     if (moment == Moment::kBackwardEnd) note_partial();
     if (moment == Moment::kAveraged && !state().iteration.outside_grad) note_averages();
-    if (moment == Moment::kGivenUp) interrupted_in_ = ended_in_ = kNone;
+    if (moment == Moment::kGivenUp) interrupted_in_ = kNone;  // earlier averages are averages all the same
   }
 
   bool follows_gradients() const override { return true; }

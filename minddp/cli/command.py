@@ -34,6 +34,24 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] in (["run"], ["tune"]):  # what a program raises is its own
+        return _run(words)
+    try:
+        status = _run(words)
+        if sys.stdout is not None:  # a shell's `>&-`
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        # Nobody reads the output any more, as behind `| head`, or it has no room: what is left of it goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.ENOSPC:
+            print(f"minddp: the output could not be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         print("minddp", importlib.import_module(__name__.partition(".")[0]).__version__)
         return 0
@@ -44,17 +62,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__doc__, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     part = importlib.import_module(COMMANDS[words[0]], package=__name__.partition(".")[0])
-    if words[0] in ("run", "tune"):  # what a program raises is its own
-        return int(part.main(words[1:]) or 0)
-    try:
-        status = int(part.main(words[1:]) or 0)
-        sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
-            raise
-        # Nobody reads the output any more, as behind `| head`, or it has no room: what is left of it goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            print(f"minddp {words[0]}: the output could not be written: {error.strerror}", file=sys.stderr)
-        return 1
-    return status
+    return int(part.main(words[1:]) or 0)

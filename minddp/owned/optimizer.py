@@ -405,10 +405,10 @@ class Owned(torch.optim.Optimizer):
 
 def _check_given(state_dict: Any) -> None:
     """Raises TypeError if it is nothing that ``state_dict()`` returns."""
-    parts = state_dict.get("optimizers", [state_dict]) if isinstance(state_dict, Mapping) else None
+    parts = (state_dict.get("optimizers") or [state_dict]) if isinstance(state_dict, Mapping) else None
     for part in parts if isinstance(parts, (list, tuple)) and parts else [None]:
         state, groups = (part.get("state"), part.get("param_groups")) if isinstance(part, Mapping) else (None, None)
-        known = groups if isinstance(groups, list) else [None]
+        known = groups if isinstance(groups, (list, tuple)) else [None]
         are_groups = [isinstance(group, Mapping) and "params" in group for group in known]
         if not (isinstance(state, Mapping) and all(are_groups)):
             raise TypeError(

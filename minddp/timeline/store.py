@@ -2,7 +2,8 @@
 
 A request to a store has no end where its host is stopped, its file is gone, or another thread waits on the same
 connection. So requests run on a thread of their own, over a connection of their own, and the program's thread waits
-for a limited time. There is one such thread at most.
+for a limited time. There is one such thread at most. The connection is kept: for each new one torch's store asks for
+the name of its address (DNS), on the one thread on which it answers all ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import atexit
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -26,6 +28,10 @@ _LEAST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds, between two looks
 _RANKS_A_SECOND = 20_000  # so many looks a second the store's host has to answer
 _EXIT_SECONDS = 1.0
 
+_EARLIER = "the store has not answered an earlier request yet"
+
+_kept: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()  # by store: process, connection
+_turn = threading.Lock()  # of who looks at _thread, and begins another one
 _thread: threading.Thread | None = None
 _port: int | None = None  # of the store's host that the thread asks
 
@@ -41,11 +47,7 @@ def ask(base: dist.Store, prefix: str, seconds: float, errand: Callable[[Any], A
         NoAnswer: it did not end within ``seconds``, or raised something, which is the cause.
     """
     global _thread, _port
-    begin = time.monotonic()
-    if _thread is not None and _thread.is_alive():
-        _thread.join(seconds)
-        if _thread.is_alive():
-            raise NoAnswer("the store has not answered an earlier request yet")
+    end = time.monotonic() + seconds
     answers: list[Answer] = []
     errors: list[Exception] = []
 
@@ -53,16 +55,25 @@ def ask(base: dist.Store, prefix: str, seconds: float, errand: Callable[[Any], A
         try:
             answers.append(errand(dist.PrefixStore(prefix, _connection(base))))
         except Exception as error:
+            _kept.pop(base, None)
             errors.append(error)
 
-    _port = None
-    _thread = threading.Thread(target=run, name="minddp: what ranks exchange", daemon=True)
+    mine = threading.Thread(target=run, name="minddp: what ranks exchange", daemon=True)
+    if not _turn.acquire(timeout=max(0.0, seconds)):
+        raise NoAnswer(_EARLIER)
     try:
-        _thread.start()
+        if _thread is not None:
+            _thread.join(max(0.0, end - time.monotonic()))
+            if _thread.is_alive():
+                raise NoAnswer(_EARLIER)
+        _port, _thread = None, None
+        mine.start()
+        _thread = mine
     except RuntimeError as error:  # the process may have no more threads
-        _thread = None
         raise NoAnswer(str(error)) from error
-    _thread.join(max(0.0, seconds - (time.monotonic() - begin)))
+    finally:
+        _turn.release()
+    mine.join(max(0.0, end - time.monotonic()))
     if errors:
         raise NoAnswer(str(errors[0])) from errors[0]
     if not answers:
@@ -81,7 +92,11 @@ def _connection(base: Any) -> Any:
     if not isinstance(store, dist.TCPStore):
         return base
     _port = store.port
-    return base.clone()
+    process, kept = _kept.get(base, (0, None))
+    if process != os.getpid():
+        kept = base.clone()
+        _kept[base] = os.getpid(), kept
+    return kept
 
 
 def comes(store: Any, keys: Sequence[str], seconds: float, ranks: int) -> bool:

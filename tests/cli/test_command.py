@@ -106,7 +106,10 @@ def test_an_output_that_nobody_reads_ends_the_command(
         monkeypatch.setattr("sys.stdout", output)
         assert command.main(["doctor", "--no-step"]) == 1
         print("what comes after goes nowhere", flush=True)
-    said = ["minddp doctor: the output could not be written: No space left on device"]
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", None)
+        assert command.main(["--version"]) == 0
+    said = ["minddp: the output could not be written: No space left on device"]
     assert capfd.readouterr().err.splitlines() == said * full
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import minddp
 from minddp.straggler import Report, command, exchange, report
 from minddp.timeline import load
 from minddp.timeline.observer import optimizer_time
+from minddp.timeline.store import ask
 from tests.on_ranks import on_ranks
 from tests.ranks_pool import run_ranks
 
@@ -318,6 +320,29 @@ def test_reports_do_not_fill_the_store(rank: int, world_size: int) -> None:
     assert [store.check([key]) for key in keys] == [False] * 2 * each + [True] * each
     minddp.refresh(ddp)
     assert str(_together(ddp)).startswith("No steps yet") and not keys[-1].startswith(timeline.key)
+
+
+@on_ranks(2)
+def test_reports_keep_one_connection(rank: int, world_size: int) -> None:
+    """Each new one costs torch's store a look at the machine's names. Threads take turns."""
+    ddp, port = _train(3), torch.zeros(1, dtype=torch.int64)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+        port += store.port
+    dist.broadcast(port, 0)
+    if rank:
+        store = dist.TCPStore("127.0.0.1", int(port), world_size, False)
+    made, clone = [], dist.TCPStore.clone
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.TCPStore, "clone", lambda self: made.append(1) or clone(self))
+        patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+        for _ in range(3):
+            assert "on 2 ranks" in str(_together(ddp))
+        with ThreadPoolExecutor(8) as threads:
+            answers = threads.map(lambda i: ask(store, "test", 60.0, lambda _: i), range(64))
+            assert [*answers] == [*range(64)]
+    assert len(made) == 1
+    dist.barrier()
 
 
 def _kept(rank: int, world_size: int) -> dict[str, Any]:
