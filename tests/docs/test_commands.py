@@ -49,7 +49,6 @@ NOT_RUN = {
     "make wheels": "a network, and ten minutes for each of two more torches",
     "make check-torch": "a network, and an hour",
     "make lab ARGS=faults": "an hour or two",
-    "python benchmarks/straggler.py": "ten minutes",
     "python benchmarks/memory.py": "minutes",
     "python benchmarks/overhead.py": "an hour",
     "python benchmarks/shm.py": "minutes",
