@@ -103,10 +103,10 @@ def measure_delays(runs: int, share: float) -> dict[str, Any]:
             reports = ranks.run(_train, case, share * STEP, timeout=120)
             assert all(report == reports[0] for report in reports)
             results.append({"case": case and list(case), **_outcome(reports[0])})
-            delayed = f"rank {case[0]} is late in {case[1]}" if case else "nobody is late"
+            told = f"rank {case[0]} is late in {case[1]}" if case else "nobody is late"
             late = results[-1]["late"]
             named = f"rank {late[0]}, {late[1]}" if late else "nobody"
-            print(f"{number + 1:3}/{len(cases)}  {delayed:26} named: {named}", flush=True)
+            print(f"{number + 1:3}/{len(cases)}  {told:26} named: {named}", flush=True)
     delayed = [r for r in results if r["case"]]
     balanced = [r for r in results if not r["case"]]
     return {

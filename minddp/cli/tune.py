@@ -143,9 +143,7 @@ def _start_ranks(ranks: int | None, arguments: list[str]) -> int:
     if ranks is None or ranks < 2:
         raise TuneError("start this under torchrun, or give --ranks with at least 2")
     try:
-        torch.distributed.run.main(
-            ["--standalone", f"--nproc-per-node={ranks}", "-m", "minddp", "tune", *arguments]
-        )
+        torch.distributed.run.main(["--standalone", f"--nproc-per-node={ranks}", "-m", "minddp", "tune", *arguments])
     except ChildFailedError:  # the ranks have said why
         return 2
     return 0
@@ -192,6 +190,6 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             dist.destroy_process_group()
     except TuneError as error:
-        sys.stderr.write(f"minddp tune: {error}\n")  # in one piece: each rank writes it
+        print(f"minddp tune: {error}\n", end="", file=sys.stderr)  # in one piece: each rank writes it
         return 2
     return 0

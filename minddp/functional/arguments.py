@@ -31,19 +31,24 @@ def member(group: Any) -> Any:
     inside = group is not dist.GroupMember.NON_GROUP_MEMBER
     if inside:
         group = group_of(group, "minddp.functional", "group")
-        try:
-            inside = dist.get_rank(group) >= 0
-        except (ValueError, TypeError):  # a class of the program's may have no hash, by which torch looks it up
-            raise CollectiveError(
-                f"minddp.functional: torch.distributed has no table of group, a {type(group).__name__} of the "
-                "program's own: pass one that torch.distributed.new_group() returns"
-            ) from None
+        inside = rank_in(group, "minddp.functional", "group", CollectiveError) >= 0
     if not inside:
         raise CollectiveError(
             f"rank {dist.get_rank()} (of the default group) is outside the group of this collective; "
             "only the members of a group may call it"
         )
     return group
+
+
+def rank_in(group: Any, function: str, argument: str, error: type[Exception]) -> int:
+    """This rank's number in ``group``, as torch's tables have it; raises ``error`` if they do not hold it."""
+    try:
+        return int(dist.get_rank(group))
+    except (ValueError, TypeError):  # a class of the program's may have no hash, by which torch looks it up
+        raise error(
+            f"{function}: torch.distributed has no table of {argument}, a {type(group).__name__} of the program's "
+            "own: pass one that torch.distributed.new_group() returns"
+        ) from None
 
 
 def checked(collective: str, build: Callable[[], Call]) -> Call:

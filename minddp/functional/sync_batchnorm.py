@@ -37,6 +37,7 @@ from torch.nn.utils import parametrize
 from ..functions import group_of, module_of
 from ..messages import CommunicatesInForward, gather_objects, wait_for, work_on
 from . import all_reduce
+from .arguments import rank_in
 from .transport import gather_rows
 
 __all__ = ["SyncBatchNorm", "batch_norm_reference", "convert_sync_batchnorm"]
@@ -282,14 +283,8 @@ def _given(group: Any, function: str) -> Any:
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:  # unused on this rank: forward says so
         return group
     group = group_of(group, function)
-    try:
-        if dist.is_initialized():
-            dist.get_rank(group)
-    except (ValueError, TypeError):  # a class of the program's may have no hash, by which torch looks it up
-        raise TypeError(
-            f"{function}: torch.distributed has no table of process_group, a {type(group).__name__} of the program's "
-            "own: pass one that torch.distributed.new_group() returns"
-        ) from None
+    if dist.is_initialized():
+        rank_in(group, function, "process_group", TypeError)
     return group
 
 

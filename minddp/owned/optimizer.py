@@ -191,7 +191,7 @@ class Owned(torch.optim.Optimizer):
         if len(self.param_groups) < len(self._entry_of_group):  # the constructor's, whose entry is known
             return super().add_param_group(param_group)
         entry = 0 if entry is None and len(self._entries) == 1 else entry
-        if not isinstance(entry, int) or not 0 <= entry < len(self._entries):
+        if entry is None or entry not in range(len(self._entries)):
             raise ValueError(
                 f"minddp.Owned.add_param_group: entry must say which of the optimizers steps the group, 0 to "
                 f"{len(self._entries) - 1}, got {entry!r}"
@@ -366,8 +366,15 @@ class Owned(torch.optim.Optimizer):
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        _check_given(state_dict)
-        given, own = state_dict.get("optimizers"), self._by_entry(self.param_groups)
+        given = state_dict.get("optimizers") if isinstance(state_dict, Mapping) else None
+        parts = [state_dict] if given is None else given
+        if not (isinstance(parts, (list, tuple)) and all(map(_is_packed, parts))):
+            raise TypeError(
+                "minddp.Owned.load_state_dict: state_dict must be what an optimizer's state_dict() returns, "
+                '{"state": ..., "param_groups": [...]}, or {"optimizers": [...]} of such dictionaries, got '
+                f"{state_dict!r:.200}"
+            )
+        own = self._by_entry(self.param_groups)
         if given is None:
             by_entry = self._by_entry(state_dict["param_groups"])
             given = [{"state": state_dict["state"], "param_groups": groups} for groups in by_entry]
@@ -403,21 +410,6 @@ class Owned(torch.optim.Optimizer):
         )
 
 
-def _check_given(state_dict: Any) -> None:
-    """Raises TypeError if it is nothing that ``state_dict()`` returns."""
-    parts = (state_dict.get("optimizers") or [state_dict]) if isinstance(state_dict, Mapping) else None
-    for part in parts if isinstance(parts, (list, tuple)) and parts else [None]:
-        state, groups = (part.get("state"), part.get("param_groups")) if isinstance(part, Mapping) else (None, None)
-        known = groups if isinstance(groups, (list, tuple)) else [None]
-        are_groups = [isinstance(group, Mapping) and "params" in group for group in known]
-        if not (isinstance(state, Mapping) and all(are_groups)):
-            raise TypeError(
-                "minddp.Owned.load_state_dict: state_dict must be what an optimizer's state_dict() returns, "
-                '{"state": ..., "param_groups": [...]}, or {"optimizers": [...]} of such dictionaries, got '
-                f"{state_dict!r:.200}"
-            )
-
-
 def _packed(groups: list[Group], state: Any) -> dict[str, Any]:
     """As ``torch.optim.Optimizer.state_dict``."""
     numbers = {p: number for number, p in enumerate(p for group in groups for p in group["params"])}
@@ -425,6 +417,14 @@ def _packed(groups: list[Group], state: Any) -> dict[str, Any]:
         "state": {number: state[p] for p, number in numbers.items() if p in state},
         "param_groups": [{**group, "params": [numbers[p] for p in group["params"]]} for group in groups],
     }
+
+
+def _is_packed(part: Any) -> bool:
+    """Whether it is what :func:`_packed` makes, or another optimizer's ``state_dict()``."""
+    if not (isinstance(part, Mapping) and isinstance(part.get("state"), Mapping)):
+        return False
+    groups = part.get("param_groups")
+    return isinstance(groups, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in groups)
 
 
 def _plain(where: str, entry: Any) -> torch.optim.Optimizer:

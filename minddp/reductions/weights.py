@@ -88,7 +88,8 @@ def add_weight(ddp: torch.nn.Module, weight: float) -> None:
     try:
         weight = float(weight)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise TypeError(f"minddp.add_weight: weight must be a number, got {weight!r:.99}") from None
+        given = repr(weight)[:100]
+        raise TypeError(f"minddp.add_weight: weight must be a number, got {given}") from None
     if not 0 <= weight < math.inf:
         raise ValueError(f"minddp.add_weight: weight must be finite and not negative, got {weight}")
     weights.add(weight)

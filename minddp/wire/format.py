@@ -20,7 +20,6 @@ import torch.distributed as dist
 from .._C import wire as native
 from ..functions import averager_of
 from ..messages import is_torchs
-from ..parameters import plainly
 from . import DTYPES, Wire
 
 BLOCK, BLOCK_BYTES = 256, 260
@@ -87,11 +86,10 @@ class WireFormat:
         wire = self.wire
         if wire is None:
             return list(plain)
-        with plainly():
-            return [
-                p.dtype if is_sparse or not _shrinks(name, p, wire) else DTYPES[wire.dtype]
-                for name, p, is_sparse in zip(names, parameters, sparse)
-            ]
+        return [
+            p.dtype if is_sparse or not _shrinks(name, p, wire) else DTYPES[wire.dtype]
+            for name, p, is_sparse in zip(names, parameters, sparse)
+        ]
 
     def cases(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[Any]:
         """For the C++ reducer. Collective at the first call for a group. REQUIRES: :attr:`is_in_force`.
@@ -105,8 +103,7 @@ class WireFormat:
         found: list[Any] = []
         if wire is not None and torch.uint8 in dtypes:
             feeds_back = [dtype == torch.uint8 and wire.error_feedback for dtype in dtypes]
-            with plainly():
-                self.residuals = {p: self._residual(p) for p, feeds in zip(parameters, feeds_back) if feeds}
+            self.residuals = {p: self._residual(p) for p, feeds in zip(parameters, feeds_back) if feeds}
             known = [self.residuals.get(p) for p in parameters]
             blocks = [None if residual is None else residual.blocks for residual in known]
             found.append(native.QuantizedBuckets(blocks))
@@ -136,11 +133,9 @@ class WireFormat:
 
     def follow_layouts(self) -> None:
         """New buckets take gradients as they lie now: error feedback in another memory order begins anew."""
-        with plainly():
-            layouts = [_layout(parameter) for parameter in self.residuals]
-        for layout, residual in zip(layouts, self.residuals.values()):
-            if residual.layout != layout:
-                residual.layout = layout
+        for parameter, residual in self.residuals.items():
+            if residual.layout != _layout(parameter):
+                residual.layout = _layout(parameter)
                 residual.blocks.zero_()
 
 

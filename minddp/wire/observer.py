@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import environment, events
+from ..parameters import plainly
 from ..reducer import Plan, Stage
 from . import Wire, make_wire
 from .format import WireFormat
@@ -60,13 +61,15 @@ class WireObserver(events.Observer):
         self.format.group = plan.group
         if not self.format.is_in_force:
             return
-        plan.dtypes = self.format.dtypes(plan.names, plan.parameters, plan.sparse, plan.plain_dtypes())
-        for case in self.format.cases(plan.parameters, plan.dtypes):
-            plan.add(case, Stage.KINDS)
+        with plainly():
+            plan.dtypes = self.format.dtypes(plan.names, plan.parameters, plan.sparse, plan.plain_dtypes())
+            for case in self.format.cases(plan.parameters, plan.dtypes):
+                plan.add(case, Stage.KINDS)
 
     def buckets_changed(self, reducer: Any) -> None:
         if self.format.is_in_force:
-            self.format.follow_layouts()
+            with plainly():
+                self.format.follow_layouts()
 
     def hooking(self, steps: bool) -> None:
         if self.settings.wire is not None or self.settings.ordered:
